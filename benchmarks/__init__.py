@@ -1,5 +1,5 @@
-"""Ours and stock torch in turn, on the same data, beside the machine's limits: ``python -m benchmarks``.
+"""Benchmarks of dcphub beside stock torch and the limits of the machine: ``python -m benchmarks``.
 
-Here are rounds, workloads and the table. Folders have subjects of their own; in `machine` is what is measured
-of the machine itself. Nothing of it is installed.
+This package has the rounds, the workloads and the table; `machine` measures the machine itself. It is not
+installed.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: run the workloads, print the table, write it and all samples to a folder."""
+"""`python -m benchmarks`: run the workloads, print the table, write the table and all samples to a folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BY_NAME_ONLY = ("async-W1-opt", "async-W2")
 _MEMORY_WORKLOADS = ("W1", "W2", "W3")
 _OBJECT_WORKLOADS = ("W1", "W2")
 _OBJECT_SAVES = 7
-"""Of W1 at a time: one by each contender, one that is timed, one that the server has yet to clear away."""
+"""W1 checkpoints on the server at a time: one per contender, the timed one, one still being removed."""
 _ASYNC_RANKS = (1, 2)
 _ASYNC_LIVES = 3
 
@@ -48,20 +48,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="size of the workloads: %(default)s")
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the multi-rank rows: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="results: %(default)s")
-    parser.add_argument("--tmp", type=Path, default=None, help="where the checkpoints go, and are removed")
+    parser.add_argument(
+        "--tmp", type=Path, default=None, help="folder for temporary checkpoints, removed at the end"
+    )
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")
     there_are = (*_WORKLOADS, *_BY_NAME_ONLY)
     unknown = set(options.only) - set(there_are)
     if unknown:
-        parser.error(f"no such workload: {', '.join(sorted(unknown))}; there are {', '.join(there_are)}")
+        parser.error(f"unknown workload: {', '.join(sorted(unknown))}; choose from {', '.join(there_are)}")
     if options.rounds < 1 or options.scale <= 0 or options.ranks not in (1, 2, 4, 8):
-        parser.error("--rounds is at least 1, --scale above 0, --ranks one of 1, 2, 4, 8")
+        parser.error("--rounds must be at least 1, --scale above 0, --ranks 1, 2, 4 or 8")
     return options
 
 
 class _Suite:
-    """Runs the chosen workloads one after the other, each in processes and a folder of its own."""
+    """Run the chosen workloads one after the other, each in new processes and a new folder."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
@@ -103,7 +105,7 @@ class _Suite:
             self._write(partial=workload != self._options.only[-1])
 
     def _write(self, *, partial: bool) -> None:
-        """After every workload, so that an interrupted run keeps what it has."""
+        """Write the results after each workload, so that an interrupted run keeps them."""
         from benchmarks.report import markdown, to_json
 
         options, out = self._options, self._options.out
@@ -174,7 +176,7 @@ class _Suite:
     def _peaks(
         self, measure: Callable[..., dict[str, float]], what: str, workload: str, sides: Sequence[str]
     ) -> dict[str, dict[str, float]]:
-        """MiB by side and figure, each side in a process of its own."""
+        """Return MiB by contender and figure; each contender runs in a process of its own."""
         peaks: dict[str, dict[str, float]] = {}
         for side in sides:
             with self._own_folder() as name:
@@ -354,7 +356,7 @@ class _Suite:
 
 
 def _needed_bytes(options: argparse.Namespace) -> int:
-    """Of disk: what all sides keep for loading, and one more save."""
+    """Return the disk space for the checkpoints of all contenders and one more save."""
     from benchmarks.peers import PEER_WORKLOADS, PEERS
     from benchmarks.workloads import STATE_BYTES
 
@@ -375,7 +377,8 @@ def _terminated(signal_number: int, frame: FrameType | None) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 wrong options or no space, 3 a rank failed, 130 interrupted."""
+    """Run the benchmarks; return 0 if done, 2 for wrong options or too little space, 3 if a rank failed,
+    130 if interrupted."""
     options = _parse(arguments)
     before = signal.signal(signal.SIGTERM, _terminated)
     try:

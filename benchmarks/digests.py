@@ -1,7 +1,7 @@
-"""What digests cost a save: of large tensors and of small ones, durable and into the page cache.
+"""Benchmark the cost of digests in saves of large and of small tensors, durable and to the page cache.
 
-One process saves with and without in turn. Beside the seconds stand those of all cores, which say the same on
-a machine that has other work.
+One process saves with and without digests in turn. Processor time is reported beside wall time, because it is
+stable on a shared machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_MOST = 1.05
 
 @dataclass(frozen=True)
 class DigestsSpec:
-    """Which workload at which size, how many rounds, where the checkpoints go."""
+    """A job: workload, size, number of rounds, folder of the checkpoints."""
 
     workload: str
     scale: float
@@ -36,7 +36,8 @@ class DigestsSpec:
 
 
 def save_with_digests(rank: int, world_size: int, progress: Progress, spec: DigestsSpec) -> list[Measurement]:
-    """Rounds of saves with digests ("ours") and without ("without"), after one that is not counted."""
+    """Run rounds of saves with digests ("ours") and without ("without"), after one round that does not
+    count."""
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
     results = {
         name: Measurement(
@@ -81,7 +82,7 @@ def _save(
 
 
 def digests_row(measured: Measurement) -> Row:
-    """Seconds beside those without, and what the 5 % allow."""
+    """Return the row of saves with digests; the limit is the save without digests plus 5 %."""
     ours, without = measured.samples["ours"], measured.samples["without"]
     row = Row(
         measured.workload,

@@ -35,7 +35,7 @@ def _blocks(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def fill(tensor: torch.Tensor, seed: int, offsets: tuple[int, ...]) -> None:
-    """Give a contiguous 1-D or 2-D local tensor at ``offsets`` of the global one its contents."""
+    """Fill a contiguous 1-D or 2-D local tensor at ``offsets`` of the global tensor."""
     matrix, row, column = _matrix(tensor), offsets[0] if len(offsets) > 1 else 0, offsets[-1]
     for begin, end in _blocks(tensor):
         part = matrix[begin:end]
@@ -43,7 +43,7 @@ def fill(tensor: torch.Tensor, seed: int, offsets: tuple[int, ...]) -> None:
 
 
 def is_intact(tensor: torch.Tensor, seed: int, offsets: tuple[int, ...]) -> bool:
-    """Whether every byte is what `fill` put there."""
+    """Return True if every byte equals the byte written by `fill`."""
     matrix, row, column = _matrix(tensor), offsets[0] if len(offsets) > 1 else 0, offsets[-1]
     return all(
         np.array_equal(

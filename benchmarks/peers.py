@@ -1,7 +1,7 @@
-"""Other packages that save and load the same state, in the same rounds as ours where they are installed.
+"""Other packages that save and load the same state in the same rounds, if they are installed.
 
-Each is used in the quickest way that its interface has, and its load ends in the very tensors that ours
-fills. None of them fsyncs, so a durable save is theirs followed by the fsyncs that commit it.
+Each package is used in its fastest way, and its load ends in the tensors that existed before. None of them
+calls fsync; the benchmark does for durable saves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 PEER_WORKLOADS = ("W1", "W2")
-"""Tensors alone, of one process: all that each of them can save."""
+"""Workloads of tensors only, of one process: all of these packages can save them."""
 TORCH_CHECKPOINTING = "torch-checkpointing"
 _PACKAGES = {TORCH_CHECKPOINTING: "torch_checkpointing", "safetensors": "safetensors", "torch.save": "torch"}
 PEERS = tuple(_PACKAGES)
@@ -38,13 +38,13 @@ def _is_installed(peer: str) -> bool:
 
 
 def not_installed(workloads: Sequence[str]) -> list[str]:
-    """Peers of these workloads that are left out, because their packages are not there."""
+    """Return the packages that these workloads skip because they are not installed."""
     compared = {workload.removeprefix("async-") for workload in workloads} & {*PEER_WORKLOADS, "async"}
     return [peer for peer in PEERS if compared and not _is_installed(peer)]
 
 
 def peer_sides(workload: str, ranks: int) -> list[Side]:
-    """Those that are installed and do this workload's work; none for several ranks."""
+    """Return the installed packages that can run this workload; none for several ranks."""
     if workload not in PEER_WORKLOADS or ranks > 1:
         return []
     sides = (
@@ -56,11 +56,11 @@ def peer_sides(workload: str, ranks: int) -> list[Side]:
 
 
 def torch_checkpointing_manager(*, durable: bool, asynchronous: bool = False) -> Any:
-    """Its `CheckpointManager`, whose process writes if asynchronous. It must be closed."""
+    """Return a `CheckpointManager` of torch-checkpointing; the caller must close it."""
     config = import_module("torch_checkpointing").CheckpointManager.Config
     chosen = config.with_async_save() if asynchronous else config.with_sync_save()
     storages = import_module("torch_checkpointing.storage.filesystem")
-    # By default it writes with O_DIRECT from buffers that are not aligned, which local file systems refuse.
+    # The default writes unaligned buffers with O_DIRECT, which local file systems refuse.
     chosen.storage_config = storages.LocalFileSystemStorageConfig(use_direct_io=False)
     if durable:
         chosen.pre_finalize_callback, chosen.finalize_callback = _fsync_written, _fsync_renamed
@@ -68,7 +68,7 @@ def torch_checkpointing_manager(*, durable: bool, asynchronous: bool = False) ->
 
 
 def _fsync_written(args: Any) -> None:
-    """Before its commit, which renames the folder. Its process finds these two functions by their names."""
+    """Sync the files before the folder is renamed. The writer process imports this function by name."""
     _fsync_folder(Path(args.path))
 
 

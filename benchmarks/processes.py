@@ -1,4 +1,4 @@
-"""Spawned ranks in one gloo group, which report progress and end with whoever started them."""
+"""Spawned ranks in one gloo group, which report progress and end with their parent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _context.set_forkserver_preload(
 
 
 class BenchmarkError(Exception):
-    """A rank failed, so there is no result; the message has its traceback."""
+    """A rank failed; the message has its traceback."""
 
 
 def run_ranks(
@@ -50,11 +50,11 @@ def run_ranks(
     folder: Path,
     daemon: bool = True,
 ) -> list[Any]:
-    """Results by rank of ``function(rank, world_size, progress, *args)``.
+    """Run ``function(rank, world_size, progress, *args)`` on each rank and return the results by rank.
 
-    One rank runs without a process group, which is the quickest way for stock torch. The processes are ended
-    when this returns or raises, KeyboardInterrupt included. ``folder`` is for the meeting point. Ranks that
-    have children by multiprocessing, as stock's process writer is one, must not be daemons.
+    One rank runs without a process group, which is the fastest setting for stock torch. The processes end
+    when this function returns or raises, including KeyboardInterrupt. ``folder`` is the rendezvous. Ranks
+    that start children by multiprocessing, such as stock's process writer, must not be daemons.
     """
     workers: dict[int, tuple[BaseProcess, Connection]] = {}
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as meeting:
@@ -74,7 +74,7 @@ def run_ranks(
 
 
 def _end(process: BaseProcess, *, patience_seconds: float) -> None:
-    """End a rank with all that it started: a writer process would go on, and write to a removed folder."""
+    """End a rank and its descendants; a writer process would otherwise write to a removed folder."""
     if process.pid is None:
         return
     started = descendants(process.pid)
@@ -120,7 +120,7 @@ def _serve(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # Ctrl-C reaches the whole process group; the parent alone decides, and ends its children.
+    # Ctrl-C reaches the whole process group; only the parent handles it and ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
@@ -149,7 +149,7 @@ def _in_group(
 
     if world_size == 1:
         return function(rank, world_size, progress, *args)
-    torch.set_num_threads(1)  # what torchrun sets for several ranks of one machine
+    torch.set_num_threads(1)  # the default of torchrun for several ranks
     store = dist.FileStore(str(Path(meeting) / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:

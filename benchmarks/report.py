@@ -1,4 +1,4 @@
-"""The results as a Markdown table and as JSON, with the machine that they belong to."""
+"""Results as a Markdown table and as JSON, with a description of the machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HEAD = (
 
 
 def environment(folder: Path) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the machine, versions and options of a run."""
     import torch
 
     from dcp.version import __version__
@@ -64,7 +64,7 @@ def _first(path: str, name: str) -> str:
 
 
 def _mount(folder: Path) -> tuple[str, str]:
-    """Device and file system type of the mount that holds ``folder``."""
+    """Return device and file system type of the mount of ``folder``."""
     best, found = "", ("unknown", "unknown")
     for line in Path("/proc/mounts").read_text().splitlines():
         device, point, kind = line.split()[:3]
@@ -135,7 +135,8 @@ def _value(text: str, value: float) -> str:
 
 
 def markdown(rows: Sequence[Row], facts: dict[str, Any], options: dict[str, Any]) -> str:
-    """The table, below the machine and the options. Seconds are median (smallest-largest) of the rounds."""
+    """Return the table below the machine and the options. Seconds are median (smallest-largest) of the
+    rounds."""
     lines = [
         "# Benchmarks",
         "",
@@ -153,7 +154,7 @@ def markdown(rows: Sequence[Row], facts: dict[str, Any], options: dict[str, Any]
 def to_json(
     rows: Sequence[Row], facts: dict[str, Any], options: dict[str, Any], measured: Sequence[Any]
 ) -> str:
-    """Everything, every sample included. Figures that do not exist are null."""
+    """Return everything, including every sample. Missing figures are null."""
     document = {
         "environment": facts,
         "options": options,

@@ -1,4 +1,4 @@
-"""R1: a checkpoint of four ranks loaded by other numbers of ranks, and along the other dimension."""
+"""R1: load a checkpoint of four ranks on other numbers of ranks, and along the other dimension."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORKLOAD = "W1"
 
 @dataclass
 class Resharding(Timings):
-    """Those of one case, warm, and the bytes read for those that are needed."""
+    """Timings of one warm case, and the ratio of bytes read to bytes needed."""
 
     ranks: int
     dim: int
@@ -34,7 +34,7 @@ class Resharding(Timings):
 
 
 def save_for_resharding(rank: int, world_size: int, progress: Progress, scale: float, folder: Path) -> None:
-    """Both sides' checkpoints, sharded on dimension 0."""
+    """Save the checkpoints of both contenders, sharded on dimension 0."""
     state = build_state(_WORKLOAD, scale, rank=rank, world_size=world_size)
     for side in (OURS, STOCK):
         progress(f"saving with {side.name}")
@@ -44,7 +44,7 @@ def save_for_resharding(rank: int, world_size: int, progress: Progress, scale: f
 def load_resharded(
     rank: int, world_size: int, progress: Progress, scale: float, rounds: int, dim: int, folder: Path
 ) -> Resharding:
-    """The rounds of one case; the first, untimed loads are checked byte by byte."""
+    """Run the rounds of one case; check the first, untimed loads byte by byte."""
     state = build_state(_WORKLOAD, scale, rank=rank, world_size=world_size, dim=dim)
     result = Resharding(world_size, dim, int(sum_over_ranks(state.size_bytes)))
     sides = {side.name: side for side in (OURS, STOCK)}
@@ -72,7 +72,7 @@ def _warm(rank: int, folder: Path) -> None:
 
 
 def _bytes_read_so_far() -> int:
-    """By read calls of this process, from the page cache or the disk."""
+    """Return the bytes of all read calls of this process, from the page cache or the disk."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("rchar:"):
             return int(line.split()[1])

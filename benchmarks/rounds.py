@@ -1,4 +1,4 @@
-"""Save and load of one workload, ours and stock in turn, with the machine's limits in the same rounds."""
+"""Save and load one workload with dcphub and stock in turn, with the machine's limits in the same rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COLD_ENOUGH = 0.02
 
 @dataclass(frozen=True)
 class Spec:
-    """One job: which workload at which size, what to do with it, how often, where."""
+    """A job: workload, size, operations, number of rounds, folder."""
 
     workload: str
     scale: float
@@ -53,14 +53,14 @@ class Spec:
 
 
 class Sample(NamedTuple):
-    """One timing: seconds, and the cores that processes other than ours (the kernel's too) kept busy."""
+    """One timing: seconds, and the cores kept busy by other processes and the kernel."""
 
     seconds: float
     others: float
 
 
 class Timings:
-    """Seconds by contender, one a round: sample r of all contenders was taken in round r.
+    """Seconds by contender, one per round: sample r of all contenders belongs to round r.
 
     ``others`` are the cores that other processes kept busy meanwhile.
     """
@@ -69,7 +69,7 @@ class Timings:
     others: dict[str, list[float]]
 
     def note(self, name: str, sample: Sample) -> None:
-        """One more of a contender."""
+        """Add a sample of a contender."""
         self.samples.setdefault(name, []).append(sample.seconds)
         self.others.setdefault(name, []).append(sample.others)
 
@@ -79,13 +79,13 @@ class Timings:
             self.note(name, contenders[name]())
 
     def latest(self) -> str:
-        """The seconds of the last round, for whoever waits."""
+        """Return the seconds of the last round."""
         return ", ".join(f"{name} {seconds[-1]:.3f} s" for name, seconds in self.samples.items())
 
 
 @dataclass
 class Measurement(Timings):
-    """Those of one operation of a workload."""
+    """Timings of one operation of a workload."""
 
     workload: str
     ranks: int
@@ -98,13 +98,13 @@ class Measurement(Timings):
 
 
 def synchronize() -> None:
-    """Wait for all ranks, if there are several."""
+    """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def max_over_ranks(value: float) -> float:
-    """The largest of the ranks' values, on all of them."""
+    """Return the largest value of all ranks, on all ranks."""
     if not dist.is_initialized():
         return value
     largest = torch.tensor(value, dtype=torch.float64)
@@ -113,7 +113,7 @@ def max_over_ranks(value: float) -> float:
 
 
 def sum_over_ranks(value: float) -> float:
-    """The sum of the ranks' values, on all of them."""
+    """Return the sum of all ranks' values, on all ranks."""
     if not dist.is_initialized():
         return value
     total = torch.tensor(value, dtype=torch.float64)
@@ -122,9 +122,10 @@ def sum_over_ranks(value: float) -> float:
 
 
 def timed(operation: Callable[[], object], server_seconds: Callable[[], float] = lambda: 0.0) -> Sample:
-    """Seconds of the slowest rank, begun together with no garbage waiting.
+    """Return the seconds of the slowest rank; all ranks start together after a garbage collection.
 
-    ``server_seconds`` is the processor time of a server that all ranks ask: it is none of the others'.
+    ``server_seconds`` is the processor time of a server that all ranks use; it does not count as load of
+    other processes.
     """
     gc.collect()
     synchronize()
@@ -137,7 +138,7 @@ def timed(operation: Callable[[], object], server_seconds: Callable[[], float] =
 
 
 def busy_seconds() -> float:
-    """Of all cores since the machine started: all but idle, waiting for the disk, and stolen time."""
+    """Return the busy seconds of all cores since boot: all but idle, I/O wait and stolen time."""
     user, nice, system, _, _, interrupt, soft, *_ = map(
         int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     )
@@ -145,7 +146,7 @@ def busy_seconds() -> float:
 
 
 def remove_durably(folder: Path) -> None:
-    """Remove it, and have that on the disk, so that nothing of it falls on what is timed next."""
+    """Remove a folder and sync the removal, so that no later timing pays for it."""
     shutil.rmtree(folder)
     descriptor = os.open(folder.parent, os.O_RDONLY)
     try:
@@ -155,13 +156,13 @@ def remove_durably(folder: Path) -> None:
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
-    """Another one begins in every round, so that nobody always follows the same one."""
+    """Return the contenders in an order that starts with another one in each round."""
     by %= len(names)
     return [*names[by:], *names[:by]]
 
 
 def measure(rank: int, world_size: int, progress: Progress, spec: Spec) -> list[Measurement]:
-    """All rounds of a job on this rank; rank 0's return value counts."""
+    """Run all rounds of a job on this rank; only the result of rank 0 is used."""
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
     with closing(_SavesAndLoads(spec, state, rank, progress)) as rounds:
         return rounds.run()
@@ -212,7 +213,7 @@ class _SavesAndLoads:
     # -- preparation -----------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """One save and one load by each side; the loads are checked, and their files kept for the rounds."""
+        """Save and load once with each contender; check the loads, and keep the files for the rounds."""
         for side in (OURS, STOCK, *self._peers):
             self._progress(f"warming up {side.name}")
             folder = self._kept[side.name] = self._spec.folder / f"kept-{side.name}"
@@ -221,7 +222,9 @@ class _SavesAndLoads:
             self._state.wipe()
             side.load(self._state.state_dict, folder)
             if not self._state.is_intact():
-                raise RuntimeError(f"{side.name} loaded other bytes than it saved in {self._spec.workload}")
+                raise RuntimeError(
+                    f"{side.name} loaded bytes that differ from the saved bytes in {self._spec.workload}"
+                )
         offsets = {}
         by_address = {local.data_ptr(): place for local, _, place in self._state.locals}
         for fqn, tensor in self._state.by_fqn.items():
@@ -282,7 +285,7 @@ class _SavesAndLoads:
         return sample
 
     def _remove(self, folder: Path) -> None:
-        """Outside the timing, and on the disk before the next one begins."""
+        """Remove a checkpoint durably, outside the timing."""
         synchronize()
         if self._rank == 0:
             remove_durably(folder)

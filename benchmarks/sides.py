@@ -1,4 +1,4 @@
-"""The two sides that are compared, behind one pair of functions each."""
+"""The two contenders behind one pair of functions each."""
 
 from __future__ import annotations
 

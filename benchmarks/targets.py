@@ -1,4 +1,4 @@
-"""What the project promised itself, and the rows of the table that say how far it got."""
+"""Targets of the project, and the rows of the table with the measured figures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _AT_MOST = (
 
 @dataclass(frozen=True)
 class Promise:
-    """A bound for one figure of a row; at least, or at most for costs."""
+    """A bound for one figure of a row: at least, or at most for costs."""
 
     kind: Kind
     bound: float
@@ -66,7 +66,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class PromiseCheck:
-    """A target with the figure that was measured."""
+    """A target with the measured figure."""
 
     text: str
     value: float
@@ -83,20 +83,20 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of the samples of one contender."""
+        """Return the spread of the samples of one contender."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass
 class Row:
-    """One line of the table. Times in seconds; ratios above 1 mean that ours is faster.
+    """One row of the table. Times are in seconds; ratios above 1 mean that dcphub is faster.
 
-    Stock tuned is stock with the setting that suits the row best: two threads, a stager that is kept. The
-    peer is another package that does the same. ``peer_gain``: how much faster it would be.
-    ``lost`` is the part of the steps per second that a training loop loses, ``cost`` the seconds of training
-    that each of its saves takes. ``cpu_seconds`` are a save's, of all cores, ranks and writer processes.
-    ``percentile_90``: what the slowest tenth of the samples took at least.
-    ``others`` is the median of the cores that other processes kept busy: above 0.2 or so, measure again.
+    *Stock tuned* is stock with the setting that suits the row best: two threads, or a reused stager. ``peer``
+    is another package for the same operation; ``peer_gain`` is how much faster it would be. ``lost`` is the
+    fraction of the steps per second that a training loop loses; ``cost`` the seconds of training per save.
+    ``cpu_seconds`` are those of a save on all cores, ranks and writer processes included. ``percentile_90``
+    is the lower bound of the slowest tenth of the samples. ``others`` is the median of the cores that other
+    processes kept busy: above 0.2, measure again.
     """
 
     workload: str
@@ -178,33 +178,34 @@ _LIMITS = {
     "load warm": ("raw_read_warm_2_threads",),
     "load cold": ("raw_read_cold_1_thread", "raw_read_cold_2_threads"),
 }
-"""Where there are several, the one with the smaller median counts: nobody gets an easy yardstick."""
+"""Limits of each row; the limit with the smallest median counts."""
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """Pair by pair within a round, so that a slow minute of the machine falls on both."""
+    """Return the ratios within each round, so that a slow minute of the machine affects both sides."""
     return Spread.of([a / b for a, b in zip(over, under, strict=True)])
 
 
 def percentile_90(samples: Sequence[float]) -> float:
-    """Of ten samples nine are at most this: the one at that place, none is made up in between."""
+    """Return the smallest sample that is not below nine tenths of the samples; do not interpolate."""
     return sorted(samples)[math.ceil(0.9 * len(samples)) - 1]
 
 
 def others_cores(others: dict[str, list[float]]) -> float | None:
-    """The median over all contenders; None where nothing was timed."""
+    """Return the median over all contenders, or None if nothing was timed."""
     values = [value for samples in others.values() for value in samples]
     return statistics.median(values) if values else None
 
 
 def save_load_row(measured: Measurement) -> Row:
-    """The row of one operation of one workload."""
+    """Return the row of one operation of one workload."""
     row = row_beside_stock(measured, _LIMITS[measured.operation])
     return row.judge(_TARGETS.get((measured.workload, measured.ranks, measured.operation), ()))
 
 
 def row_beside_stock(measured: Measurement, limits: Sequence[str]) -> Row:
-    """Ours beside stock, and beside that of the ``limits`` whose median is the smallest."""
+    """Return the row beside stock and the limit; of several limits the one with the smallest median
+    counts."""
     samples, ours = measured.samples, measured.samples["ours"]
     limit = min(limits, key=lambda name: statistics.median(samples[name]))
     row = Row(
@@ -229,7 +230,7 @@ def row_beside_stock(measured: Measurement, limits: Sequence[str]) -> Row:
 
 
 def peer_rows(measured: Measurement, kind: str | None = None) -> list[Row]:
-    """A row for each other package that was timed, beside ours or our ``kind`` of asynchronous writer."""
+    """Return a row for each timed package, beside dcphub or the ``kind`` of its asynchronous writer."""
     samples = measured.samples
     ours, operation = "ours", measured.operation
     if kind is not None:
@@ -252,7 +253,7 @@ def peer_rows(measured: Measurement, kind: str | None = None) -> list[Row]:
 
 
 def reshard_row(measured: Resharding) -> Row:
-    """The row of one case of R1."""
+    """Return the row of one case of R1."""
     samples = measured.samples
     row = Row(
         "R1",
@@ -272,7 +273,7 @@ def reshard_row(measured: Resharding) -> Row:
 
 
 def memory_row(workload: str, operation: str, gigabytes: float, ours: float, stock: float) -> Row:
-    """The row of the memory beyond the state, in MiB; it has no times."""
+    """Return the row of the memory beyond the state, in MiB, without times."""
     nothing = float("nan")
     row = Row(workload, 1, f"{operation}, peak memory", gigabytes, Spread(nothing, nothing, nothing))
     row.mebibytes, row.stock_mebibytes = ours, stock
@@ -288,7 +289,7 @@ _BLOCKING = (Promise("times_limit", 1.3), Promise("ratio", 2))
 
 
 def async_row(measured: Measurement, kind: str) -> Row:
-    """The row of our thread or process writer for one of the figures of asynchronous saving."""
+    """Return the row of the thread or process writer for one figure of asynchronous saving."""
     samples = measured.samples
     ours = samples[f"ours_{kind}"]
     limit = min(_ASYNC_LIMITS[measured.operation], key=lambda name: statistics.median(samples[name]))
@@ -318,7 +319,7 @@ def async_row(measured: Measurement, kind: str) -> Row:
 
 
 def async_memory_row(workload: str, operation: str, gigabytes: float, ours: float, stock: float) -> Row:
-    """The row of the memory that asynchronous saves take or keep beyond the state, in MiB."""
+    """Return the row of the memory that asynchronous saves take or keep beyond the state, in MiB."""
     nothing = float("nan")
     row = Row(workload, 1, operation, gigabytes, Spread(nothing, nothing, nothing))
     row.mebibytes, row.stock_mebibytes = ours, stock
@@ -326,7 +327,8 @@ def async_memory_row(workload: str, operation: str, gigabytes: float, ours: floa
 
 
 def loop_rows(measured: Measurement) -> list[Row]:
-    """Seconds a step with each of our writers beside stock's of the same kind; the limit is not to save."""
+    """Return rows of seconds per step with each writer beside stock's of the same kind; the limit is a
+    loop without saves."""
     rows = []
     samples, limit = measured.samples, measured.samples["no_saves"]
     for kind, stock in (("process", "stock_process"), ("thread", "stock")):
@@ -354,7 +356,7 @@ def loop_rows(measured: Measurement) -> list[Row]:
 
 
 def plan_row(measured: Measurement) -> Row:
-    """The row of planning a save, the first time or again."""
+    """Return the row of planning a save, first or repeated."""
     samples = measured.samples
     row = Row(
         measured.workload,
@@ -376,11 +378,11 @@ _DEVICE_SIDES = {
     "async_save overlapping": ("ours_overlap", "stock_pinned", "", ""),
     "kernels while staging": ("ours_overlap", "stock_pinned", "", "kernels_alone"),
 }
-"""By operation: ours, stock, stock tuned (pinned, asynchronous), limit."""
+"""By operation: dcphub, stock, stock tuned (pinned, asynchronous), limit."""
 
 
 def device_row(measured: Measurement) -> Row:
-    """The row of one figure of staging from an accelerator; what was not measured there is left out."""
+    """Return the row of one figure of staging from an accelerator, without figures that were not measured."""
     samples = measured.samples
     ours_name, stock, tuned, limit = _DEVICE_SIDES[measured.operation]
     ours = samples[ours_name]

@@ -1,4 +1,4 @@
-"""The workloads of the design's section on measuring: which tensors, and a rank's state of them."""
+"""Workloads: tensors and the state of a rank."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ TITLES = {
     "W4": "1 GiB, 64 fp32 tensors of 16 MiB",
 }
 STATE_BYTES = {"W1": 1 << 30, "W1-opt": 3 << 29, "W2": 20_000 << 14, "W3": 2 << 30, "W4": 1 << 30}
-"""About what a state takes at scale 1; what a run needs is planned with it."""
+"""Approximate bytes of a state at scale 1, for the check of free space."""
 
 _LAYERS = 32
 _VOCABULARY = 32_000
 _ROWS_MULTIPLE = 8
-"""Every number of ranks in these benchmarks divides it, so that all shards of a tensor are equal."""
+"""A multiple of every number of ranks, so that all shards of a tensor are equal."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: its place in the nested state dict and its global shape. A shape of () is a step."""
+    """One tensor: its path in the nested state dict and its global shape. Shape () is a step."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorSpec:
 
 @dataclass
 class State:
-    """What one rank holds: the nested state dict to save or fill, and its own contiguous tensors in it.
+    """State of one rank: the nested state dict to save or fill, and the rank's contiguous tensors in it.
 
     ``locals`` are (local tensor, seed, offsets in the global tensor) of all but the scalars.
     """
@@ -56,12 +56,12 @@ class State:
         return sum(tensor.nbytes for tensor in self.by_fqn.values())
 
     def wipe(self) -> None:
-        """Zero everything, so that `is_intact` afterwards tells whether a load restored it."""
+        """Zero all tensors, so that `is_intact` can check a load."""
         for tensor in self.by_fqn.values():
             tensor.zero_()
 
     def is_intact(self) -> bool:
-        """Whether every byte is what it was when the state was built."""
+        """Return True if every byte equals the byte of the built state."""
         steps = all(scalar.item() == 1000.0 for scalar in self.scalars)
         return steps and all(is_intact(tensor, seed, offsets) for tensor, seed, offsets in self.locals)
 
@@ -84,7 +84,7 @@ def _llama(hidden: int, middle: int, scale: float) -> Iterator[tuple[str, tuple[
 
 
 def tensor_specs(workload: str, scale: float) -> list[TensorSpec]:
-    """The tensors of a workload; ``scale`` shortens the first dimension, or for W2 the list."""
+    """Return the tensors of a workload; ``scale`` shortens the first dimension, or for W2 the list."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if workload == "W1":
         return [TensorSpec(("model", fqn), shape, bf16) for fqn, shape in _llama(1024, 3424, scale)]
@@ -109,15 +109,14 @@ def tensor_specs(workload: str, scale: float) -> list[TensorSpec]:
 
 
 def total_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Bytes of all tensors, each once."""
+    """Return the bytes of all tensors, each once."""
     return sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
 
 
 def build_state(workload: str, scale: float, *, rank: int, world_size: int, dim: int = 0) -> State:
-    """This rank's state, filled and so touched; on several ranks DTensors that are sharded on ``dim``.
+    """Build and fill this rank's state; on several ranks DTensors sharded on ``dim``.
 
-    One-dimensional tensors are sharded on dimension 0 whatever ``dim`` says. Steps are plain and equal
-    everywhere.
+    One-dimensional tensors are sharded on dimension 0. Steps are plain tensors, equal on all ranks.
     """
     mesh = _mesh(world_size) if world_size > 1 else None
     state = State({})

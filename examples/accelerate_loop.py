@@ -1,9 +1,9 @@
-"""Accelerate: `accelerator.save_state()` and `load_state()` go through dcp.
+"""Accelerate: save and resume with `accelerator.save_state()` and `load_state()` through dcp.
 
     python examples/accelerate_loop.py --checkpoints /tmp/accelerate
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --checkpoints /tmp/accelerate
 
-Stop it in any way, start it again. docs/how-to/use-a-trainer.md says what is saved.
+Stop the script in any way and start it again. docs/how-to/use-a-trainer.md lists the saved state.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ import dcp.integrations.accelerate
 
 
 class Progress:
-    """How far the loop is."""
+    """Position of the loop."""
 
     def __init__(self) -> None:
         self.step = self.epoch = self.batch = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return step, epoch and batch."""
         return dict(vars(self))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there."""
+        """Restore step, epoch and batch."""
         vars(self).update(state_dict)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train up to ``--steps``, from the newest good checkpoint on."""
-    # Each epoch's order then follows from its number, so that skipping batches finds the same ones.
+    """Train up to ``--steps``, starting from the newest good checkpoint."""
+    # The order of an epoch then depends on its number only, so that skipped batches are the same.
     loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
     project = ProjectConfiguration(
         str(arguments.checkpoints), automatic_checkpoint_naming=True, total_limit=3
@@ -53,20 +53,20 @@ def train(arguments: argparse.Namespace) -> None:
     )
     dcp.integrations.accelerate.use(accelerator)
 
-    torch.manual_seed(0)  # all ranks begin with the same weights
+    torch.manual_seed(0)  # same initial weights on all ranks
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
     inputs = torch.randn(40, 16)
     data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
-    # A loader without a generator of its own draws from the global one for each iterator, so for each resume.
+    # Without its own generator, a loader draws from the global generator for each iterator and resume.
     loader = DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     torch.manual_seed(1000 + accelerator.process_index)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 
-    with suppress(dcp.CheckpointNotFoundError):  # the first run has nothing to go on from
+    with suppress(dcp.CheckpointNotFoundError):  # the first run has no checkpoint
         accelerator.load_state()
     while progress.step < arguments.steps:
         loader.set_epoch(progress.epoch)

@@ -1,4 +1,4 @@
-"""What all of these scripts take on the command line."""
+"""Command line options of all example scripts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Options, to which a script may add its own."""
+    """Return the common options; a script may add its own."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--checkpoints", type=Path, required=True)
-    options.add_argument("--losses", type=Path, default=Path(os.devnull), help="append a JSON line a step")
+    options.add_argument("--losses", type=Path, default=Path(os.devnull), help="append a JSON line per step")
     options.add_argument("--steps", type=int, default=1000)
-    options.add_argument("--every", type=int, default=100, help="save every so many steps")
+    options.add_argument("--every", type=int, default=100, help="steps between saves")
     return options

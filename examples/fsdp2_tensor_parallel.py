@@ -1,9 +1,9 @@
-"""FSDP2 and tensor parallelism on a mesh of two dimensions, written by processes that outlive the training.
+"""FSDP2 and tensor parallelism on a two-dimensional mesh, with writer processes that survive the trainer.
 
     torchrun --standalone --nproc-per-node 4 examples/fsdp2_tensor_parallel.py --checkpoints /tmp/fsdp2-tp
     torchrun --standalone --nproc-per-node 2 examples/fsdp2_tensor_parallel.py --checkpoints /tmp/fsdp2-tp
 
-The second goes on where the first was stopped, on a mesh of another shape.
+The second command resumes the first run on a mesh of another shape.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dcp.state_dict import get_state_dict, set_state_dict
 
 WIDTH = 32
 BATCH_SIZE = 16
-"""Samples of a step over all ranks."""
+"""Samples per step over all ranks."""
 
 
 class Block(nn.Module):
-    """A residual block of two layers, as in a transformer's feed-forward part."""
+    """A residual block of two layers, as in the feed-forward part of a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,15 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape [samples, WIDTH], in and out."""
+        """Map shape [samples, WIDTH] to [samples, WIDTH]."""
         added: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
         return x + added
 
 
 def build_model(mesh: DeviceMesh) -> nn.Module:
-    """Each block's first layer is cut by columns and its second by rows over "tp"; then all over "dp"."""
-    torch.manual_seed(0)  # all ranks begin with the same weights
+    """Build blocks with the first layer sharded by columns and the second by rows over "tp"; shard all
+    over "dp"."""
+    torch.manual_seed(0)  # same initial weights on all ranks
     blocks = [Block().to(mesh.device_type) for _ in range(2)]
     model = nn.Sequential(*blocks, nn.Linear(WIDTH, 1, device=mesh.device_type))
     for block in blocks:
@@ -68,12 +69,12 @@ class Training:
         self.data = mesh["dp"]
 
     def state_dict(self) -> dict[str, Any]:
-        """DTensors, under names that do not depend on the mesh."""
+        """Return DTensors under names that do not depend on the mesh."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what a restore has filled."""
+        """Apply the restored state dict."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -83,9 +84,9 @@ class Training:
         self.scheduler.load_state_dict(state_dict["scheduler"])
 
     def loss(self, step: int, noise: torch.Generator | None = None) -> torch.Tensor:
-        """Of this rank's part of the step's batch, which ranks of one "tp" group share.
+        """Return the loss on this rank's part of the batch; ranks of one "tp" group share their samples.
 
-        The samples follow from the step alone, so there is no position to save.
+        The samples depend on the step only, so no position needs to be saved.
         """
         samples = torch.randn(BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(step))
         own = samples.chunk(self.data.size())[self.data.get_local_rank()]
@@ -96,7 +97,7 @@ class Training:
         return F.mse_loss(self.model(own.to(device)), targets.to(device))
 
     def step(self, step: int, noise: torch.Generator) -> float:
-        """Learn from the step's batch; the mean loss over all ranks."""
+        """Train on the batch of the step; return the mean loss over all ranks."""
         loss = self.loss(step, noise)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -106,18 +107,18 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss over all ranks on samples of no step."""
+        """Return the mean validation loss over all ranks."""
         return self.mean(self.loss(step=0))
 
     def mean(self, loss: torch.Tensor) -> float:
-        """Over the ranks that have different samples."""
+        """Average over the ranks with different samples."""
         total = loss.detach().clone()
         dist.all_reduce(total, group=self.data.get_group())
         return total.item() / self.data.size()
 
 
 class Noise:
-    """A generator with one stream a "dp" rank, shared by the ranks of its "tp" group; a `Stateful`."""
+    """A random generator with one stream per "dp" rank, shared within its "tp" group; a `Stateful`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.stream = mesh["dp"].get_local_rank()
@@ -125,20 +126,21 @@ class Noise:
         self.begin(1000)
 
     def begin(self, seed: int) -> None:
-        """Begin anew, another stream each "dp" rank."""
+        """Seed the generator with a separate stream for each "dp" rank."""
         self.generator.manual_seed(seed + self.stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """A rank's own; on another number of ranks it stays as it is."""
+        """Return the rank's generator state; "keep" leaves the generator unchanged on another number of
+        ranks."""
         return {"generator": dcp.Rescale(self.generator.get_state(), "keep")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there."""
+        """Restore the generator state."""
         self.generator.set_state(state_dict["generator"].value)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train up to ``--steps``, from the newest good checkpoint on, of whatever mesh."""
+    """Train up to ``--steps``, starting from the newest good checkpoint of any mesh."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     shape = [dist.get_world_size() // arguments.tp, arguments.tp]
     mesh = init_device_mesh(device_type, tuple(shape), mesh_dim_names=("dp", "tp"))
@@ -149,7 +151,7 @@ def train(arguments: argparse.Namespace) -> None:
     ) as manager:
         restored = manager.restore(state)
         if restored and state["mesh"] != shape:
-            # rank 1 may have shared rank 0's stream, and now have one of its own, or the other way round
+            # "dp" streams are assigned to other ranks on a mesh of another shape
             noise.begin(1000 * restored.step)
             state["mesh"] = shape
         first = restored.step + 1 if restored else 1
@@ -170,7 +172,7 @@ def note(path: Path, **line: float) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line options."""
     options = command_line.parser(__doc__)
     options.add_argument("--tp", type=int, default=2, help="ranks that share a layer")
     options.add_argument("--mode", choices=("process", "thread", "sync"), default="process")

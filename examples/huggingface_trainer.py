@@ -1,9 +1,10 @@
-"""Hugging Face `Trainer`: its checkpoints go through dcp.
+"""Hugging Face `Trainer`: save and resume checkpoints through dcp.
 
     python examples/huggingface_trainer.py --checkpoints /tmp/trainer
     torchrun --standalone --nproc-per-node 2 examples/huggingface_trainer.py --checkpoints /tmp/trainer
 
-Stop it in any way (SIGTERM, kill -9), start it again. docs/how-to/use-a-trainer.md says what is saved.
+Stop the script in any way (SIGTERM, kill -9) and start it again. docs/how-to/use-a-trainer.md lists the saved
+state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dcp.integrations.huggingface import DcpTrainer
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Token sequences with a rule to learn: each token is the one before, plus three."""
+    """Token sequences in which each token is the previous token plus three."""
 
     def __len__(self) -> int:
         return 40
@@ -50,7 +51,7 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    torch.manual_seed(0)  # all ranks begin with the same weights
+    torch.manual_seed(0)  # same initial weights on all ranks
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,

@@ -1,10 +1,10 @@
-"""Plain PyTorch: a loop that goes on after a crash as if nothing had happened, bit for bit.
+"""Plain PyTorch: a training loop that resumes bit for bit after a crash.
 
     python examples/plain_pytorch.py --checkpoints /tmp/plain
     torchrun --standalone --nproc-per-node 2 examples/plain_pytorch.py --checkpoints /tmp/plain
 
-Stop it in any way (SIGTERM, kill -9), start it again. With another number of ranks it goes on as well; then
-the losses are others, because the ranks' random generators start anew.
+Stop the script in any way (SIGTERM, kill -9) and start it again. The run also resumes on another number of
+ranks; losses then differ, because the random generators of the ranks are seeded again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dcp.integrations.random_state import RandomState
 from dcp.state_dict import get_state_dict, set_state_dict
 
 BATCH_SIZE = 4
-"""Samples of a rank in a step."""
+"""Samples per rank and step."""
 
 
 class Curves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Curves to sum up, shifted by chance: draws from Python's generator and from numpy's."""
+    """Curves with their sums as targets, shifted at random by Python's generator and numpy's."""
 
     def __init__(self) -> None:
         self.inputs = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
@@ -44,17 +44,17 @@ class Curves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shapes [16] and [1]."""
+        """Return a curve of shape [16] and a target of shape [1]."""
         shift = float(np.random.normal(0.0, 0.01)) if random.random() < 0.5 else 0.0
         return self.inputs[index] + shift, self.targets[index]
 
 
 class Position(Sampler[int]):
-    """Which samples this rank takes, and how far it is; a `Stateful`.
+    """Samples of this rank and its position in the epoch; a `Stateful`.
 
-    An epoch's order follows from its number, so three numbers say everything: ``taken`` counts what the loop
-    has trained on, not what the loader has asked for, since workers of a loader run ahead; ``begin`` what
-    another number of ranks had taken of the epoch before.
+    The order of an epoch depends on its number only. ``taken`` counts the samples that the loop has trained
+    on, because loader workers run ahead. ``begin`` counts the samples of the epoch that were used on another
+    number of ranks.
     """
 
     def __init__(self, size: int, rank: int, world_size: int) -> None:
@@ -70,22 +70,22 @@ class Position(Sampler[int]):
         return (self.size - self.begin) // self.world_size - self.taken
 
     def state_dict(self) -> dict[str, Any]:
-        """A rank's own: with data of its own, each rank would be somewhere else."""
+        """Return the rank's own position, with the rule for another number of ranks."""
         position = {"epoch": self.epoch, "begin": self.begin, "taken": self.taken}
         return {"position": dcp.Rescale(position, what_is_left)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there."""
+        """Restore the position."""
         position = state_dict["position"].value
         self.epoch, self.begin, self.taken = position["epoch"], position["begin"], position["taken"]
 
     def next_epoch(self) -> None:
-        """All samples, in another order."""
+        """Start the next epoch with all samples in another order."""
         self.epoch, self.begin, self.taken = self.epoch + 1, 0, 0
 
 
 def what_is_left(positions: list[dict[str, int]], rank: int, world_size: int) -> dict[str, int]:
-    """The position on another number of ranks: they share what those that saved had left of the epoch."""
+    """Return the position on another number of ranks, which share the rest of the epoch."""
     taken = sum(position["taken"] for position in positions)
     return positions[0] | {"begin": positions[0]["begin"] + taken, "taken": 0}
 
@@ -94,7 +94,7 @@ class Training:
     """Model, optimizer and scheduler; a `Stateful`."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.manual_seed(0)  # all ranks begin with the same weights
+        torch.manual_seed(0)  # same initial weights on all ranks
         self.device = device
         model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1)).to(device)
         self.model: nn.Module = DistributedDataParallel(model) if dist.is_initialized() else model
@@ -102,12 +102,12 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=1000)
 
     def state_dict(self) -> dict[str, Any]:
-        """Under the model's own names, with or without DDP around it."""
+        """Return the state under the model's own names, with or without DDP."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what a restore has filled."""
+        """Apply the restored state dict."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -117,7 +117,7 @@ class Training:
         self.scheduler.load_state_dict(state_dict["scheduler"])
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Learn from a batch; the mean loss over all ranks."""
+        """Train on a batch; return the mean loss over all ranks."""
         loss = F.mse_loss(self.model(inputs.to(self.device)), targets.to(self.device))
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -131,7 +131,7 @@ class Training:
 
 
 def batches(loader: DataLoader[Any], position: Position) -> Iterator[list[torch.Tensor]]:
-    """Epoch after epoch; a batch that is handed out counts as taken, so save after its step."""
+    """Yield batches of all epochs. A batch counts as taken when it is yielded, so save after its step."""
     while True:
         for batch in loader:
             position.taken += BATCH_SIZE
@@ -140,13 +140,13 @@ def batches(loader: DataLoader[Any], position: Position) -> Iterator[list[torch.
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train up to ``--steps``, from the newest good checkpoint on."""
+    """Train up to ``--steps``, starting from the newest good checkpoint."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     data = Curves()
     cuda = torch.cuda.is_available()
     training = Training(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
     position = Position(len(data), rank, world_size)
-    # A loader without a generator of its own draws from the global one for each iterator, so for each resume.
+    # Without its own generator, a loader draws from the global generator for each iterator and resume.
     loader = DataLoader(
         data, BATCH_SIZE, sampler=position, drop_last=True, generator=torch.Generator().manual_seed(0)
     )
@@ -158,7 +158,7 @@ def train(arguments: argparse.Namespace) -> None:
     ) as manager:
         restored = manager.restore(state)
         first = restored.step + 1 if restored else 1
-        print(f"rank {rank} begins with step {first}", flush=True)
+        print(f"rank {rank} starts at step {first}", flush=True)
         for step, batch in zip(range(first, arguments.steps + 1), batches(loader, position), strict=False):
             loss = training.step(*batch).item()
             if rank == 0:

@@ -1,4 +1,4 @@
-"""What training waits for: asynchronous saves, training loops, staging from a device.
+"""Benchmarks of asynchronous saves, training loops and staging from a device.
 
-Saves that are waited for are in `benchmarks.rounds`.
+Synchronous saves are in `benchmarks.rounds`.
 """

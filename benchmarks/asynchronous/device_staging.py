@@ -1,8 +1,8 @@
-"""Staging from an accelerator: how near to its copy engine, how long the training waits, what kernels notice.
+"""Benchmark staging from an accelerator: the copy, the wait of training, and the delay of kernels.
 
     python -m benchmarks --only device
 
-Where there is no accelerator it says so and does nothing.
+Without an accelerator the workload prints a message and measures nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CALIBRATION_KERNELS = 20
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Which workload at which size, on which device, how often, where the checkpoints go."""
+    """A job: workload, size, device, number of rounds, folder of the checkpoints."""
 
     workload: str
     scale: float
@@ -44,13 +44,13 @@ class DeviceSpec:
 
 
 def accelerator() -> str | None:
-    """The device type that torch would train on, if there is one."""
+    """Return the device type of the accelerator, or None."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def stage_from_device(rank: int, world_size: int, progress: Progress, spec: DeviceSpec) -> list[Measurement]:
-    """Measurements of staging, of the wait, and of kernels that run meanwhile."""
+    """Measure staging, the wait, and kernels that run during a save."""
     with closing(_StagingRounds(spec, progress)) as rounds:
         return rounds.run()
 
@@ -70,13 +70,13 @@ class _StagingRounds:
         rows = _MATRIX_ROWS.get(self._device.type, _ACCELERATOR_MATRIX_ROWS)
         self._matrix = torch.rand(rows, rows, device=self._device, dtype=torch.bfloat16)
         self._product = torch.empty_like(self._matrix)
-        # Stock's own defaults: pinned, shared, asynchronous. They raise where there is no accelerator.
+        # Stock's defaults: pinned, shared, asynchronous. They raise without an accelerator.
         self._stock_stager = DefaultStager() if self._on_accelerator else None
         self._saves = 0
         self._kernels = _CALIBRATION_KERNELS
 
     def run(self) -> list[Measurement]:
-        """One save by each way first, so that buffers are there; then the rounds."""
+        """Save once with each contender to allocate buffers, then run the rounds."""
         ways = self._ways()
         for name, way in ways.items():
             self._progress(f"warming up {name}")
@@ -115,7 +115,7 @@ class _StagingRounds:
         return ways
 
     def _round(self, name: str, way: Callable[[Path], Any], results: dict[str, Measurement]) -> None:
-        """A save with nothing beside it, then one with kernels running."""
+        """Save without other work, then with kernels running."""
         returned, staged, response = self._save(way)
         overlaps = name in ("ours_overlap", "stock_pinned")
         if overlaps:
@@ -160,7 +160,7 @@ class _StagingRounds:
         return Sample(seconds, 0.0)
 
     def _calibrate(self) -> None:
-        """As many kernels as take about twice as long as staging should: all of it runs beside them."""
+        """Return the number of kernels that take about twice as long as staging."""
         self._run_kernels()
         kernel_seconds = timed(self._run_kernels).seconds / self._kernels
         copy_seconds = timed(self._copy_to_host).seconds

@@ -1,7 +1,7 @@
-"""How long `async_save` makes the training wait, how long until the checkpoint is committed, what it keeps.
+"""Benchmark `async_save`: the wait of training, the time until the commit, and the memory that is kept.
 
-A life is a fresh process (or one a rank): its first save by each contender allocates and starts what that
-contender keeps; the later ones reuse it. Between two saves everything that the first one does is waited for.
+A *life* is a new process (or one per rank). Its first save allocates buffers and starts writers; later saves
+reuse them. Each save is committed before the next save starts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 OPERATIONS = ("async_save first", "async_save", "async_save committed")
-"""Until the state may change, at the first and at later saves; until the commit, at later ones."""
+"""The wait of the first and of later saves, and the time until the commit of later saves."""
 CONTENDERS = ("ours_thread", "ours_process", "stock", "stock_reused")
 _LIMITS = ("memory_copy", "memory_copy_2_threads", "raw_direct_write")
 _MEMORY_SAVES = 3
@@ -56,7 +56,7 @@ _MEMORY_SAVES = 3
 
 @dataclass(frozen=True)
 class AsyncSpec:
-    """One life: which workload at which size, how many saves by each contender after the first, where."""
+    """One life: workload, size, number of saves by each contender after the first, folder."""
 
     workload: str
     scale: float
@@ -73,19 +73,19 @@ class _Timing(NamedTuple):
 
 
 def async_peers(workload: str, ranks: int) -> tuple[str, ...]:
-    """Other packages that save this workload asynchronously, where they are installed."""
+    """Return the installed packages that can save this workload asynchronously."""
     return tuple(peer.name for peer in peer_sides(workload, ranks) if peer.name in ASYNC_SIDES)
 
 
 def save_in_one_life(rank: int, world_size: int, progress: Progress, spec: AsyncSpec) -> list[Measurement]:
-    """Measurements of `OPERATIONS` by one life; rank 0's return value counts."""
+    """Measure `OPERATIONS` in one life; only the result of rank 0 is used."""
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
     with closing(_Life(spec, state, rank, progress)) as life:
         return life.run()
 
 
 def merge_lives(lives: Sequence[list[Measurement]]) -> list[Measurement]:
-    """The samples of several lives of one workload as those of one."""
+    """Merge the samples of several lives of one workload."""
     merged = lives[0]
     for life in lives[1:]:
         for into, measured in zip(merged, life, strict=True):
@@ -110,7 +110,7 @@ class _Life:
         self._copy = limits.StateCopy(list(state.by_fqn.values()))
 
     def run(self) -> list[Measurement]:
-        """The first saves, checked in the first life, then rounds of later ones."""
+        """Run the first saves, checked in the first life, then rounds of later saves."""
         spec = self._spec
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         size_bytes, tensors = int(sum_over_ranks(self._state.size_bytes)), len(self._state.by_fqn)
@@ -183,7 +183,7 @@ class _Life:
         return self._spec.folder / f"save-{self._spec.life}-{self._saves}"
 
     def _remove(self, folder: Path) -> None:
-        """Outside the timing, and on the disk before the next one begins."""
+        """Remove a checkpoint durably, outside the timing."""
         synchronize()
         if self._rank == 0:
             remove_durably(folder)
@@ -193,9 +193,9 @@ class _Life:
 def peak_async_mebibytes(
     rank: int, world_size: int, progress: Progress, workload: str, scale: float, side_name: str, folder: Path
 ) -> dict[str, float]:
-    """MiB beyond the state while saves run and after them, by this process and those that it started.
+    """Return MiB beyond the state during and after saves, for this process and its children.
 
-    A tiny save goes first, so that imported modules, and a writer process, do not count.
+    A tiny save runs first, so that imported modules and the writer process do not count.
     """
     side = ASYNC_SIDES[side_name]()
     tiny = side.start({"weight": torch.zeros(16)}, folder / "tiny")

@@ -1,4 +1,4 @@
-"""The sides of asynchronous saving behind one pair of calls: start a save, let go of what it kept."""
+"""Contenders of asynchronous saving behind two calls: start a save, release what the contender keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_SECONDS = 300
 
 
 class StartedSave:
-    """What a call of ``async_save`` gave back, whichever of torch's two kinds it is."""
+    """The result of a call of ``async_save``, of either of torch's two types."""
 
     def __init__(self, response: Future[Any] | AsyncSaveResponse) -> None:
         self._staging: Future[Any] | None = getattr(response, "staging_completion", None)
@@ -32,22 +32,22 @@ class StartedSave:
             self._upload = response
 
     def wait_until_staged(self) -> None:
-        """The state may change from here on."""
+        """Wait until the state may change."""
         if self._staging is not None:
             self._staging.result(_TIMEOUT_SECONDS)
 
     @property
     def ended(self) -> bool:
-        """Whether it has committed or failed."""
+        """Return True if the save has committed or failed."""
         return self._upload.done()
 
     def wait_until_committed(self) -> None:
-        """The checkpoint is there, or its error is raised."""
+        """Wait for the commit, or raise the error of the save."""
         self._upload.result(_TIMEOUT_SECONDS)
 
 
 class AsyncSide:
-    """One way to save asynchronously; what it keeps from save to save, it keeps as long as this lives."""
+    """One way to save asynchronously. Buffers and writers live as long as this object."""
 
     def __init__(
         self, save: Callable[..., Any], kind: AsyncCheckpointerType, stager: AsyncStager | None
@@ -57,7 +57,7 @@ class AsyncSide:
         self._stager = stager
 
     def start(self, state_dict: dict[str, Any], folder: Path) -> StartedSave:
-        """Begin to save durably to a fresh folder, as both sides do by default."""
+        """Start a durable save to a new folder."""
         options: dict[str, Any] = {} if self._stager is None else {"async_stager": self._stager}
         return StartedSave(
             self._save(
@@ -70,44 +70,44 @@ class AsyncSide:
         )
 
     def close(self) -> None:
-        """Let go of the stager's buffers."""
+        """Release the buffers of the stager."""
         if self._stager is not None:
             self._stager.close()
 
 
 class _StartedWithLock(StartedSave):
-    """torch-checkpointing gives a future of the commit alone; a lock keeps the state until it is copied."""
+    """A save of torch-checkpointing: a future of the commit, and a lock until the state is copied."""
 
     def __init__(self, manager: Any, upload: Future[Any]) -> None:
         super().__init__(upload)
         self._manager = manager
 
     def wait_until_staged(self) -> None:
-        """As its users wait before the optimizer's step."""
+        """Wait as a training loop does before the optimizer step."""
         with self._manager.lock():
             pass
 
 
 class _TorchCheckpointing(AsyncSide):
-    """As it comes: copies in shared memory and a process that writes, here with the fsyncs that it lacks."""
+    """torch-checkpointing with its defaults: shared memory, a writer process; fsync is added here."""
 
     def __init__(self) -> None:
         self._manager: Any = None
 
     def start(self, state_dict: dict[str, Any], folder: Path) -> StartedSave:
-        """Begin to save; the first time its process is started, as the other sides' are."""
+        """Start a save; the first call also starts the writer process."""
         if self._manager is None:
             self._manager = torch_checkpointing_manager(durable=True, asynchronous=True)
         return _StartedWithLock(self._manager, self._manager.save(str(folder), state_dict))
 
     def close(self) -> None:
-        """End its process."""
+        """End the writer process."""
         if self._manager is not None:
             self._manager.close()
 
 
 def _reused_stager() -> AsyncStager:
-    """The quickest of stock's that works without a GPU: nothing pinned nor shared, its copies are reused."""
+    """Return the fastest stager of stock torch that works without a GPU: it reuses its copies."""
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=False,

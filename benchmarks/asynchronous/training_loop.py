@@ -1,11 +1,11 @@
-"""Steps per second of a training loop that saves every 20 steps, beside the same loop that never saves.
+"""Benchmark a training loop that saves every 20 steps, beside the same loop without saves.
 
-A small transformer with Adam in fp32, about 0.8 GiB of state. Every round runs a segment of 20 steps by each
-contender, so that a slow minute of the machine falls on all of them. A segment begins with a save; what is
-left of that save when its steps are over is waited for, and counts.
+A small transformer with Adam in fp32 has about 0.8 GiB of state. Each round runs 20 steps per contender, so
+that a slow minute of the machine affects all contenders. A segment starts with a save and includes the wait
+for the rest of that save after its last step.
 
-What one save costs is also told from within its segment: the time until it has committed, less what as many
-steps take in the segment's second half. Where others use the machine too, this is the quieter figure.
+The cost of one save is also estimated within its segment: the time until the commit, less the time of as many
+steps in the second half of the segment. This figure is more stable on a shared machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WARM_UP_STEPS = 3
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """How large a model (1: 69 million parameters), how many rounds, where the checkpoints go."""
+    """A job: size of the model (1: 69 million parameters), number of rounds, folder of the checkpoints."""
 
     scale: float
     rounds: int
@@ -57,7 +57,7 @@ class _Segment(NamedTuple):
 
 
 class _Model(nn.Module):
-    """Tokens in, logits of the next ones out."""
+    """Map tokens to logits of the next tokens."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Model(nn.Module):
         self.output = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Shape [windows, context] in, [windows, context, vocabulary] out."""
+        """Map shape [windows, context] to [windows, context, vocabulary]."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         logits: torch.Tensor = self.output(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
         return logits
@@ -100,13 +100,12 @@ class _Trainer:
 
 
 def train(rank: int, world_size: int, progress: Progress, spec: LoopSpec) -> Measurement:
-    """Seconds a step by contender, one a round, and "cost_seconds" of a save likewise among the facts.
+    """Return seconds per step by contender and round, and ``cost_seconds`` per save among the facts.
 
-    Needs a process that may have children.
-
-    A process group of one rank, because stock's process writer does not work without one.
+    The calling process must be allowed to start child processes. The loop runs in a process group of one
+    rank, because stock's process writer needs a group.
     """
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # stock's process writer would ask a name server for this host
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # otherwise stock's process writer resolves the host name
     store = dist.FileStore(str(spec.folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     loop = _Loop(spec, progress)

@@ -1,4 +1,1 @@
-"""Conversions, ours and stock's.
-
-The checkpoints that are converted are saved here, too; nothing else measures conversions.
-"""
+"""Benchmarks of conversions by dcphub and by stock torch, including the saves of the source checkpoints."""

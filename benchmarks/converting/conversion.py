@@ -1,10 +1,9 @@
-"""C1: 2 GiB sharded by four ranks, converted; each conversion in a process of its own, for its peak memory.
-And 2 GiB of experts, apart in files of transformers', stacked and fused by a weight map; eight times 1 GiB
-are added up to one.
+"""C1: convert 2 GiB sharded by four ranks; each conversion runs in its own process for its peak memory.
 
-Seconds are those of the call and of making its output durable, without imports. Peaks count the processes
-that a conversion starts. The limit is a loop that reads 16 MiB, writes them, and syncs at the end; of eight
-it writes one.
+Also: stack and fuse 2 GiB of experts by a weight map, and add up eight files of 1 GiB.
+
+Seconds are those of the call and the fsync of its output, without imports. Peaks include child processes. The
+limit is a loop that reads 16 MiB, writes them, and syncs at the end.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ CASES: dict[str, tuple[str, str]] = {
     "experts stacked to safetensors": ("mixture", "save_pretrained"),
     "eight merged to safetensors": ("soup", "state dicts added"),
 }
-"""What is read, and the contender of torch, or of transformers."""
+"""The source of each conversion, and the contender of torch or transformers."""
 
 _SOURCES = {"torch": "torch.pt", "dcp": "dcp", "mixture": "mixture", "soup": "soup"}
 
 
 def save_for_conversion(rank: int, world_size: int, progress: Progress, scale: float, folder: Path) -> None:
-    """The sources: ours on four ranks, and the same tensors as torch's Hugging Face writer shards them."""
+    """Save the sources: dcphub's checkpoint on four ranks, and the shards of torch's Hugging Face writer."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.checkpoint import save as stock_save
 
@@ -84,7 +83,8 @@ def _flat(value: object, name: str = "") -> list[tuple[str, object]]:
 def measure_conversion(
     case: str, folder: Path, rounds: int, progress: Progress
 ) -> tuple[Measurement, dict[str, float]]:
-    """Rounds of all contenders of a case, from the page cache; and the largest peak of each, in MiB."""
+    """Run the rounds of all contenders of a case from the page cache; return the largest peak of each in
+    MiB."""
     kind, stock = CASES[case]
     source = folder / _SOURCES[kind]
     to = case.rpartition(" ")[2]
@@ -119,7 +119,8 @@ def _run(contender: str, to: str, source: Path, folder: Path) -> tuple[float, fl
 
 
 def _watch(process: subprocess.Popen[str]) -> float:
-    """MiB resident of the process and all below it together, at their largest: each page once a process."""
+    """Return the peak resident MiB of the process and its descendants; shared pages count once per
+    process."""
     peaks: dict[int, int] = {}
     while process.poll() is None:
         for pid in (process.pid, *descendants(process.pid)):
@@ -137,7 +138,7 @@ def _high_water_kibibytes(pid: int) -> int:
 
 
 def conversion_rows(measured: Measurement, peaks: dict[str, float]) -> list[Row]:
-    """Throughput beside torch's own and the loop, and peak memory."""
+    """Return the rows of throughput beside torch and the loop, and of peak memory."""
     ours, gigabytes = measured.samples["ours"], measured.size_bytes / 1e9
     speed = 1.0 if measured.operation.endswith("safetensors") else 3.0
     row = Row(

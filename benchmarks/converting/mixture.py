@@ -1,4 +1,4 @@
-"""A mixture of experts as Hugging Face has its files: experts apart, which models and trainers stack."""
+"""A mixture of experts in the layout of Hugging Face files: one tensor per expert."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SHARD_BYTES = 512 << 20
 
 
 def save_mixture(folder: Path, size_bytes: float) -> None:
-    """About ``size_bytes`` of Mixtral's tensors in bfloat16, with the ``config.json``; beside the folder the
-    weight map to what transformers makes of them, as data."""
+    """Write about ``size_bytes`` of Mixtral tensors in bfloat16, ``config.json``, and the weight map to
+    the stacked layout of transformers beside the folder."""
     import torch
     from safetensors.torch import save_file
 

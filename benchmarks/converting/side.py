@@ -1,4 +1,4 @@
-"""One conversion in a process of its own, which imports no more than it needs."""
+"""Run one conversion in a process of its own, with as few imports as possible."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _stock(name: str, source: Path, target: Path) -> Callable[[], None]:
 
 
 def _add(sources: Sequence[Path], target: Path) -> None:
-    """One after the other onto a sum of float32 in memory."""
+    """Add the files one after the other to a float32 sum in memory."""
     import torch
     from safetensors.torch import load_file, save_file
 

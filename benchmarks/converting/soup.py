@@ -1,4 +1,4 @@
-"""Checkpoints of one model to be added up, as fine-tuning leaves them."""
+"""Checkpoints of one model to merge, as fine-tuning produces them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH = 4096
 
 
 def save_soup(folder: Path, size_bytes: float) -> None:
-    """`SOURCES` files of about ``size_bytes`` each, of bfloat16."""
+    """Write `SOURCES` files of about ``size_bytes`` each in bfloat16."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""What the machine itself can do, and what a run takes of it: limits, memory, page cache, processes.
+"""Limits of the machine and the use of its resources: bandwidth, memory, page cache, processes.
 
-Nothing here knows of a checkpoint beyond its files.
+Only the files of a checkpoint are known here.
 """

@@ -1,7 +1,6 @@
-"""What the machine itself can do with the same bytes: the yardstick beside both sides.
+"""Limits of the machine for the same bytes.
 
-Each function returns seconds. Nothing is checked and nothing is planned: what both sides do on top of these
-is their cost.
+Each function returns seconds, and neither checks nor plans anything.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def _shared_arena() -> memoryview:
 
 
 class RawReads:
-    """Plain preadv of the payloads of a checkpoint of ours, straight into the tensors that it came from.
+    """Plain preadv of the payloads of a dcphub checkpoint into the saved tensors.
 
-    Neighbours are read by one call, the few header bytes between them into scratch, so that no plan could do
-    with fewer calls. With several ranks each reads the chunks that equal its own tensors.
+    Neighbouring payloads are read by one call, with the header bytes between them going to a scratch buffer,
+    so that no plan needs fewer calls. Each rank reads the chunks that equal its own tensors.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class RawReads:
         self._descriptors.clear()
 
     def read(self, threads: int) -> float:
-        """Seconds for all of it."""
+        """Read all payloads; return seconds."""
         pending = iter(self._calls)
         lock = threading.Lock()
 
@@ -128,7 +127,8 @@ class RawReads:
 
 
 def copy_memory(tensors: Sequence[torch.Tensor]) -> float:
-    """Seconds to copy the tensors' bytes once, with one thread, into warm memory beyond the caches."""
+    """Return seconds to copy the bytes of the tensors once, in one thread, to warm memory beyond the
+    caches."""
     arena = _shared_arena()
     target = ctypes.addressof(ctypes.c_char.from_buffer(arena))
     at = 0
@@ -143,7 +143,7 @@ def copy_memory(tensors: Sequence[torch.Tensor]) -> float:
 
 
 class StateCopy:
-    """A plain memcpy of every tensor into a buffer as large as the state: what staging cannot beat."""
+    """A memcpy of each tensor to a buffer of the size of the state: the lower bound of staging."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
@@ -153,18 +153,18 @@ class StateCopy:
         self.copy()
 
     def copy(self, threads: int = 1) -> None:
-        """All of it, into memory that has been written before."""
+        """Copy to memory that was written before; return seconds."""
         self._copy_into(self._buffer, threads)
 
     def first_copy(self, threads: int = 1) -> None:
-        """All of it, into memory that nobody has touched."""
+        """Copy to memory that was never touched; return seconds."""
         self._copy_into(self._new_buffer(), threads)
 
     def _new_buffer(self) -> mmap.mmap:
         return mmap.mmap(-1, self._size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def _copy_into(self, buffer: mmap.mmap, threads: int) -> None:
-        """Each thread takes the next tensor when it has time for it."""
+        """Copy the tensors from a shared queue, in several threads."""
         copies: deque[tuple[int, int, int]] = deque()
         at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         for source, size_bytes in self._sources:
@@ -183,7 +183,7 @@ class StateCopy:
 
 
 def write_direct(path: Path, size_bytes: int) -> float:
-    """Seconds for a new file of ``size_bytes`` by aligned O_DIRECT writes and one fsync; `nan` if refused."""
+    """Return seconds to write a new file of ``size_bytes`` with O_DIRECT and one fsync; `nan` if refused."""
     arena = _shared_arena()
     padded = -(-size_bytes // 4096) * 4096
     begun = time.perf_counter()
@@ -201,7 +201,7 @@ def write_direct(path: Path, size_bytes: int) -> float:
 
 
 def write_page_cache(paths: Sequence[Path], size_bytes: int) -> float:
-    """Seconds for ``size_bytes`` by write() without fsync into as many new files, a thread each."""
+    """Return seconds to write ``size_bytes`` without fsync to several new files, one thread per file."""
     arena = _shared_arena()
     share = -(-size_bytes // len(paths))
 

@@ -1,4 +1,4 @@
-"""Peak memory that a save or load takes beyond the state itself, by the kernel's own count."""
+"""Peak memory of a save or load beyond the state, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["peak_mebibytes"]
 def peak_mebibytes(
     rank: int, world_size: int, progress: Progress, workload: str, scale: float, side_name: str, folder: Path
 ) -> dict[str, float]:
-    """MiB beyond the state for one save and one load of a side, in a process of its own.
+    """Return MiB beyond the state for one save and one load of a contender in its own process.
 
-    A tiny save and load go first, so that imported modules do not count.
+    A tiny save and load run first, so that imported modules do not count.
     """
     side = {side.name: side for side in (OURS, STOCK)}[side_name]
     tiny = {"weight": torch.zeros(16)}
@@ -48,7 +48,7 @@ def _status(name: str) -> int:
 
 
 def _reset_peak() -> int:
-    """Start the count anew; returns the KiB that are resident now."""
+    """Reset the peak; return the KiB that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -1,4 +1,4 @@
-"""What of a checkpoint is in the page cache: all for warm reads, nothing, and that is checked, for cold."""
+"""Page cache of checkpoint files: fill it for warm reads, empty and check it for cold reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STEP_BYTES = 4 << 20
 
 
 def data_files(folder: Path) -> list[Path]:
-    """All files of a checkpoint, the small ones too."""
+    """Return all files of a checkpoint, including small files."""
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def warm(files: Iterable[Path]) -> None:
-    """Read every file once, into one reused buffer."""
+    """Read every file once into a reused buffer."""
     buffer = memoryview(bytearray(_STEP_BYTES))
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -30,7 +30,7 @@ def warm(files: Iterable[Path]) -> None:
 
 
 def evict(files: Iterable[Path]) -> None:
-    """Drop the files' pages; dirty ones are written out first, because they could not be dropped."""
+    """Write out dirty pages of the files, then drop all pages."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -41,7 +41,7 @@ def evict(files: Iterable[Path]) -> None:
 
 
 def resident_fraction(files: Iterable[Path]) -> float:
-    """The part of the files' pages that are in the page cache now, by mincore."""
+    """Return the fraction of the files' pages in the page cache, by mincore."""
     resident = total = 0
     for path in files:
         size = path.stat().st_size
@@ -50,7 +50,9 @@ def resident_fraction(files: Iterable[Path]) -> float:
         pages = -(-size // mmap.PAGESIZE)
         with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
             found = (ctypes.c_ubyte * pages)()
-            start = ctypes.c_char.from_buffer(mapped)  # a private mapping is writable, so its address is had
+            start = ctypes.c_char.from_buffer(
+                mapped
+            )  # the address is available because a private mapping is writable
             code = _libc.mincore(ctypes.addressof(start), size, found)
             del start
         if code:

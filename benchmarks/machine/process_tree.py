@@ -1,4 +1,4 @@
-"""What a process and those that it started take of the machine: processor time and memory, by /proc."""
+"""Processor time and memory of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAMPLE_SECONDS = 0.02
 
 
 def _stat(pid: str) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; None once the process has gone."""
+    """Return the fields of /proc/PID/stat from the state on, or None if the process has ended."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -21,29 +21,29 @@ def _stat(pid: str) -> list[str] | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a living process started, and that those did."""
+    """Return the descendants of a living process."""
     return [int(found) for found, _ in _tree(str(pid))[1:]]
 
 
 def _tree(root: str | None = None) -> list[tuple[str, list[str]]]:
-    """A process (this one by default) and its descendants, with the fields of their stat."""
+    """Return a process (default: this one) and its descendants with their stat fields."""
     pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     found = {pid: fields for pid in pids if (fields := _stat(pid)) is not None}
     ours = [root or str(os.getpid())]
-    for parent in ours:  # grows while it is walked
+    for parent in ours:  # grows during the loop
         ours += [pid for pid, fields in found.items() if fields[1] == parent]
     return [(pid, found[pid]) for pid in ours if pid in found]
 
 
 def cpu_seconds(pid: int | None = None) -> float:
-    """Of a process (this one by default) and its living descendants since they started, user and system."""
+    """Return user and system seconds of a process (default: this one) and its living descendants."""
     root = None if pid is None else str(pid)
     ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _tree(root))
     return ticks / _TICKS_PER_SECOND
 
 
 def resident_mebibytes() -> float:
-    """Of this process and its descendants; what several of them map counts once (the sum of their PSS)."""
+    """Return MiB of this process and its descendants (sum of PSS: shared pages count once)."""
     kibibytes = 0
     for pid, _ in _tree():
         try:
@@ -55,7 +55,7 @@ def resident_mebibytes() -> float:
 
 
 class PeakMemory:
-    """Within the context, the largest of `resident_mebibytes`, looked at every 20 milliseconds or so."""
+    """Record the largest `resident_mebibytes` within the context, sampled every 20 milliseconds."""
 
     def __init__(self) -> None:
         self.before = resident_mebibytes()

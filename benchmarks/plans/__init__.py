@@ -1,4 +1,1 @@
-"""Plans of saves and loads, first ones and again.
-
-How long the writing and reading take is measured one folder up.
-"""
+"""Benchmarks of planning saves and loads, first and repeated."""

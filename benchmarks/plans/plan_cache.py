@@ -1,8 +1,8 @@
-"""Planning a save, the first time and again: 5,000 tensors on 4 ranks, until the slowest rank knows what to
-write.
+"""Benchmark planning a save of 5,000 tensors on 4 ranks, first and repeated, until the slowest rank has
+its plan.
 
-Two layouts: every tensor sharded over the ranks, and every tensor replicated on all of them, where ours also
-compares the replicas. Ours plans again with a writer that is used again, stock with its plan caching.
+Two layouts: every tensor sharded over the ranks, and every tensor replicated on all ranks, where dcphub also
+compares the replicas. dcphub repeats a plan with a reused writer, stock with its plan caching.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PHASES = ("local_plan", "digests", "global_plan")
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """How the tensors lie, how many, how many rounds, where the checkpoints go."""
+    """A job: layout, number of tensors, number of rounds, folder of the checkpoints."""
 
     layout: str
     tensors: int
@@ -54,18 +54,17 @@ class PlanSpec:
 
 
 class _StockWriter(stock.FileSystemWriter):
-    """Notes when planning ended."""
+    """Record the time at which planning ended."""
 
     planned_at = 0.0
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch's."""
         self.planned_at = time.perf_counter()
         return super().write_data(*args, **kwargs)
 
 
 def plan_again(rank: int, world_size: int, progress: Progress, spec: PlanSpec) -> list[Measurement]:
-    """Measurements of planning first and of planning again; rank 0's return value counts."""
+    """Measure first and repeated planning; only the result of rank 0 is used."""
     return _Planning(spec, rank, world_size, progress).run()
 
 
@@ -127,7 +126,7 @@ class _Planning:
         return Sample(seconds, others)
 
     def _state_dict(self) -> dict[str, Any]:
-        """What ``state_dict()`` of a module gives: new names and new detached tensors at every call."""
+        """Return new names and new detached tensors, as ``state_dict()`` of a module does."""
         return {_name(number): value.detach() for number, value in enumerate(self._values)}
 
     def _note_phases(self) -> None:
@@ -160,7 +159,7 @@ class _Planning:
 
 
 def _rank_seconds(writer: dcp.FileSystemWriter) -> list[dict[str, float]]:
-    """On the coordinator, from the manifest that it published; elsewhere none."""
+    """Return the seconds by rank from the published manifest, on the coordinator only."""
     return [] if writer.index is None else list(writer.index.provenance["rank_seconds"])
 
 
@@ -182,7 +181,7 @@ def _tensors(spec: PlanSpec, world_size: int) -> list[torch.Tensor]:
 
 
 def _local_bytes(value: torch.Tensor) -> int:
-    """What this rank counts of a tensor: replicas count once."""
+    """Return the bytes of a tensor that this rank counts: replicas count once."""
     if isinstance(value, DTensor):
         return value.to_local().nbytes
     return value.nbytes if dist.get_rank() == 0 else 0

@@ -1,12 +1,12 @@
-"""P1: the coordinator's planning of a save by many ranks, simulated in one process.
+"""P1: simulate in one process the coordinator's planning of a save by many ranks.
 
     python benchmarks/plans/planning.py --ranks 1024 --tensors 1000 [--layout sharded|hybrid|replicated]
     [--stock]
 
 Each rank has the same tensors: sharded on dimension 0 over all ranks, sharded over half of them and
-replicated (HSDP), or replicated on all (DDP). Timed are the steps that grow with the number of ranks:
-decoding the gathered plans, planning, encoding the replies. ``--stock`` times torch's dedup and global plan
-as well, on a smaller size.
+replicated (HSDP), or replicated on all (DDP). Timed are the steps that grow with the number of ranks: decode
+the gathered plans, plan, encode the replies. ``--stock`` also times torch's deduplication and global plan, on
+a smaller size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = 1024
 
 
 def rank_columns(rank: int, ranks: int, fqns: tuple[str, ...], layout: str) -> SaveColumns:
-    """What one rank would send."""
+    """Return the columns that one rank sends."""
     count = len(fqns)
     shards = {"sharded": ranks, "hybrid": max(ranks // 2, 1), "replicated": 1}[layout]
     shape = [shards * ROWS_PER_RANK, COLUMNS]
@@ -52,7 +52,7 @@ def rank_columns(rank: int, ranks: int, fqns: tuple[str, ...], layout: str) -> S
 
 
 def timed(seconds: dict[str, float], name: str, step: Callable[[], Any]) -> Any:
-    """Run a step and note its seconds."""
+    """Run a step and record its seconds."""
     begun = time.perf_counter()
     result = step()
     seconds[name] = time.perf_counter() - begun
@@ -60,7 +60,7 @@ def timed(seconds: dict[str, float], name: str, step: Callable[[], Any]) -> Any:
 
 
 def run_ours(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
-    """Seconds by step and bytes on the wire."""
+    """Return seconds by step and bytes on the wire."""
     fqns = tuple(f"model/layers.{number}.feed_forward.weight" for number in range(tensors))
     seconds: dict[str, float] = {}
     local = [rank_columns(rank, ranks, fqns, layout) for rank in range(ranks)]
@@ -86,7 +86,7 @@ def run_ours(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
 
 
 def run_stock(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
-    """Seconds of torch's dedup and global plan, without its pickling."""
+    """Return seconds of torch's deduplication and global plan, without pickling."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
@@ -111,7 +111,7 @@ def run_stock(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line a step."""
+    """Print one line per step."""
     print(f"{result['who']}: {result['ranks']} ranks x {result['tensors']} tensors, {result['layout']}")
     for step, value in result["seconds"].items():
         print(f"  {step:<26} {value:9.3f} s")
@@ -123,7 +123,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Parse, run, print; the last line is JSON."""
+    """Parse arguments, run, and print; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=1000)

@@ -1,4 +1,1 @@
-"""Saves and loads on an S3 server.
-
-The server is started by `dcp.demo.s3_server`; what a disk does is measured one folder up.
-"""
+"""Benchmarks of saves and loads on an S3 server, which `dcp.demo.s3_server` starts."""

@@ -1,7 +1,7 @@
-"""Plain requests of the clients there are: multipart PUT and parallel ranged GET, and nothing else.
+"""Plain S3 requests of several clients: multipart PUT and parallel ranged GET.
 
-Nothing is planned, described, compared or repeated. What is sent lies ready as bytes objects, and what comes
-goes to memory that has been written before.
+Nothing is planned, described, compared or repeated. Request bodies are bytes objects in memory; responses go
+to memory that was written before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READ_BYTES = 1 << 20
 
 
 class Setting(NamedTuple):
-    """How much a request carries, and how many are under way."""
+    """Bytes per request, and requests in flight."""
 
     part_bytes: int
     at_a_time: int
@@ -43,14 +43,14 @@ _SETTINGS = tuple(
 """Parts of S3 have at least 5 MiB, and more than two cores can serve is not under way anyway."""
 
 _Pieces = Sequence[tuple[int, memoryview]]
-"""Where each begins in the object, and the memory that it goes to."""
+"""Offset of each piece in the object, and its memory."""
 
 
 class RawClient(ABC):
-    """One of the ways to ask S3 from Python. Raises ImportError where its package is missing."""
+    """A Python client for S3. Raises ImportError if its package is missing."""
 
     operations: tuple[str, ...] = ("put", "get")
-    """Of these it is a way of its own."""
+    """Operations that the client implements itself."""
 
     def __init__(self, service: S3Service) -> None:
         self._service = service
@@ -65,14 +65,14 @@ class RawClient(ABC):
 
 
 class BotocoreClient(RawClient):
-    """botocore in threads; bodies are read into place."""
+    """botocore in threads; bodies are read in place."""
 
     def __init__(self, service: S3Service) -> None:
         super().__init__(service)
         self._client = service.client()
 
     def put(self, bucket: str, key: str, parts: Sequence[bytes], setting: Setting) -> None:
-        """Parts from a pool of threads."""
+        """Upload parts from a thread pool."""
         where = {"Bucket": bucket, "Key": key}
         where["UploadId"] = self._client.create_multipart_upload(**where)["UploadId"]
 
@@ -85,7 +85,7 @@ class BotocoreClient(RawClient):
         self._client.complete_multipart_upload(**where, MultipartUpload={"Parts": sent})
 
     def get(self, bucket: str, key: str, pieces: _Pieces, setting: Setting) -> None:
-        """Pieces from a pool of threads."""
+        """Fetch pieces in a thread pool."""
 
         def fetch(piece: tuple[int, memoryview]) -> None:
             begin, target = piece
@@ -97,12 +97,12 @@ class BotocoreClient(RawClient):
 
 
 class SignedUrlClient(BotocoreClient):
-    """http.client in threads, by a URL that botocore has signed once; bodies are received in place."""
+    """http.client in threads, with a URL that botocore signed once; bodies are received in place."""
 
     operations = ("get",)
 
     def get(self, bucket: str, key: str, pieces: _Pieces, setting: Setting) -> None:
-        """Pieces from a pool of threads, each with a connection."""
+        """Fetch pieces in a thread pool, one connection per thread."""
         where = {"Bucket": bucket, "Key": key}
         url = urlsplit(self._client.generate_presigned_url("get_object", Params=where))
         local = threading.local()
@@ -126,7 +126,7 @@ class SignedUrlClient(BotocoreClient):
 
 
 def _receive(body: Any, target: memoryview, most_bytes: int) -> None:
-    """All of a body, by reads of so many bytes at the most."""
+    """Receive a whole body by reads of limited size."""
     done = 0
     while done < len(target):
         count = body.readinto(target[done : done + most_bytes])
@@ -136,7 +136,7 @@ def _receive(body: Any, target: memoryview, most_bytes: int) -> None:
 
 
 class S3fsClient(RawClient):
-    """The client that s3fs has, on its event loop; bodies are copied into place as they arrive."""
+    """The client of s3fs, on its event loop; bodies are copied into place."""
 
     def __init__(self, service: S3Service) -> None:
         super().__init__(service)
@@ -154,7 +154,7 @@ class S3fsClient(RawClient):
         self._sync(self._fs.loop, self._fs.set_session)
 
     def put(self, bucket: str, key: str, parts: Sequence[bytes], setting: Setting) -> None:
-        """Parts as tasks of the loop."""
+        """Upload parts as tasks of the event loop."""
 
         async def upload() -> None:
             client = await self._fs.get_s3(bucket)
@@ -172,7 +172,7 @@ class S3fsClient(RawClient):
         self._sync(self._fs.loop, upload)
 
     def get(self, bucket: str, key: str, pieces: _Pieces, setting: Setting) -> None:
-        """Pieces as tasks of the loop."""
+        """Fetch pieces as tasks of the event loop."""
 
         async def fetch(client: Any, begin: int, target: memoryview) -> None:
             answer = await client.get_object(Bucket=bucket, Key=key, Range=_range(begin, target))
@@ -192,7 +192,7 @@ class S3fsClient(RawClient):
 
 
 class ObstoreClient(RawClient):
-    """The Rust client; what it fetched is copied into place."""
+    """The Rust client; bodies are copied into place."""
 
     def __init__(self, service: S3Service) -> None:
         super().__init__(service)
@@ -212,13 +212,13 @@ class ObstoreClient(RawClient):
         )
 
     def put(self, bucket: str, key: str, parts: Sequence[bytes], setting: Setting) -> None:
-        """Its own multipart upload."""
+        """Use obstore's own multipart upload."""
         size, count = setting
         store = self._store(bucket)
         self._module.put(store, key, iter(parts), use_multipart=True, chunk_size=size, max_concurrency=count)
 
     def get(self, bucket: str, key: str, pieces: _Pieces, setting: Setting) -> None:
-        """Pieces from a pool of threads."""
+        """Fetch pieces in a thread pool."""
         store = self._store(bucket)
 
         def fetch(piece: tuple[int, memoryview]) -> None:
@@ -242,7 +242,7 @@ def _range(begin: int, target: memoryview) -> str:
 
 
 async def _at_a_time(count: int, jobs: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Results in order; no more than ``count`` run."""
+    """Return the results in order, with at most ``count`` calls running."""
     gate = asyncio.Semaphore(count)
 
     async def run(job: Coroutine[Any, Any, Any]) -> Any:
@@ -253,7 +253,7 @@ async def _at_a_time(count: int, jobs: Iterable[Coroutine[Any, Any, Any]]) -> li
 
 
 class RawLoops:
-    """Every client that is installed, each with the setting that suits it best, on a state's bytes."""
+    """All installed clients, each with its best setting, on the bytes of a state."""
 
     def __init__(self, service: S3Service, size_bytes: int, buckets: Buckets, progress: Progress) -> None:
         self.size_bytes = size_bytes
@@ -274,20 +274,20 @@ class RawLoops:
         self._put("botocore", self._bucket, "kept", size_bytes, self._best["put"]["botocore"])
 
     def names(self, operation: str) -> tuple[str, ...]:
-        """The clients that are installed and have a way of their own to "put" or "get"."""
+        """Return the installed clients that implement "put" or "get"."""
         return tuple(name for name, client in self._clients.items() if operation in client.operations)
 
     @property
     def settings(self) -> dict[str, dict[str, Setting]]:
-        """By "put" and "get", then by client: what was best."""
+        """Return the best setting by "put" and "get", then by client."""
         return self._best
 
     def put(self, name: str, bucket: str) -> None:
-        """All bytes into one object of ``bucket``."""
+        """Upload all bytes as one object of ``bucket``."""
         self._put(name, bucket, "raw", self.size_bytes, self._best["put"][name])
 
     def get(self, name: str) -> None:
-        """All bytes into memory."""
+        """Fetch all bytes into memory."""
         self._get(name, self.size_bytes, self._best["get"][name])
 
     def close(self) -> None:
@@ -307,7 +307,7 @@ class RawLoops:
         self._clients[name].get(self._bucket, key, pieces, setting)
 
     def _try(self, what: str, progress: Progress) -> dict[str, Setting]:
-        """Each client's best setting for a quarter of a GiB at most."""
+        """Find each client's best setting with at most a quarter of a GiB."""
         size_bytes = min(self.size_bytes, _TRIED_BYTES)
         found = {}
         for name in self.names(what):

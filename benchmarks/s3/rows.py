@@ -1,4 +1,5 @@
-"""The rows of S1: saves and loads on S3 beside stock, beside plain requests, and beside others' storages."""
+"""Rows of S1: saves and loads on S3 beside stock, plain requests, and the storage classes of other
+packages."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _PYTHON_CLIENTS = ("s3fs", "botocore", "http.client")
 
 
 def object_row(measured: Measurement) -> Row:
-    """Ours beside stock; the limit is the client whose plain requests have the smallest median."""
+    """Return the row beside stock; the limit is the client with the smallest median of plain requests."""
     samples = measured.samples
     row = row_beside_stock(measured, [name for name in samples if name.startswith(_RAW[measured.operation])])
     if _CONNECTOR in samples:
@@ -37,7 +38,7 @@ def object_row(measured: Measurement) -> Row:
 
 
 def client_row(measured: Measurement) -> Row | None:
-    """The faster of the Python clients beside obstore, plain requests only; None where that is missing."""
+    """Return the faster Python client beside obstore for plain requests, or None without obstore."""
     samples, prefix = measured.samples, _RAW[measured.operation]
     if f"{prefix}obstore" not in samples:
         return None
@@ -59,7 +60,7 @@ def client_row(measured: Measurement) -> Row | None:
 
 
 def object_reshard_row(measured: Resharding) -> Row:
-    """One case of R1 from S3. Stock does not say what it fetches."""
+    """Return one case of R1 from S3. Stock does not report fetched bytes."""
     samples = measured.samples
     row = Row(
         "R1",

@@ -1,4 +1,4 @@
-"""The S3 server that the object store workload runs on: how it is reached, and buckets for the saves."""
+"""The S3 server of the object store workload: its address, and buckets for saves."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _IDLE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class S3Service:
-    """A running server: AWS_* variables as every client reads them, and its process."""
+    """A running server: its AWS_* variables and its process."""
 
     environment: dict[str, str]
     pid: int
 
     @property
     def endpoint_url(self) -> str:
-        """Where it listens."""
+        """URL of the server."""
         return self.environment["AWS_ENDPOINT_URL"]
 
     @property
     def region(self) -> str:
-        """What requests are signed for."""
+        """Region for which requests are signed."""
         return self.environment["AWS_DEFAULT_REGION"]
 
     def enter(self) -> None:
-        """Let every client in this process find the server, as on a user's machine."""
+        """Set the variables by which every client in this process finds the server."""
         os.environ.update(self.environment)
 
     def cpu_seconds(self) -> float:
-        """Processor time that the server has taken: it is part of every figure, and nobody else's."""
+        """Processor time of the server, a part of every figure."""
         return cpu_seconds(self.pid)
 
     def settle(self) -> None:
-        """Wait until the disk has what was written before, and the server is done with it, but not for ever.
+        """Wait with a limit until the disk has all writes and the server is idle.
 
-        Services remove, compact and collect garbage after they have answered: what one contender leaves
-        behind is no part of the next one's time.
+        Servers remove, compact and collect garbage after their response. That work of one contender must not
+        slow the next.
         """
         os.sync()
         for _ in range(_SETTLE_LOOKS):
@@ -59,7 +59,7 @@ class S3Service:
                 return
 
     def client(self) -> Any:
-        """botocore's synchronous client, with nothing hashed or checked that the protocol does not need."""
+        """Return botocore's synchronous client, without optional checksums."""
         import botocore.session
         from botocore.config import Config
 
@@ -80,14 +80,14 @@ class S3Service:
 
 
 class Buckets:
-    """A bucket for each save, because the server gives space back at once for whole buckets only."""
+    """One bucket for each save, because the server frees space at once only for whole buckets."""
 
     def __init__(self, service: S3Service, prefix: str) -> None:
         self._client = service.client()
         self._names = (f"{prefix}-{number}" for number in itertools.count(1))
 
     def make(self) -> str:
-        """A new bucket that has taken its first object, so that what the server begins is not timed."""
+        """Make a bucket and put a first object, so that setup in the server is not timed."""
         name = next(self._names)
         self._client.create_bucket(Bucket=name)
         self._client.put_object(Bucket=name, Key="first", Body=b"first")
@@ -95,12 +95,12 @@ class Buckets:
         return name
 
     def remove(self, name: str) -> None:
-        """With everything in it."""
+        """Remove a bucket with its objects."""
         self._client.delete_bucket(Bucket=name)
 
     @contextmanager
     def one(self) -> Iterator[str]:
-        """A bucket for a moment."""
+        """Provide a temporary bucket."""
         name = self.make()
         try:
             yield name

@@ -1,4 +1,4 @@
-"""Who is compared on an object store: ours, stock torch over s3fs, and Amazon's own storage for torch."""
+"""Contenders on an object store: dcphub, stock torch with s3fs, and Amazon's storage classes for torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ObjectSide", "connector_side", "ours", "stock_side"]
 
 @dataclass(frozen=True)
 class ObjectSide:
-    """``save(state_dict, url)``, and ``load(state_dict, url)``, which returns bytes fetched if it knows."""
+    """``save(state_dict, url)``, and ``load(state_dict, url)``, which returns the fetched bytes if known."""
 
     name: str
     save: Callable[[dict[str, Any], str], None]
@@ -27,7 +27,7 @@ class ObjectSide:
 
 
 def ours() -> ObjectSide:
-    """`dcp.save` and `dcp.load` as they come."""
+    """Return `dcp.save` and `dcp.load` with their defaults."""
 
     def load(state_dict: dict[str, Any], url: str) -> int:
         report = dcp.load(state_dict, checkpoint_id=url)
@@ -42,9 +42,9 @@ def ours() -> ObjectSide:
 
 
 def stock_side(threads: int = 1) -> ObjectSide:
-    """torch's `FsspecWriter` and `FsspecReader`, which know S3 through s3fs.
+    """Return torch's `FsspecWriter` and `FsspecReader`, which use s3fs.
 
-    ``sync_files=False``: there is nothing to sync, and torch would sync all disks of the machine instead.
+    ``sync_files=False``, because torch would sync all disks of the machine.
     """
 
     def save(state_dict: dict[str, Any], url: str) -> None:
@@ -58,7 +58,7 @@ def stock_side(threads: int = 1) -> ObjectSide:
 
 
 def connector_side(service: S3Service) -> ObjectSide | None:
-    """`S3StorageWriter` and `S3StorageReader` of s3torchconnector; None where it is not installed."""
+    """Return `S3StorageWriter` and `S3StorageReader` of s3torchconnector, or None if not installed."""
     try:
         storages = import_module("s3torchconnector.dcp")
     except ImportError:

@@ -1,4 +1,4 @@
-"""S1: saves and loads on a real S3 server of this machine, beside what its clients do with plain requests."""
+"""S1: saves and loads on a real S3 server on this machine, beside plain requests of its clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOADS_A_SAVE = 2
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """One job: which workload at which size, how often, on which server."""
+    """A job: workload, size, number of rounds, server."""
 
     workload: str
     scale: float
@@ -45,7 +45,7 @@ class ObjectSpec:
 
 
 def not_installed(service: S3Service) -> list[str]:
-    """Contenders that are left out, because their packages are not there."""
+    """Return the contenders that are skipped because their packages are not installed."""
     missing = [] if connector_side(service) else ["s3torchconnector[dcp]"]
     try:
         CLIENTS["obstore"](service)
@@ -55,7 +55,7 @@ def not_installed(service: S3Service) -> list[str]:
 
 
 def measure_objects(rank: int, world_size: int, progress: Progress, spec: ObjectSpec) -> list[Measurement]:
-    """All rounds of saving and loading by one rank."""
+    """Run all rounds of saves and loads on one rank."""
     spec.service.enter()
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size)
     with closing(_ObjectRounds(spec, state, progress)) as rounds:
@@ -103,7 +103,8 @@ class _ObjectRounds:
         self._buckets.close()
 
     def _warm_up(self) -> None:
-        """One save and one load by each side; loads are checked, and the checkpoints kept for the rounds."""
+        """Save and load once with each contender; check the loads, and keep the checkpoints for the
+        rounds."""
         for side in self._sides:
             self._progress(f"warming up {side.name}")
             bucket = self._kept[side.name] = self._buckets.make()
@@ -148,7 +149,7 @@ class _ObjectRounds:
 def save_for_resharding_objects(
     rank: int, world_size: int, progress: Progress, scale: float, service: S3Service, buckets: dict[str, str]
 ) -> None:
-    """Both sides' checkpoints, sharded on dimension 0, each in its bucket."""
+    """Save the checkpoints of both contenders, sharded on dimension 0, each to its own bucket."""
     service.enter()
     state = build_state("W1", scale, rank=rank, world_size=world_size)
     for side in (ours(), stock_side()):
@@ -164,7 +165,7 @@ def load_resharded_objects(
     dim: int,
     buckets: dict[str, str],
 ) -> Resharding:
-    """The rounds of one case; the first, untimed loads are checked byte by byte."""
+    """Run the rounds of one case; check the first, untimed loads byte by byte."""
     spec.service.enter()
     state = build_state(spec.workload, spec.scale, rank=rank, world_size=world_size, dim=dim)
     result = Resharding(world_size, dim, int(sum_over_ranks(state.size_bytes)))

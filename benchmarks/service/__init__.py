@@ -1,4 +1,1 @@
-"""The catalog and the service under load: scans, lists, downloads, its start.
-
-What training waits for is measured elsewhere.
-"""
+"""Benchmarks of the catalog and the service: scans, lists, downloads, start."""

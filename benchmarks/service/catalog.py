@@ -1,7 +1,7 @@
-"""K1, `python -m benchmarks.service.catalog`: how long lists and details take while a scanner writes.
+"""K1, `python -m benchmarks.service.catalog`: time of lists and details while a scanner writes.
 
-A real `dcp serve` with one API process over a catalog of the given size, a client on one connection, and
-beside it a process that writes like a scanner. Times are those of the client, from request to last byte.
+A real `dcp serve` with one API process over a catalog of the given size, a client on one connection, and a
+process that writes like a scanner. The client measures from the request to the last byte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCAN_BATCH: Final = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogResult:
-    """What was measured at one size on one database; times in seconds, of requests."""
+    """Figures of one size on one database; times are seconds per request."""
 
     database: str
     checkpoints: int
@@ -57,12 +57,12 @@ class CatalogResult:
     written_meanwhile: int
     api_rss_bytes: int
     api_cpu_seconds: float
-    """Of the API process, for one request: it says more than times do where the machine is shared."""
+    """Processor time of the API process per request; stable on a shared machine."""
     questions: dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print a table, and write the samples' summary as JSON if asked."""
+    """Run, print a table, and write a JSON summary of the samples on request."""
     options = _parse(arguments)
     if options.write is not None:
         return _write_like_a_scanner(options.write, options.first)
@@ -95,7 +95,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def database_of(kind: str, folder: Path) -> Iterator[str]:
-    """The URL of a new one, "sqlite" or "postgresql"."""
+    """Return the URL of a new database, "sqlite" or "postgresql"."""
     if kind == "sqlite":
         yield f"sqlite:///{folder / 'catalog.sqlite'}"
         return
@@ -146,7 +146,7 @@ def _measure(kind: str, url: str, folder: Path, size: int, requests: int) -> Cat
 
 
 def _list_times(client: httpx.Client, name: str, count: int) -> list[float]:
-    """First pages and those that follow, as somebody asks who reads on."""
+    """Return the times of first pages and of the pages that follow."""
     parameters = dict(QUESTIONS[name])
     times: list[float] = []
     cursor = None
@@ -173,8 +173,8 @@ def _percentile(times: Sequence[float], part: float) -> float:
 def service_of(
     url: str, folder: Path, *, has_worker: bool = False
 ) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes], float]]:
-    """`dcp serve` over it, with the roots "main" and "archive" below ``folder``: a client, the process, and
-    the seconds until its first answer."""
+    """Start `dcp serve` with the roots "main" and "archive" below ``folder``; yield a client, the process,
+    and the seconds until the first response."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -226,12 +226,13 @@ def _scanner(url: str, first: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _stopped(scanner: subprocess.Popen[bytes]) -> int:
-    output, _ = scanner.communicate(timeout=60)  # closes its input, at which it ends
+    output, _ = scanner.communicate(timeout=60)  # closes its input; the scanner ends
     return int(output)
 
 
 def _write_like_a_scanner(url: str, first: int) -> int:
-    """New checkpoints in transactions of some hundred, at a scanner's pace, until the input ends."""
+    """Write new checkpoints in transactions of some hundred, at the pace of a scanner, until the input
+    ends."""
     database = Database(url)
     os.set_blocking(sys.stdin.fileno(), False)
     begin = time.monotonic()

@@ -1,8 +1,9 @@
-"""K2: a sharded checkpoint downloaded from a real `dcp serve` on loopback, as one file made while it is sent.
+"""K2: download a sharded checkpoint from a real `dcp serve` on loopback as one file that is made while it
+is sent.
 
-`python -m benchmarks.service.download`. Beside it, from the same process: the same bytes as a file that was
-converted before. Their limit is a bare socket with `sendfile`. The client is a process of its own that throws
-the bytes away, so that two cores share server and client; the source is in the page cache.
+`python -m benchmarks.service.download`. For comparison: the same bytes from a file that was converted before,
+and a bare socket with `sendfile` as the limit. The client is a separate process that discards the bytes. The
+source is in the page cache.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ with socket.create_connection((host, port)) as client:
 
 @dataclass(frozen=True)
 class DownloadResult:
-    """Of one contender: seconds of each round, of the whole and until the first bytes."""
+    """Seconds of each round of one contender, for the whole file and until the first bytes."""
 
     contender: str
     size_bytes: int
@@ -57,7 +58,7 @@ class DownloadResult:
 
     @property
     def megabytes_per_second(self) -> float:
-        """By the median."""
+        """Median throughput."""
         return self.size_bytes / statistics.median(self.seconds) / 1e6
 
 
@@ -89,7 +90,7 @@ def _serving(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def _sending(file: Path) -> Iterator[int]:
-    """A socket that answers each connection with the file, by `sendfile`."""
+    """Open a socket that sends the file by `sendfile` to each connection."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def run() -> None:
@@ -160,7 +161,7 @@ def _memory_mebibytes(pid: int, field: str) -> float:
 
 
 def measure(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
-    """Rounds of all contenders in turn, and the memory of the server's process."""
+    """Run rounds of all contenders in turn; record the memory of the server process."""
     size = _prepare(folder, gigabytes)
     port = _free_port()
     with _serving(folder, port) as server, _sending(folder / "model.safetensors") as bare:
@@ -174,7 +175,7 @@ def measure(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
             "bare sendfile": (bare, "/"),
         }
         samples: dict[str, list[tuple[int, float, float]]] = {name: [] for name in paths}
-        for place in paths.values():  # the first of each warms caches, and is not counted
+        for place in paths.values():  # the first download of each warms caches and does not count
             _get(*place)
         for _ in range(rounds):
             for name, place in paths.items():
@@ -197,7 +198,7 @@ def measure(gigabytes: float, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the results as JSON on standard output, and in a file if one is named."""
+    """Run, and print the results as JSON, also to a file if named."""
     parser = argparse.ArgumentParser("python -m benchmarks.service.download", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of tensors: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of all contenders: %(default)s")

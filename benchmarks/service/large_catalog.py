@@ -1,8 +1,8 @@
-"""What `benchmarks.service.pages` looks at: a catalog with much of everything, and checkpoints on disk.
+"""The large catalog of `benchmarks.service.pages`, with some checkpoints on disk.
 
-A run of 5,000 steps, of which those that a job is to compare are on disk; two checkpoints of 50,000 tensors;
-300 checkpoints of 12 runs with 5,000 names each, made of one another; and the index of one that many ranks
-wrote. What jobs find of them, jobs find.
+A run of 5,000 steps, of which the compared steps are on disk; two checkpoints of 50,000 tensors; 300
+checkpoints of 12 runs with 5,000 names each and with lineage; the index of a checkpoint of many ranks. Real
+jobs produce the job results.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _OF_RUN: Final = 25
 _MADE_OF_ONE: Final = 4
 _PARTS: Final = ("q", "k", "v", "o", "gate", "up", "down", "norm", "bias", "scale")
 _ROWS: Final = (16, 4, 4, 16, 24, 24, 24, 1, 1, 1)
-"""Of a rank's box of such a tensor; it has 256 columns."""
+"""Rows of a rank's box of such a tensor; each row has 256 columns."""
 _COLUMNS: Final = 256
 _JOB_SECONDS: Final = 1_200
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """``ranks`` wrote ``tensors`` each; ``wide`` tensors are in one checkpoint; of the long run ``points``
-    steps with ``layers`` layers are on disk."""
+    """Each of ``ranks`` wrote ``tensors``; one checkpoint has ``wide`` tensors; ``points`` steps with
+    ``layers`` layers of the long run are on disk."""
 
     ranks: int = 1024
     tensors: int = 5_000
@@ -58,7 +58,7 @@ class Sizes:
 
 
 def names_of(count: int, variant: int = 0) -> list[str]:
-    """So many names of tensors, ten a layer; of another variant others."""
+    """Return tensor names, ten per layer; each variant has other names."""
     end = f"_{variant}" if variant else ""
     return [f"model.layers.{number // 10}.{_PARTS[number % 10]}.weight{end}" for number in range(count)]
 
@@ -67,7 +67,7 @@ def names_of(count: int, variant: int = 0) -> list[str]:
 
 
 def fill(database: Database) -> None:
-    """All that is in the catalog alone."""
+    """Write the rows that need no files."""
     database.transact(lambda connection: sync_roots(connection, {"main": "./main", "archive": "./archive"}))
     small = _structure(260)
     _put(database, (_facts("main", "long/run", step, small) for step in range(1, _STEPS + 1)))
@@ -113,7 +113,7 @@ def _put(database: Database, facts: Iterable[CheckpointFacts]) -> None:
 
 
 def write_checkpoints(main: Path, sizes: Sizes) -> None:
-    """Those of the root "main"."""
+    """Write the checkpoints of the root "main"."""
     write_sharded(main / "huge/step-00000001", sizes.ranks, sizes.tensors)
     torch.manual_seed(0)
     wide = {name: torch.randn(64) for name in names_of(sizes.wide)}
@@ -121,7 +121,7 @@ def write_checkpoints(main: Path, sizes: Sizes) -> None:
     for step in (1, 2):
         dcp.save(wide, checkpoint_id=main / f"wide/run/step-{step:08}", no_dist=True)
         for number, tensor in enumerate(wide.values()):
-            tensor.mul_(1 + 10.0 ** -(1 + number % 7))  # what moved by how much is told by colours
+            tensor.mul_(1 + 10.0 ** -(1 + number % 7))  # different changes, shown as different colours
     state = {f"model.layers.{number}.weight": torch.randn(16) for number in range(sizes.layers)}
     for step in _steps(sizes):
         for number, tensor in enumerate(state.values()):
@@ -130,12 +130,12 @@ def write_checkpoints(main: Path, sizes: Sizes) -> None:
 
 
 def _steps(sizes: Sizes) -> list[int]:
-    """Those that the job takes of the long run: as far apart as they can be."""
+    """Return the steps of the long run that the job compares, as far apart as possible."""
     return [1 + place * (_STEPS - 1) // (sizes.points - 1) for place in range(sizes.points)]
 
 
 def write_sharded(folder: Path, ranks: int, tensors: int) -> None:
-    """A checkpoint with the index of one that ``ranks`` wrote, each its share of all tensors; no bytes."""
+    """Write the index of a checkpoint of ``ranks``, each with its part of all tensors, without data."""
     folder.mkdir(parents=True)
     codes = np.array(
         [dtypes.BY_NAME["float32" if n % 10 > 6 else "bfloat16"].code for n in range(tensors)], np.uint8
@@ -177,11 +177,11 @@ def write_sharded(folder: Path, ranks: int, tensors: int) -> None:
             file.truncate(size)
 
 
-# -- what the service is told, and what its jobs find --------------------------------------------------------
+# -- registration and results of jobs ------------------------------------------------------------------------
 
 
 def numbers_of(client: httpx.Client, database: Database, sizes: Sizes) -> dict[str, int]:
-    """Those that addresses of pages have, by name; what is on disk is registered."""
+    """Register the checkpoints on disk; return the ids in addresses of pages, by name."""
     registered = {
         key: _registered(client, key)
         for key in ("huge/step-00000001", "wide/run/step-00000001", "wide/run/step-00000002")
@@ -210,7 +210,7 @@ def _looked_up(client: httpx.Client, root: str, key: str) -> dict[str, Any]:
 
 
 def _made_of_one_another(client: httpx.Client, database: Database) -> int:
-    """A tree of all checkpoints of the runs; the number of the first."""
+    """Write a lineage tree of all checkpoints of the runs; return the id of the root of the tree."""
     first = int(_looked_up(client, "archive", "team/run-0/step-00001000")["id"])
     with database.write() as connection:
         for number in range(1, _RUNS * _OF_RUN):
@@ -219,7 +219,7 @@ def _made_of_one_another(client: httpx.Client, database: Database) -> int:
 
 
 def found_by_jobs(client: httpx.Client, numbers: Mapping[str, int], sizes: Sizes) -> dict[str, float]:
-    """Seconds that the jobs took whose results are looked at: differences, drift and statistics."""
+    """Run the jobs of the displayed results (differences, drift, statistics); return their seconds."""
     before, wide = numbers["before"], numbers["wide"]
     jobs = {
         "diff": {"a": before, "b": wide},

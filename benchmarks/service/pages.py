@@ -1,9 +1,9 @@
-"""`python -m benchmarks.service.pages`: how long pages of a large catalog take, and what they do in Chromium.
+"""`python -m benchmarks.service.pages`: time of the pages of a large catalog, measured in Chromium.
 
 A real `dcp serve` over a run of 5,000 steps, checkpoints of 50,000 tensors, 300 checkpoints of 12 runs with
-5,000 names each, and the index of one that 1,024 ranks wrote 5,000 tensors to; its jobs have compared and
-looked through what the pages show. Of each page: when its first byte came, the first paint, and how long the
-main thread was held up and interactions took.
+5,000 names each, and the index of a checkpoint of 1,024 ranks with 5,000 tensors each; jobs have computed the
+displayed results. Measured for each page: first byte, first paint, blocking of the main thread, and
+interactions.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _OBSERVED: Final = """
 
 @dataclass(frozen=True, slots=True)
 class PageResult:
-    """Of one page, in milliseconds, as the middle of several visits.
+    """Figures of one page in milliseconds, as the median of several visits.
 
-    ``first_byte`` and ``paint`` are since the navigation began; ``longest_task`` is of the main thread, and
-    ``interaction`` the longest that one of the interactions took until its paint. ``cpu`` is the service's,
-    of the page and what it loads: it says more than times do where the machine is shared.
+    ``first_byte`` and ``paint`` count from the start of the navigation; ``longest_task`` is the longest task
+    of the main thread, and ``interaction`` the longest interaction until its paint. ``cpu`` is the processor
+    time of the service for the page and its resources.
     """
 
     page: str
@@ -61,7 +61,7 @@ class PageResult:
     bytes: int
 
 
-# -- what is done on each page -------------------------------------------------------------------------------
+# -- interactions of each page -------------------------------------------------------------------------------
 
 
 def _type_a_search(page: Page) -> None:
@@ -95,7 +95,7 @@ def _zoom(page: Page) -> None:
 
 
 def _walk(page: Page) -> None:
-    """On and on, while finer bins are asked for and come: in, aside by keys and by hand, and out again."""
+    """Zoom in while finer bins arrive, move by keys and by drag, and zoom out."""
     page.wait_for_selector(".shardmap .state:empty", state="attached", timeout=120_000)
     box = page.locator(".shardmap canvas").bounding_box()
     assert box is not None
@@ -245,7 +245,7 @@ def _filled(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _searched(client: Any) -> dict[str, str]:
-    """Milliseconds of searches, the best and the middle of several."""
+    """Return the best and the median milliseconds of several searches."""
     found = {}
     for text in ("layers", "weight_7", "layers.4", "layers.49.gate", "run-1", "step-0000", "nothing", "q"):
         times = []
@@ -272,8 +272,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for field in fields(Sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--rounds", type=int, default=5, help="visits of each page: %(default)s")
-    parser.add_argument("--only", default="", help="pages with this in their names")
-    parser.add_argument("--tmp", type=Path, default=None, help="where all of it goes, and is removed")
+    parser.add_argument("--only", default="", help="pages whose names contain this")
+    parser.add_argument("--tmp", type=Path, default=None, help="temporary folder, removed at the end")
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the results")
     options = parser.parse_args(arguments)
     options.sizes = Sizes(**{field.name: getattr(options, field.name) for field in fields(Sizes)})

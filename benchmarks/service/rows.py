@@ -1,4 +1,4 @@
-"""A catalog of any size with the habits of a real one, and the questions that it is asked."""
+"""A realistic catalog of any size, and the queries for it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _PARTS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "up", "down", "
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many checkpoints, in how many runs."""
+    """Number of checkpoints and of runs."""
 
     checkpoints: int
     runs: int
 
 
 def structure(family: int) -> StructureFacts:
-    """A model of 260 tensors; every eighth is in float32."""
+    """Return a model of 260 tensors; every eighth is in float32."""
     dtype, width = ("float32", 4) if family % 8 == 0 else ("bfloat16", 2)
     dtype = "float8_e4m3fn" if family == 1 else dtype
     side = 256 + 64 * family
@@ -47,7 +47,7 @@ def structure(family: int) -> StructureFacts:
 
 
 def batches(shape: Shape, *, first: int = 0, seed: int = 1) -> Iterator[list[CheckpointFacts]]:
-    """The facts of all checkpoints, as a scan finds them: run after run, step after step."""
+    """Yield the records of all checkpoints as a scan finds them: run after run, step after step."""
     chance = random.Random(seed)
     structures = [structure(family) for family in range(_FAMILIES)]
     batch: list[CheckpointFacts] = []
@@ -92,19 +92,19 @@ def _facts(
 
 
 def fill(database: Database, shape: Shape) -> None:
-    """Write them all, in transactions as a scan makes them."""
+    """Write all records in transactions of the size that a scan uses."""
     roots = {"main": "./main", "archive": "./archive"}
     database.transact(lambda connection: sync_roots(connection, roots))
     for batch in batches(shape):
         database.transact(lambda connection, batch=batch: upsert_checkpoints(connection, batch))  # type: ignore[misc]
     database.transact(label)
-    if database.dialect == "postgresql":  # what its autovacuum does by itself in a minute or so
+    if database.dialect == "postgresql":  # as autovacuum does within a minute
         with database.writer.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(text("VACUUM ANALYZE"))
 
 
 def label(connection: Connection) -> None:
-    """Aliases of each run, what has been verified, and what is not there any more."""
+    """Write aliases of each run, verification results, and vanished checkpoints."""
     newest = select(checkpoints.c.run_id, text("max(id) AS id")).group_by(checkpoints.c.run_id)
     rows: list[dict[str, Any]] = [
         {"run_id": run, "name": "best", "checkpoint_id": number, "updated_seconds": _START}
@@ -162,4 +162,4 @@ QUESTIONS: Final[dict[str, dict[str, Any]]] = {
         "root": "main",
     },
 }
-"""By what they ask for: parameters of ``GET /api/v1/checkpoints``."""
+"""Parameters of ``GET /api/v1/checkpoints``, by name of the query."""

@@ -1,8 +1,9 @@
-"""K3: a root of many checkpoints is scanned into an empty catalog, and again; what registering costs a save.
+"""K3: scan a root of many checkpoints into an empty catalog, and scan again; the cost of registration for
+a save.
 
-`python -m benchmarks.service.scan`. Each checkpoint is a real manifest (and `.metadata`, as our saves write
-it) of a model of 291 tensors on 8 ranks, without its data, which a scan does not read. All is in the page
-cache. Beside it, the same files only read and their CRC taken: what no scanner can be faster than.
+`python -m benchmarks.service.scan`. Each checkpoint is a real manifest with `.metadata` of a model of 291
+tensors on 8 ranks, without data files, which a scan does not read. Everything is in the page cache. The limit
+is reading the same files with their CRC.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _NOTES: Final = 500
 
 
 def _index(tensors: int) -> CheckpointIndex:
-    """Of ``tensors`` matrices in bfloat16, each cut by rows over the ranks."""
+    """Return an index of ``tensors`` matrices in bfloat16, each sharded by rows over the ranks."""
     chunks, rows, columns = tensors * _RANKS, 512, 4096
     size = rows // _RANKS * columns * 2
     ranks = np.tile(np.arange(_RANKS, dtype=np.int64), tensors)
@@ -96,7 +97,7 @@ def _write_root(root: Path, checkpoints: int, runs: int, tensors: int) -> None:
 
 
 def _read_only(root: Path) -> float:
-    """Seconds for reading all files and their checksums."""
+    """Return seconds to read all files with their checksums."""
     begun = time.perf_counter()
     for run in os.scandir(root):
         for step in os.scandir(run.path):
@@ -106,7 +107,7 @@ def _read_only(root: Path) -> float:
 
 
 def _registering(folder: Path) -> dict[str, float]:
-    """What a save waits for: microseconds until a note is on the queue, while no service answers."""
+    """Return microseconds until a record is queued while no service responds: the wait of a save."""
     options = CatalogRegistration("http://127.0.0.1:9", spool=folder, close_seconds=0.0)
     registrar = Registrar(options, "s3://bucket/run", lambda step: f"step-{step:08d}")
     taken = []
@@ -123,7 +124,7 @@ def _registering(folder: Path) -> dict[str, float]:
 def measure(
     checkpoints: int, runs: int, tensors: int, rounds: int, folder: Path, url: str | None
 ) -> dict[str, Any]:
-    """All figures; ``url`` is that of an empty database, or a file of SQLite for each round."""
+    """Return all figures; ``url`` is an empty database, or None for a new SQLite file in each round."""
     root = folder / "root"
     _write_root(root, checkpoints, runs, tensors)
     roots = Roots({"main": RootSettings(url=str(root), scan_seconds=0)})
@@ -161,14 +162,14 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the figures as JSON on standard output, and in a file if one is named."""
+    """Run, and print the figures as JSON, also to a file if named."""
     parser = argparse.ArgumentParser("python -m benchmarks.service.scan", description=__doc__)
     parser.add_argument("--checkpoints", type=int, default=10_000, help="%(default)s")
     parser.add_argument("--runs", type=int, default=20, help="%(default)s")
-    parser.add_argument("--tensors", type=int, default=291, help="of each: %(default)s")
+    parser.add_argument("--tensors", type=int, default=291, help="tensors per checkpoint: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
-    parser.add_argument("--database-url", default=None, help="an empty PostgreSQL database; else SQLite")
-    parser.add_argument("--tmp", type=Path, default=None, help="where all goes, and is removed")
+    parser.add_argument("--database-url", default=None, help="an empty PostgreSQL database instead of SQLite")
+    parser.add_argument("--tmp", type=Path, default=None, help="temporary folder, removed at the end")
     parser.add_argument("--out", type=Path, default=None, help="a file for the figures")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.tmp) as name:

@@ -1,8 +1,8 @@
-"""K4: how long `dcp serve` takes to its first answer, and the memory that its API process then holds.
+"""K4: time from the start of `dcp serve` to its first response, and memory of its API process.
 
 `python -m benchmarks.service.start`. Each start is a new process with an empty folder or, from the second on,
-the database of the one before; the worker beside it starts once it listens, as always. Beside it, what Python
-takes to import the frameworks alone, which no start can be quicker than.
+the previous database; the worker starts after the service listens. The limit is the time to import the
+frameworks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _PATHS: Final = (
 
 
 def measure(starts: int, requests: int, folder: Path) -> dict[str, Any]:
-    """Medians over ``starts``; the memory after ``requests`` of each of some paths is of the last one."""
+    """Return medians over ``starts``; memory is that of the last process after ``requests`` of several
+    paths."""
     seconds: list[float] = []
     processor_seconds: list[float] = []
     idle: list[float] = []
@@ -51,7 +52,7 @@ def measure(starts: int, requests: int, folder: Path) -> dict[str, Any]:
             stderr=subprocess.DEVNULL,
             env={
                 **{name: value for name, value in os.environ.items() if not name.startswith("DCP_")},
-                "DCP_SERVER_RATE_LIMIT": "1000000/second",  # requests come as fast as they are answered
+                "DCP_SERVER_RATE_LIMIT": "1000000/second",  # requests follow each other without a pause
             },
         )
         try:
@@ -129,10 +130,10 @@ def _free_port() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; the results as JSON on standard output, and in a file if one is named."""
+    """Run, and print the results as JSON, also to a file if named."""
     parser = argparse.ArgumentParser("python -m benchmarks.service.start", description=__doc__)
-    parser.add_argument("--starts", type=int, default=7, help="how many: %(default)s")
-    parser.add_argument("--requests", type=int, default=300, help="of each path: %(default)s")
+    parser.add_argument("--starts", type=int, default=7, help="number of starts: %(default)s")
+    parser.add_argument("--requests", type=int, default=300, help="requests of each path: %(default)s")
     parser.add_argument("--out", type=Path, default=None, help="a file for the results")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="dcp-start-") as folder:
