@@ -1,12 +1,11 @@
-"""Low-rank adapters, and what they add to which weights, in the layout of the package peft.
+"""Low-rank adapters in the layout of PEFT.
 
-A folder has ``adapter_config.json``, and ``adapter_model.safetensors`` or ``.bin``. To the weight of a module
-``B @ A`` is added, times ``lora_alpha / r`` or, with ``use_rslora``, ``lora_alpha / sqrt(r)``; where the
-module has its weight the other way round, as GPT-2's and embeddings do, the transposed of that. What else a
-configuration may ask for is refused.
+A folder contains ``adapter_config.json`` and ``adapter_model.safetensors`` or ``.bin``. Each adapted weight
+grows by ``B @ A`` times ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``. Transposed
+weights (GPT-2, embeddings) get the transposed product. Other configurations are refused.
 
-Regular expressions of strangers may take `re` for ever. So what a pattern may say is a part of Python's:
-characters and classes of them, groups, ``|``, ``^``, ``$``, and repetitions, which are not within each other.
+Untrusted regular expressions can take exponential time in `re`. Accepted patterns are limited to characters
+and classes, groups, ``|``, ``^``, ``$`` and repetitions that are not nested.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ _MAX_NESTING: Final = 20
 _CHARACTERS: Final = re.compile(
     r"\[\^?\]?(?:[^\[\]\\]|\\[dws.\\\[\]^-])*\]|\\[dDwWsS\W_]|[^^$*+?{}\[\]()|\\]"
 )
-"""One character, or any of several."""
+"""One character, or any of a class."""
 _OFTEN: Final = re.compile(r"(?:([*+?])|\{(\d{1,4})(,(\d{0,4}))?\})\??")
-"""As few as possible is as good: what matches is the same."""
+"""Lazy repetitions, equivalent here to greedy ones."""
 _COUNTS: Final = {"*": (0, _MAX_LENGTH), "+": (1, _MAX_LENGTH), "?": (0, 1)}
 
 _Ends = frozenset[int]
 """Places in a name where a match may be."""
 
 _Matcher = Callable[[str, _Ends], _Ends]
-"""From where a match may begin to where it may end."""
+"""A function from possible begins of a match to possible ends."""
 
 
 class ModulePattern:
-    """A pattern as peft has it: of the whole of a module's name, or of its end behind a dot. OptionError for
-    expressions that are none of these."""
+    """A PEFT pattern: matches a whole module name, or its end after a dot. OptionError for unsupported
+    expressions."""
 
     def __init__(self, text: str) -> None:
         if len(text) > _MAX_LENGTH:
@@ -59,8 +58,7 @@ class ModulePattern:
             raise self._refused()
 
     def match(self, name: str) -> bool:
-        """Return whether ``(.*\\.)?(text)$`` matches. OptionError for a name of more than 1,000
-        characters."""
+        r"""Test the match of ``(.*\.)?(text)$``. OptionError for names over 1,000 characters."""
         if len(name) > _MAX_LENGTH:
             raise OptionError(f"{name:.80}... is longer than {_MAX_LENGTH} characters: no pattern is applied")
         begins = frozenset([0, *(at + 1 for at, character in enumerate(name) if character == ".")])
@@ -139,7 +137,7 @@ class ModulePattern:
 
 
 def _often(atom: _Matcher, name: str, at: _Ends, low: int, high: int) -> _Ends:
-    """Return the places where ``atom`` ends that is there ``low`` to ``high`` times."""
+    """Return the ends of ``low`` to ``high`` repetitions of ``atom``."""
     found = at if low == 0 else frozenset()
     for count in range(1, min(high, low + len(name) + 1) + 1):
         at = atom(name, at)
@@ -161,7 +159,7 @@ _FACTOR: Final = re.compile(
     re.DOTALL,
 )
 _INITIAL: Final = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Beginnings that leave the weights of the base as they were."""
+"""Initializations that leave the weights of the base unchanged."""
 _NOT_DONE: Final = {
     "use_dora": "DoRA",
     "lora_bias": "a bias of the factors",
@@ -185,9 +183,11 @@ _ByEnd = Sequence[tuple[re.Pattern[str] | ModulePattern, Any]]
 
 
 class LowRank(NamedTuple):
-    """A product that is added to the weight ``target``: names of the factors B and A, and that of their
-    product; ``is_turned`` where a square weight is the other way round, ``is_embedding`` for factors of an
-    embedding. ``keeps_ties``: the same is added to weights that are tied to the embeddings."""
+    """A product added to the weight ``target``: names of the factors B and A, and of the product.
+
+    ``is_turned``: transpose a square weight; ``is_embedding``: factors of an embedding; ``keeps_ties``: tied
+    weights get equal products.
+    """
 
     target: str
     left: str
@@ -202,8 +202,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The part of an ``adapter_config.json`` that decides what is added. ``alphas`` are by end of a
-    module's name."""
+    """Fields of ``adapter_config.json`` that define the products. ``alphas`` are by end of a module name."""
 
     rank: int
     alpha: float
@@ -215,8 +214,8 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, data: bytes, path: str) -> AdapterConfig:
-        """Check a configuration and take what counts. Raises UnsupportedFormatError for what adapters may
-        be and is not done here, all of it named; and CheckpointFormatError."""
+        """Check a configuration. Raises UnsupportedFormatError with all unsupported features, and
+        CheckpointFormatError."""
         config = parse_json(data, path)
         asked = [what for name, what in _NOT_DONE.items() if config.get(name)]
         if config.get("peft_type") != "LORA":
@@ -242,17 +241,17 @@ class AdapterConfig:
         return cls(config["r"], alpha, stabilised, turned, keeps_ties, *by_end)
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's factors, as this configuration has it."""
+        """Return the configured rank of a module's factors."""
         return int(_by_end(self.ranks, module, self.rank))
 
     def scale(self, module: str) -> float:
-        """Return the factor by which is multiplied what is added to a module's weight."""
+        """Return the scale of a module's product."""
         rank, alpha = self.rank_of(module), float(_by_end(self.alphas, module, self.alpha))
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield names of what is no number where one has to be: nothing of it is rounded or taken for another."""
+    """Yield names of fields with invalid numbers; values are never rounded."""
     for name, pattern, is_one, kind in (
         ("r", "rank_pattern", _is_whole, "whole number above 0"),
         ("lora_alpha", "alpha_pattern", _is_number, "number above 0"),
@@ -267,7 +266,7 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_plain(pattern: str) -> bool:
-    """Return whether `re` may compare it as it is, which is quick: other expressions may take it for ever."""
+    """Test for a plain pattern without expressions, which `re` matches quickly."""
     return re.fullmatch(r"\^?[\w.\\-]+", pattern) is not None and "\\" not in pattern.replace("\\.", "")
 
 
@@ -283,7 +282,7 @@ def _is_whole(value: Any) -> bool:
 def _compiled(
     patterns: Mapping[str, Any], refused: list[str]
 ) -> Iterator[tuple[re.Pattern[str] | ModulePattern, Any]]:
-    """Yield patterns as objects that match, with their values; what cannot be matched is ``refused``."""
+    """Yield patterns as matchers with values; unsupported patterns are collected in ``refused``."""
     for end, value in patterns.items():
         try:
             plain = re.compile(rf"(.*\.)?({end})$") if _is_plain(end) else None
@@ -293,8 +292,7 @@ def _compiled(
 
 
 def _by_end(patterns: _ByEnd, module: str, default: Any) -> Any:
-    """Return the value that peft would take: that of the first pattern that matches the end of a name,
-    behind a dot."""
+    """Return the value of the first pattern that matches the end of a name, as PEFT does."""
     return next((value for end, value in patterns if end.match(module)), default)
 
 
@@ -308,8 +306,10 @@ def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
 
 
 def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
-    """Return the products that the adapter ``index`` adds. PlanError with all names that are no factors,
-    or one alone, or do not go together; CheckpointFormatError for other ranks than are said."""
+    """Return the products of adapter ``index``.
+
+    Raises PlanError with all unmatched factors, and CheckpointFormatError for ranks unlike the configuration.
+    """
     path = store.path_of(ADAPTER_CONFIG)
     config = AdapterConfig.of(store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), path)
     modules: dict[str, dict[str, str]] = {}

@@ -21,18 +21,17 @@ _MAX_LISTED: Final = 10
 _SUMS: Final = ("float32", "float64")
 
 Weight = SupportsFloat
-"""A finite number: Python's, of `fractions`, of numpy, or a tensor without dimensions; no bool."""
+"""A finite number of Python, `fractions` or numpy, or a tensor without dimensions; bool is excluded."""
 
 _Linear = dict[str, Fraction]
-"""Factors by name of a source; those of what is a mere number are under ""."""
+"""Factors by source name; constants are under ""."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic of a merge: the sum of its sources, each times its one of ``weights``, and of what
-    adapters add, times ``adapter_weights``; added in the type ``accumulate``, in this order.
+    """Arithmetic of a merge: weighted sum of sources, then of adapters, in the type ``accumulate``.
 
-    OptionError for too many of them, and for other types than float32 and float64.
+    Raises OptionError for too many terms, and for types except float32 and float64.
     """
 
     weights: tuple[float, ...]
@@ -48,16 +47,17 @@ class Arithmetic:
 
     @property
     def code(self) -> int:
-        """The code of the type in which sums are made."""
+        """Code of the accumulation type."""
         return check_castable(self.accumulate)
 
 
 def weights_of_sources(
     count: int, weights: Sequence[Weight] | None, formula: str | None, decay: Weight | None = None
 ) -> tuple[float, ...]:
-    """Return the weights of ``count`` sources, in their order: those given, a formula's, or of an average.
-    OptionError for another number of weights, for those that are no numbers, and for more than one of
-    these."""
+    """Return the weights of ``count`` sources: given, from a formula, or of an average.
+
+    Raises OptionError for a wrong count, invalid numbers and conflicting options.
+    """
     if sum(one is not None for one in (weights, formula, decay)) > 1:
         raise OptionError("weights, formula and decay: give one of them")
     if not count:
@@ -70,14 +70,14 @@ def weights_of_sources(
 
 
 def weights_of_adapters(count: int, weights: Sequence[Weight] | None) -> tuple[float, ...]:
-    """Return the weights of ``count`` adapters; by default 1. OptionError as for those of sources."""
+    """Return the weights of ``count`` adapters, default 1. Raises OptionError as `weights_of_sources`."""
     if weights is None:
         return (1.0,) * count
     return _numbers("adapter_weights", weights, count, "adapters")
 
 
 def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[float, ...]:
-    """Raise OptionError that names all that are no numbers."""
+    """Convert numbers, or raise OptionError with all invalid ones."""
     if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
         raise OptionError(f"{what}: {given!r} is no list of numbers")
     if len(given) != count:
@@ -93,7 +93,7 @@ def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[f
 
 
 def _number(given: Any) -> float | None:
-    """Return the nearest float64; None where it is no finite number."""
+    """Return the nearest float64, or None if not a finite number."""
     if getattr(given, "shape", None) == () and callable(getattr(given, "item", None)):
         given = given.item()  # a scalar of numpy, or a tensor without dimensions
     if not isinstance(given, Real) or isinstance(given, bool):
@@ -106,10 +106,10 @@ def _number(given: Any) -> float | None:
 
 
 def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
-    """Return the weights of an average of ``count`` checkpoints, the newest first; they add up to 1.
+    """Return the weights of an average of ``count`` checkpoints, the newest first, with sum 1.
 
-    With ``decay`` an exponential moving average, that of number k is ``(1 - decay) * decay**k / (1 -
-    decay**count)``; else all are the same.
+    ``decay`` selects an exponential moving average: weight k is ``(1 - decay) * decay**k / (1 -
+    decay**count)``. Default: equal weights.
     """
     if count < 1:
         raise OptionError(f"an average is of 1 checkpoint or more, not of {count}")
@@ -124,17 +124,16 @@ def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
 
 
 def source_names(count: int) -> list[str]:
-    """Return the names of sources in a formula: A to Z, then A1 to Z1 and so on."""
+    """Return formula names of sources: A to Z, then A1 to Z1, and further."""
     return [chr(ord("A") + number % 26) + str(number // 26 or "") for number in range(count)]
 
 
 def formula_weights(formula: str, names: Sequence[str]) -> tuple[float, ...]:
-    """Return the weights that a formula such as ``A + 0.4 * (B - C)`` gives to the sources of these
-    ``names``.
+    """Return the weights that a formula such as ``A + 0.4 * (B - C)`` gives to the sources ``names``.
 
-    It may have ``+ - * /``, parentheses, numbers and names, of which no two may be multiplied. What it comes
-    to is computed exactly, and rounded once. OptionError for any other, for names of no source, and for
-    sources that it does not name.
+    A formula consists of ``+ - * /``, parentheses, numbers and names; products of two names are not allowed.
+    Evaluation is exact, with one rounding at the end. Raises OptionError for other expressions, unknown names
+    and unused sources.
     """
     try:
         if not isinstance(formula, str) or len(formula) > _MAX_FORMULA:
@@ -159,7 +158,7 @@ def formula_weights(formula: str, names: Sequence[str]) -> tuple[float, ...]:
 
 
 def _linear(node: ast.expr) -> _Linear:
-    """Raise ValueError for what is not linear."""
+    """Return the factors of an expression. ValueError if not linear."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return {"": Fraction(repr(float(number)))}  # as it is written: 0.4 are two fifths

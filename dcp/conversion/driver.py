@@ -1,12 +1,11 @@
-"""A conversion: prepared, its batches of tasks carried out by whatever executor, published.
+"""Conversions: prepare a plan, carry out batches of tasks on any executor, publish the target.
 
-`Conversion.prepare` plans, once. The batches run in any order, in this process (`Conversion.run`) or in
-others (`dcp.conversion.running.run_batch`), and `publish` makes the target exist. Stages of another
-process get what they need of the plan as text (`encode`), and refuse a source that has
-changed since. No stage needs the machine of another.
+`Conversion.prepare` plans once. Batches run in any order, in this process (`Conversion.run`) or in others
+(`dcp.conversion.running.run_batch`). `publish` makes the target visible. Stages in other processes receive
+the plan as text (`encode`) and refuse a changed source. Stages may run on different machines.
 
-Every stage may be repeated, also while an earlier attempt at it still runs: a task writes the same bytes to
-the same place, and the target is published once, by one rename or one conditional request.
+Every stage may be repeated, even while an earlier attempt runs. Tasks write equal bytes to equal places, and
+one rename or conditional request publishes the target.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Closable
 
 BATCH_BYTES: Final = 512 << 20
-"""Of what a batch of a job writes, about: enough that a process for it does not count beside it."""
+"""Bytes written by one batch of a job, large enough to hide the start of a process."""
 
 _OF_A_RUN: Final = ("time", "dcphub_version")
 """In the provenance of a ``dcp`` target: they differ each time."""
@@ -87,18 +86,22 @@ _ATTEMPT: Final = re.compile("[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of `dcp.convert`.
+    """The result of `dcp.convert` and `dcp.merge`.
 
-    ``files`` are the names of the files made, in ``target``; ``tensor_count`` and ``bytes_written`` (headers
-    included) are of the whole output. ``bytes_read`` counts this run only, as do ``seconds``, by phase
-    ("total" is all of it). ``tasks`` is the number of independent pieces of work, ``tasks_resumed`` of those
-    that an earlier run had done. ``blocks_verified`` blocks of the source had the checksums that it records,
-    ``blocks_unverified`` have none. ``dropped_objects`` are values that the target's format cannot hold.
-    ``weights`` are those of a merge, by name of the source or adapter in their order; its ``unmerged``
-    tensors, of whole numbers, are those of the first.
-
-    ``checksums`` is the CRC-32 of each tensor's bytes in the target, by its name there, where those are in
-    one piece; a ``dcp`` target has its checksums in its manifest.
+    Attributes:
+        files: Names of the files written to ``target``.
+        tensor_count: Number of tensors of the output.
+        bytes_written: Bytes of the output, headers included.
+        bytes_read: Bytes read by this run.
+        seconds: Durations of this run by phase, with "total".
+        tasks: Number of independent tasks; ``tasks_resumed`` were done by an earlier run.
+        blocks_verified: Blocks of the source with a verified checksum; ``blocks_unverified`` have no
+            checksum.
+        dropped_objects: Values that the target's format cannot hold.
+        weights: Weights of a merge by source or adapter, in order.
+        unmerged: Tensors of a merge that were copied from the first source.
+        checksums: CRC-32 by tensor name of contiguous tensors in the target. A ``dcp`` target stores
+            checksums in the manifest.
     """
 
     source: str
@@ -120,13 +123,13 @@ class ConversionReport:
 
 
 class Conversion(Closable):
-    """A conversion of ``source``, which ``open_source`` opens in other processes, to ``target``.
+    """Convert ``source``, which ``open_source`` opens in other processes, to ``target``.
 
-    ``attempt`` is 16 hexadecimal digits, new for each preparation and the same in all stages after it; such a
-    target is never replaced, and its stages may be of several processes. Without it all stages are of this
-    object, and a ledger beside the target has what is done, which ``resume`` takes from there. Use as a
-    context manager, which removes, on a failure or an interruption, what the next run could not resume.
-    Raises what `dcp.convert` raises, and SourceChangedError.
+    ``attempt`` consists of 16 hexadecimal digits, new for each preparation and equal in all later stages. An
+    attempt never replaces an existing target, and its stages may run in several processes. Without
+    ``attempt`` all stages use this object, and a ledger beside the target records finished work for
+    ``resume``. Use as a context manager: after a failure, files that the next run cannot resume are removed.
+    Raises the errors of `dcp.convert` and SourceChangedError.
     """
 
     def __init__(
@@ -172,10 +175,9 @@ class Conversion(Closable):
     # -- the stages ------------------------------------------------------------------------------------------
 
     def prepare(self, *, batch_bytes: int = 0) -> tuple[Planned, list[TaskBatch]]:
-        """Plan, and reserve the space where that can be done: the batches that are left, without those that
-        are resumed.
+        """Plan, reserve space where possible, and return the unfinished batches.
 
-        Raises CheckpointConflictError if something is at the target.
+        Raises CheckpointConflictError if the target exists.
         """
         engine, publisher, by_file = self._engine, self._publisher, self.place.path is None
         mark = source_mark(engine.store, engine.index, self._options.to)
@@ -205,8 +207,8 @@ class Conversion(Closable):
         return planned, list(left.values())
 
     def _plan(self, save_id: str) -> tuple[Planned, npt.NDArray[np.uint8], SourceColumns, TermColumns | None]:
-        """Lay out all that the options choose of the source, checked; with what `make_tasks` needs to know of
-        that. Raises PlanError, MissingKeyError."""
+        """Lay out the selected entries of the source, with the arguments of `make_tasks`. Raises PlanError
+        and MissingKeyError."""
         engine, options, place = self._engine, self._options, self.place
         if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
             raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
@@ -242,8 +244,10 @@ class Conversion(Closable):
         workers: int | None,
         progress: bool | ProgressCallback | None,
     ) -> None:
-        """Have ``batches`` carried out as the arguments of `dcp.convert` say, and note each in the ledger.
-        What was read is compared on the way: CorruptCheckpointError if it differs."""
+        """Carry out ``batches`` with the chosen executor and record each batch in the ledger.
+
+        Raises CorruptCheckpointError for checksums that differ.
+        """
         is_shared = self._engine.store.capabilities.is_shared and self.place.store.capabilities.is_shared
         if not is_shared or (executor == "processes" and workers is None and len(batches) < 2):
             executor = "inline"  # stores of this process alone; a process costs more than one task
@@ -266,8 +270,8 @@ class Conversion(Closable):
     def run(
         self, batch: TaskBatch, source_mark: str, on_bytes: Callable[[int], None] | None = None
     ) -> TaskResult:
-        """Carry out a batch of an attempt, which was planned for the source of ``source_mark``; what it
-        writes is durable when this returns. ``on_bytes`` gets the size of each window that is written."""
+        """Carry out one durable batch of an attempt, planned for the source of ``source_mark``. ``on_bytes``
+        receives the size of each written window."""
         settings = self._settings(source_mark)
         settings.refuse_changed(self._engine, self._source.name)
         with self._publisher.noted(batch):
@@ -279,10 +283,9 @@ class Conversion(Closable):
         return BatchSettings(self._open_source, engine.store, *facts)
 
     def publish(self, prepared: Planned, results: Iterable[TaskResult] = ()) -> ConversionReport:
-        """Compare the last checksums, and make the target exist; fine if an earlier attempt has done so.
+        """Compare the last checksums and publish the target, unless an earlier attempt has.
 
-        ``results`` are those that were not taken. Raises CheckpointConflictError if something else has come
-        into being there.
+        ``results`` are results not yet collected. Raises CheckpointConflictError for a foreign target.
         """
         engine, publisher, layout, checks = self._engine, self._publisher, prepared.layout, self._checks
         settings = self._settings(prepared.source_mark)
@@ -304,8 +307,8 @@ class Conversion(Closable):
     # -- one that was finished -------------------------------------------------------------------------------
 
     def of_finished(self) -> ConversionReport | None:
-        """Return the report on a target that is there, if it is what this conversion would make, to the
-        last byte; else None. Writes nothing."""
+        """Return the report on an existing target with the bytes this conversion would write, else None.
+        Writes nothing."""
         engine, place, to, there = self._engine, self.place, self._options.to, None
         save_id = self._publisher.save_id
         if to == DCP.name:
@@ -355,8 +358,7 @@ def _publisher(place: TargetPlace, save_id: str, *, overwrite: bool) -> Publishe
 
 
 def _lasting(index: CheckpointIndex | None) -> bytes | None:
-    """Return the tensors and values of an index, and their places, as bytes to be compared; checksums of
-    blocks and digests follow from those."""
+    """Return tensors, values and their places as bytes for a comparison."""
     if index is None:
         return None
     index = replace(
@@ -371,16 +373,16 @@ def _lasting(index: CheckpointIndex | None) -> bytes | None:
 
 
 def _of_attempt(target: TargetPlace, attempt: str) -> tuple[TargetPlace, str]:
-    """Return the place of an attempt, and the save id of a ``dcp`` target that it makes."""
+    """Return the place of an attempt and the save id of its ``dcp`` target."""
     if not _ATTEMPT.fullmatch(attempt):
         raise ValueError(f"attempt: must be 16 hexadecimal digits, not {attempt!r}")
     return replace(target, attempt=attempt), hashlib.sha256(attempt.encode()).hexdigest()[:8]
 
 
 def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
-    """Remove what a conversion of ``batches`` batches that was given up has written; needs no source.
+    """Remove the files written by an abandoned conversion of ``batches`` batches; needs no source.
 
-    A target that was published after all stays as it is. So do objects that are not of this attempt.
+    Published targets and objects of other attempts stay.
     """
     _publisher(*_of_attempt(target, attempt), overwrite=False).discard(batches)
 
@@ -389,7 +391,7 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 
 
 def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
-    """Raise OptionError if ``place`` is where the source is, or a file of it."""
+    """Raise OptionError if ``place`` is the source or a file of the source."""
     real = place.store.url if place.path is None else os.path.realpath(place.store.url)
     for member in members:
         if member.store.url != place.store.url and os.path.realpath(member.store.url) != real:
@@ -408,8 +410,7 @@ def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
 def _fingerprint(
     mark: str, layout: TargetLayout, sources: SourceColumns, terms: TermColumns | None, *, by_file: bool
 ) -> str:
-    """Return a text that is equal for runs that would write the same bytes from a source of that ``mark``,
-    and for no others."""
+    """Return a text, equal for runs that write equal bytes from a source of this ``mark``."""
     digest = hashlib.sha256(f"{mark} {by_file} {terms and terms.accumulate}".encode())
     copies, literals = layout.copies, layout.literals
     columns: list[npt.ArrayLike] = [layout.file_sizes, list(map(crc32, literals.data))]
@@ -429,16 +430,16 @@ _INDEX, _RESULT = -1, -2
 _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
 _DAMAGED: Final = "the plan of a conversion, or the result of a task, is damaged"
 _LEFT_OUT: Final = ("literals", "replaced")
-"""Fields of a layout that publishing does not need: tasks write the literals."""
+"""Fields of a layout that publishing does not need."""
 
 
 def encode(value: Planned | TaskBatch | TaskResult) -> str:
-    """Make text of a plan (without its literals), a batch or its result; `decode` is the inverse."""
+    """Encode a plan (without literals), a batch or a result as text; `decode` is the inverse."""
     return base64.b64encode(zlib.compress(pack(_packed(value)))).decode("ascii")
 
 
 def decode(text: str, kind: type[T]) -> T:
-    """Make an object of ``kind`` of what `encode` wrote. Raises CheckpointFormatError for anything else."""
+    """Decode an object of ``kind`` from `encode`'s text. Raises CheckpointFormatError for invalid text."""
     try:
         found = _restored(unpack(zlib.decompress(base64.b64decode(text))))
     except (*_UNREADABLE, zlib.error) as error:

@@ -1,7 +1,7 @@
-"""Files beside weights in a folder of Hugging Face, from a template: a folder, or a model of the hub.
+"""Configuration and tokenizer files of a Hugging Face template: a folder, or a model of the hub.
 
-Known names alone are taken, there and in folders directly below, and what is asked for: a stranger's template
-adds neither code nor weights, and its links lead to no file outside of it.
+Only known names and requested globs are copied, from the folder and its direct subfolders. Weights are not
+copied, and links out of the folder are not followed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HF_NAMES: Final = frozenset(
     "entity_vocab.json target_vocab.json vocab-src.json vocab-tgt.json normalizer.json emoji.json "
     "word_shape.json word_pronunciation.json prophetnet.tokenizer".split()
 )
-"""Names that ``from_pretrained`` of models, tokenizers and processors reads beside weights."""
+"""Names that ``from_pretrained`` of models, tokenizers and processors reads besides weights."""
 
 _CHAT_TEMPLATES: Final = "additional_chat_templates"
 _CONFIGS: Final = frozenset((CONFIG, ADAPTER_CONFIG))
@@ -58,8 +58,7 @@ _HUB_NAME: Final = re.compile(r"(?P<name>[\w.-]{1,96}(/[\w.-]{1,96})?)(@(?P<revi
 
 @dataclass(frozen=True, eq=False)
 class HfFolder:
-    """The ``files`` of a template at ``url`` that stand beside weights, by path, and the names of its
-    tensors, if it has weights as well."""
+    """``files`` of a template at ``url`` by path, and the names of its tensors, if any."""
 
     url: str
     files: Mapping[str, bytes]
@@ -67,12 +66,12 @@ class HfFolder:
 
     @property
     def is_adapter(self) -> bool:
-        """Return whether it is one of PEFT's, whose weights have a file and names of their own."""
+        """Test for a PEFT adapter, whose weights have a different file name."""
         return ADAPTER_CONFIG in self.files
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The contents of its ``config.json``; empty where there is none."""
+        """Contents of ``config.json``; empty if missing."""
         text = self.files.get(CONFIG, b"{}")
         try:
             found = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
@@ -83,8 +82,8 @@ class HfFolder:
         return found
 
     def files_for(self, dtype: str | None) -> Mapping[str, bytes]:
-        """`files`, where all floating-point weights are of ``dtype``: the configuration says so, because a
-        model is made in the dtype that stands there."""
+        """Return `files` with ``dtype`` in the configuration; ``from_pretrained`` builds the model in this
+        dtype."""
         named = [key for key in ("dtype", "torch_dtype") if isinstance(self.config.get(key), str)]
         if dtype is None or all(self.config[key] == dtype for key in named):
             return self.files
@@ -93,11 +92,11 @@ class HfFolder:
 
 
 def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -> HfFolder:
-    """Return the template at a path or URL, or of the model ``ORGANISATION/NAME[@REVISION]`` of the hub,
-    from its cache or by download. ``also`` are globs of further files to be copied.
+    """Read the template at a path or URL, or the model ``ORGANISATION/NAME[@REVISION]`` of the hub (cached or
+    downloaded). ``also`` are globs of further files.
 
-    Raises OptionError where there is none, where a glob matches nothing and for too much;
-    CheckpointFormatError for a configuration that is none.
+    Raises OptionError for a missing template, a glob without a match, and files that are too large;
+    CheckpointFormatError for an invalid configuration.
     """
     text = place_text(template)
     if "://" in text:
@@ -116,8 +115,7 @@ def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -
 
 
 def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore | None = None) -> HfFolder:
-    """Read a template as `read_hf_folder` does, of a folder that is open; ``open_below`` opens the folders
-    below it, by URL."""
+    """Read a template from an open folder; ``open_below`` opens subfolders by URL."""
     found = [*_wanted(store, "", store.list(), also)]
     if _CONFIGS.isdisjoint(path for path, *_ in found):
         raise OptionError(
@@ -146,11 +144,11 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
 
 
 def known_files(folder: str, names: Collection[str]) -> frozenset[str]:
-    """Return those of the files ``names`` that ``from_pretrained`` reads beside weights, where they are all
-    files of the template (``folder`` is "") or of a folder of it.
+    """Select the files of ``names`` that ``from_pretrained`` reads, of the template (``folder`` is "") or a
+    subfolder.
 
-    A folder that has a configuration or weights is a model or checkpoint of its own, as those that a trainer
-    leaves: nothing of that is read.
+    Subfolders with a configuration or weights are separate models, such as a trainer's checkpoints, and are
+    skipped.
     """
     if not folder:
         return HF_NAMES.intersection(names)
@@ -168,11 +166,11 @@ def _is_of_checkpoint(name: str) -> bool:
 
 
 _Beside = tuple[str, Store, FileInfo]
-"""A file beside weights: its path, and where it is read."""
+"""A copied file: its path, and the place to read from."""
 
 
 def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
-    """Yield the folders directly below, with their files; none that a link leads to."""
+    """Yield direct subfolders with their files; links are skipped."""
     for name, listing in parent.listings().items():
         is_link = parent.local_path is not None and (parent.local_path / name).is_symlink()
         if name.startswith((".", "__")) or is_link:
@@ -185,8 +183,7 @@ def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
 
 
 def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequence[str]) -> Iterator[_Beside]:
-    """Yield the files of one folder that are known or asked for; those of a model or checkpoint of its own
-    only where the glob names the folder."""
+    """Yield known and requested files; in a separate model only globs that name the folder apply."""
     names = {info.name for info in listing}
     known = known_files(folder, names)
     is_own = bool(folder) and _is_model(names)
@@ -204,7 +201,7 @@ def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequen
 
 
 def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:
-    """Return the folder of the cache that has the model's files, which are fetched if they are not there."""
+    """Return the cache folder of the model's files, downloading missing files."""
     try:
         hub = import_module("huggingface_hub")
     except ImportError:

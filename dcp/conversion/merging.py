@@ -1,4 +1,4 @@
-"""Several checkpoints seen as one source: names of tensors and files have the number of theirs in front."""
+"""Several checkpoints as one source: tensor and file names begin with the source's number."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _FORMAT: Final = "joined"
 _AT_ONCE: Final = 2
-"""The index of a file of many tensors takes much memory while it is read."""
+"""Indexes read at a time; the index of a file with many tensors takes much memory during the read."""
 _COLUMNS: Final = (
     "dtype_codes",
     "shape_values",
@@ -52,7 +52,7 @@ _RAGGED: Final = ("shape_start", "chunk_start", "crc_start")
 
 
 class JoinedStore(ReadOnlyStore):
-    """The files of ``stores``: number 2's ``model.pt`` is ``2.model.pt``. Can be pickled as they can."""
+    """Files of several ``stores``, picklable: ``model.pt`` of store 2 is ``2.model.pt``."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         self.stores = tuple(stores)
@@ -65,7 +65,7 @@ class JoinedStore(ReadOnlyStore):
         )
 
     def path_of(self, name: str) -> str:
-        """Return the path in the store that has the file."""
+        """Return the path inside the store of the file."""
         store, own = self._owner(name)
         return store.path_of(own)
 
@@ -79,13 +79,13 @@ class JoinedStore(ReadOnlyStore):
         ]
 
     def stat(self, name: str) -> FileInfo | None:
-        """Return the facts of a file from the store that has it."""
+        """Return the facts of a file."""
         store, own = self._owner(name)
         info = store.stat(own)
         return None if info is None else replace(info, name=name)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """Return a handle from the store that has it."""
+        """Return a read handle of the store of the file."""
         store, own = self._owner(name)
         return store.open_read(own, expected_bytes=expected_bytes)
 
@@ -95,10 +95,10 @@ class JoinedStore(ReadOnlyStore):
 
 
 def open_joined(members: Sequence[Callable[[], Source]]) -> Source:
-    """Return one source of what ``members`` open, some at a time. Raises what these raise.
+    """Open ``members`` as one source, a few at a time. Raises the errors of the members.
 
-    Rows of the first one's tensors, chunks and values stay what they are; tensors and chunks of the others
-    follow in their order. Values are those of the first.
+    Rows of the first source keep their numbers; tensors and chunks of the others follow. Values come from the
+    first source.
     """
     with WorkerThreads(min(_AT_ONCE, len(members))) as pool:
         found = list(pool.map(_opened, members))
@@ -121,7 +121,7 @@ def _opened(member: Callable[[], Source]) -> Source:
 
 
 def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[Source]:
-    """Yield the same, their columns those of ``joined``, so that nothing is in memory twice."""
+    """Yield the sources with columns as views of ``joined``, to save memory."""
     begins = dict.fromkeys(_COLUMNS, 0)
     for member in members:
         ends = {name: begin + len(getattr(member.index, name)) for name, begin in begins.items()}
@@ -131,8 +131,7 @@ def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[So
 
 
 class _JoinedNames(Sequence[str]):
-    """The names of all sources: those of number 2 have ``2/`` in front. They are made when they are asked
-    for."""
+    """Names of all sources, made on access; names of source 2 begin with ``2/``."""
 
     def __init__(self, members: Sequence[Sequence[str]]) -> None:
         self._members = members
@@ -148,13 +147,13 @@ class _JoinedNames(Sequence[str]):
         return f"{bisect_right(self._begins, row) - 1}/{self.own_name(row)}"
 
     def own_name(self, row: int) -> str:
-        """Return the name without the number: for errors, which name the source by the path of its file."""
+        """Return the name without the number, for messages that name the source."""
         number = bisect_right(self._begins, row) - 1
         return str(self._members[number][row - self._begins[number]])
 
 
 def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
-    """Return one index of several complete ones, one behind the other."""
+    """Return one index of several complete indexes, concatenated."""
     tensors, chunks, files = (
         starts([len(getattr(part, name)) for part in parts]).tolist()
         for name in ("fqns", "chunk_files", "files")
@@ -185,11 +184,11 @@ def _moved(parts: Sequence[Mapping[int, T]], begins: Sequence[int]) -> dict[int,
 
 _MAX_LISTED: Final = 50
 _MAX_FACTOR_BYTES: Final = 64 << 20
-"""Of a product one factor is in memory whole."""
+"""Largest product factor that is held in memory."""
 _METRICS: Final = "metrics"
-"""Of the user metadata: measured of one checkpoint, and not of what is made of several."""
+"""User metadata of one checkpoint that a merge does not keep."""
 _OUTPUT: Final = ("lm_head", "embed_out")
-"""Modules of transformers' that may be tied to the embeddings."""
+"""Modules of transformers that may be tied to the embeddings."""
 _WHOLE_NUMBERS: Final = frozenset(
     dtypes.BY_NAME[name].code
     for name in ("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64")
@@ -207,17 +206,22 @@ def merge_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> tuple[Entries, TensorTerms, Sequence[MappedTensor] | None, tuple[str, ...]]:
-    """Choose the entries to write, the first source under its map, and the sums that they are. ``members``
-    are the sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each,
-    and goes without adapters. ``config`` is the model's in the target, without which adapters look for
-    that beside the first source. ``only``, ``exclude`` and ``rename`` are about the names of each.
+    """Choose the entries of the target and the sums that compute them.
 
-    Returns the entries; their terms, by row of the first source, which are rows of all of them joined or,
-    with maps, of the tensors that these make of all sources joined; those tensors; and the new names of what
-    is taken from the first source as it is.
+    Args:
+        members: Sources, followed by adapters.
+        weight_maps: One map for all sources or one for each; not with adapters.
+        config: Configuration of the target's model; default: the file beside the first source, if adapters
+            need it.
+        only: Patterns on the names of each source; so are ``exclude`` and ``rename``.
 
-    PlanError that says of all tensors which do not go together, why; MissingKeyError for patterns that match
-    nothing in any source.
+    Returns:
+        The entries; their terms by row of the first source (rows of all joined sources, or of mapped
+        tensors); the mapped tensors; new names of entries copied from the first source.
+
+    Raises:
+        PlanError: Tensors do not match; all names with reasons.
+        MissingKeyError: A pattern matches nothing in any source.
     """
     count = len(arithmetic.weights)
     sources, adapters = members[:count], members[count:]
@@ -248,8 +252,8 @@ def _chosen(
     rename: Rename | None,
     dtype: TargetDtype,
 ) -> list[tuple[Entries, Sequence[MappedTensor] | None]]:
-    """Return the entries that are selected of each source, under its map; those of the first are cast. A
-    pattern must match in one of them, and not in all."""
+    """Return the selected entries of each source, mapped; the first source is cast. Patterns must match in at
+    least one source."""
     names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
     selection = Selection.of(only, exclude)
     if selection is not None:
@@ -270,7 +274,7 @@ def _chosen(
 
 
 def _made(number: int, entries: Entries, mapped: Sequence[MappedTensor] | None) -> Iterator[MappedTensor]:
-    """Yield the tensors of a source under its map, if it has any, of pieces of all sources joined."""
+    """Yield the tensors of a source after its map, with pieces of all joined sources."""
     for tensor in mapped or starmap(MappedTensor.same, map_sources(entries.index)):
         sides = ((one, one.source._replace(name=f"{number}/{one.source.name}")) for one in tensor.pieces)
         yield replace(tensor, pieces=[one._replace(source=side) for one, side in sides])
@@ -302,7 +306,7 @@ class _Merging:
         """The first row of each source, of all joined."""
 
     def terms(self) -> TensorTerms:
-        """Return the terms by row of the first source; what is wrong is noted."""
+        """Return the terms by row of the first source, and collect problems."""
         names, rows = self._aligned()
         summed = self._summed(names, rows)
         kept = np.array([at for at, name in enumerate(names) if name in self.unmerged], np.int64)
@@ -325,7 +329,7 @@ class _Merging:
         return TensorTerms(start, *(column[order] for column in columns))
 
     def raise_problems(self, names: Sequence[str]) -> None:
-        """Raise PlanError with all that was noted; ``names`` are of the sources."""
+        """Raise PlanError with all collected problems; ``names`` are of the sources."""
         if not self.problems:
             return
         shown = [f"{name!r} {problem}" for name, problem in self.problems.items()]
@@ -338,7 +342,7 @@ class _Merging:
         )
 
     def _aligned(self) -> tuple[list[str], list[Int64]]:
-        """Return names that all sources have, and in which rows of each these are."""
+        """Return names common to all sources, with their rows in each."""
         first = self.sources[0].names
         if all(one.names == first for one in self.sources[1:]):
             return first, [one.rows for one in self.sources]
@@ -354,8 +358,7 @@ class _Merging:
         return common, [one.rows[places] for one, places in zip(self.sources, chosen, strict=True)]
 
     def _summed(self, names: Sequence[str], rows: Sequence[Int64]) -> Int64:
-        """Return the places in ``names`` of those that are sums; those that are taken from the first are
-        noted, as what is wrong is."""
+        """Return positions in ``names`` of summed tensors; collect copied tensors and problems."""
         indexes = [one.index for one in self.sources]
         pairs = list(zip(indexes, rows, strict=True))
         alike = np.ones(len(names), bool)
@@ -378,8 +381,7 @@ class _Merging:
         return np.flatnonzero(alike & floating)
 
     def _products(self, tensors: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
-        """Yield the products that adapters add to ``tensors``, of which the rows are in the first source:
-        rows of `TensorTerms`."""
+        """Yield adapters' products for ``tensors`` (rows of the first source) as rows of `TensorTerms`."""
         for number, (adapter, added) in enumerate(self.adapters):
             for low_rank in added:
                 row = tensors.get(low_rank.target)
@@ -393,7 +395,7 @@ class _Merging:
                 yield row, weight, left, right, low_rank.rank, is_turned
 
     def _fits(self, low_rank: LowRank, row: int | None, tensors: Mapping[str, int]) -> bool | None:
-        """Return whether what is added to a tensor is turned; None, and noted, if it cannot be."""
+        """Return True if a product must be transposed, None with a collected problem if shapes differ."""
         name, shape = low_rank.target, low_rank.shape
         if name in self.problems:
             return None
@@ -425,7 +427,7 @@ class _Merging:
 def _of_one_shape(
     first: CheckpointIndex, rows: Int64, other: CheckpointIndex, own: Int64
 ) -> npt.NDArray[np.bool_]:
-    """Return by tensor whether ``rows`` of the one and ``own`` of the other have one shape."""
+    """Compare shapes of ``rows`` and ``own`` tensor by tensor."""
     found: npt.NDArray[np.bool_] = first.ndims[rows] == other.ndims[own]
     alike = np.flatnonzero(found)
     differs = gather_rows(first.shape_values, first.shape_start, rows[alike]) != gather_rows(
@@ -436,8 +438,7 @@ def _of_one_shape(
 
 
 def _untied(first: Entries, others: Sequence[Entries], terms: TensorTerms) -> Entries:
-    """Return the ``first``: what shares its bytes there still does so if it does in all of the ``others``,
-    and gets the same added."""
+    """Return ``first`` with ties kept only if all ``others`` share them and products are equal."""
 
     ties = [{entry.fqn: one.names[entry.tied_to] for entry in one.tensors} for one in others]
 
@@ -453,7 +454,7 @@ def _untied(first: Entries, others: Sequence[Entries], terms: TensorTerms) -> En
 
 
 def merge_origin(members: Sequence[Source], arithmetic: Arithmetic) -> dict[str, Any]:
-    """Return what the provenance says of a merge."""
+    """Return the provenance entry of a merge."""
     weights = (*arithmetic.weights, *arithmetic.adapter_weights)
     sources = [
         {

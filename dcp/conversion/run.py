@@ -1,5 +1,4 @@
-"""`convert`: a checkpoint of any format to a checkpoint of any other; `merge`: several added up to one. In a
-few buffers of memory."""
+"""Convert a checkpoint to another format, or merge several checkpoints, in bounded memory."""
 
 from __future__ import annotations
 
@@ -78,57 +77,60 @@ def convert(
     progress: bool | ProgressCallback | None = None,
     resume: bool = True,
 ) -> ConversionReport:
-    """Write the checkpoint ``source`` as ``target`` in the format ``to``; neither needs to fit into memory.
+    """Convert the checkpoint ``source`` to the format ``to`` and write the result to ``target``.
 
-    The target is published in one step where its storage allows that. Source checksums are compared on the
-    way. Values that are no plain data cannot go to ``torch`` and ``safetensors`` without running their
-    pickles.
+    Data is streamed: neither checkpoint needs to fit into memory. Source checksums are verified during the
+    copy. The target is published in one step where the storage allows this. Pickles are never executed.
 
     Args:
-        source: A path or URL: a checkpoint of dcp or of stock torch, a torch.save file, a safetensors file,
-            or a Hugging Face folder.
-        target: Where it goes; refused if something else is there, unless ``overwrite``.
-        to: "dcp" (a folder that stock torch loads too), "torch" (one file for `torch.load`), or "safetensors"
-            (one file if ``target`` ends so, else a Hugging Face folder), or whatever else is registered.
-        only: Shell globs on the source's names: what they match, and everything below.
-        exclude: The same for what is left out.
-        rename: From the source's names to the target's: regular expressions with replacements, of which each
-            must change a name, or a function.
-        dtype: Floating-point tensors are converted to it; one name, or names by glob.
-        map: From the source's model definition to another: a ready map's name, as "llama:hf-to-titan", a TOML
-            or JSON file, its data, or a `dcp.weight_map`. ``only`` and ``exclude`` choose before it,
-            ``rename`` and ``dtype`` have the names after it.
-        shard_bytes: The size of a Hugging Face folder's shards.
-        files: How many data files a "dcp" target has.
-        chunks: "keep" has the source's chunks in a "dcp" target, "split" one of each tensor in each file.
-        hf: A Hugging Face folder, or the name of a model of the hub: what ``from_pretrained`` needs besides
-            weights is copied from there into a "safetensors" folder, by known names. Of an adapter's the
-            weights are called as PEFT has them. Its configuration says what ``map`` needs to know.
-        hf_also: Shell globs of further files to be copied from there, such as "*.py".
-        drop_objects: Leave out values that are no plain data, instead of refusing them.
-        overwrite: Replace what is at the target.
-        executor: "processes", "inline", "dask://host:port", or a `concurrent.futures.Executor` whose workers
-            see both places.
-        workers: How many processes; by default as many as cores, up to four.
-        storage_options: Of the file system of the source's URL.
-        target_options: Of the file system of the target's.
-        verify: "none" compares no checksums of the source.
-        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
-        resume: Continue a conversion that was killed, where it was called in the same way on an unchanged
-            source. Of one that was finished the target is compared with what it would be, and nothing is
-            written.
+        source: Path or URL of a checkpoint of dcp or stock torch, a torch.save file, a safetensors file or a
+            Hugging Face folder.
+        target: Path or URL to write.
+        to: "dcp" (a folder, readable by stock torch), "torch" (one file for `torch.load`), "safetensors" (one
+            file if ``target`` has this suffix, else a Hugging Face folder), or the name of a registered
+            format.
+        only: Names or shell globs of the tensors to convert; a name includes everything below.
+        exclude: Names or shell globs to leave out.
+        rename: Map from regular expressions to replacements, or a function from source names to target names.
+            Each expression must change a name.
+        dtype: Target dtype of floating-point tensors, or a map from globs to dtypes.
+        map: Weight map to another model definition: a ready map such as "llama:hf-to-titan", a TOML or JSON
+            file, data, or a `dcp.weight_map`. ``only`` and ``exclude`` match names before the map, ``rename``
+            and ``dtype`` match names after the map.
+        shard_bytes: Size of the shards of a Hugging Face folder, in bytes.
+        files: Number of data files of a "dcp" target.
+        chunks: "keep" copies the source's chunks to a "dcp" target; "split" divides each tensor over all
+            files.
+        hf: Hugging Face folder, or name of a model of the hub. Its configuration and tokenizer files are
+            copied to a "safetensors" folder. The configuration also gives the sizes for ``map``. With an
+            adapter, weights get PEFT's file name.
+        hf_also: Shell globs of further files to copy from ``hf``, such as "*.py".
+        drop_objects: Leave out values that the format cannot hold, instead of raising `PlanError`.
+        overwrite: Replace an existing target.
+        executor: "processes", "inline", "dask://host:port", or a `concurrent.futures.Executor` with access to
+            both places.
+        workers: Number of processes; default: one for each core, up to four.
+        storage_options: Options of the source URL's file system.
+        target_options: Options of the target URL's file system.
+        verify: "none" skips the source's checksums.
+        progress: True for a progress bar, or a function that receives `dcp.progress.Progress`.
+        resume: Continue an interrupted conversion with the same arguments. A finished target is compared and
+            not written again.
 
     Returns:
-        What was written, and at what cost.
+        Names, sizes and checksums of the output, with times.
 
     Raises:
-        CheckpointNotFoundError: There is no source.
-        CheckpointConflictError: The target exists, or the source changed meanwhile.
-        CorruptCheckpointError: Bytes of the source are not those that were committed.
+        CheckpointNotFoundError: No checkpoint exists at ``source``.
+        CheckpointConflictError: The target exists, or the source changed during the conversion.
+        CorruptCheckpointError: Stored bytes differ from the committed checksums.
         MissingKeyError: A pattern matches nothing.
-        OptionError: The target's suffix is another format's.
-        PlanError: An option cannot be meant, or the format cannot hold a value.
-        StorageError: The storage failed; `StorageFullError` where it is full.
+        OptionError: The target's suffix belongs to another format.
+        PlanError: Options contradict each other, or the format cannot hold a value.
+        StorageError: The storage failed; `StorageFullError` if full.
+
+    Examples:
+        >>> dcp.convert("run/step-00001000", "model.safetensors", to="safetensors", only=["model"])
     """
     begun = time.perf_counter()
     check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume, progress=progress)
@@ -179,63 +181,60 @@ def merge(
     progress: bool | ProgressCallback | None = None,
     resume: bool = True,
 ) -> ConversionReport:
-    """Write the weighted sum of ``sources`` as ``target``; none of them needs to fit into memory.
+    """Write the weighted sum of ``sources`` to ``target``.
 
-    Each tensor of floating-point numbers is the sum of those of its name, each times its source's weight and
-    rounded, added in this order in the type ``accumulate``; then what adapters add; then rounded once, to
-    the nearest, ties to even. From the first source come tensors of whole numbers, values that are no
-    tensors, names of nested state and, unless ``dtype`` says others, the target's dtypes.
+    Data is streamed: no checkpoint needs to fit into memory. Each floating-point tensor is multiplied by its
+    source's weight and added in the order of the sources, with rounding to ``accumulate``. Adapters are added
+    next. The sum is rounded once to the target's dtype (to nearest, ties to even). Integer and bool tensors,
+    other values, nesting and default dtypes come from the first source.
 
     Args:
-        sources: Checkpoints of any formats and shardings. None with ``run``.
-        target: Where it goes.
-        to: The format; by default that of the target's suffix or, without one, of the first source.
-        weights: One for each source, used as they are; by default equal ones that add up to 1. Finite numbers
-            of Python, `fractions` or numpy, or tensors without dimensions.
-        formula: Instead of weights: ``A + 0.4 * (B - C)``, where A is the first source.
-        run: Instead of sources: the folder of a run, as `dcp.CheckpointManager` has it, whose steps are
-            averaged.
-        last: How many of them, the newest first.
-        decay: Of an exponential moving average over these: the weight of the k-th newest is ``decay**k``,
-            divided by the sum of all. Without it they are the same.
-        name: Of the run's folders, as for `dcp.CheckpointManager`.
-        adapters: Folders of low-rank adapters in the layout of peft, which are added to the sum.
-        adapter_weights: One for each, beside what its configuration says; by default 1.
+        sources: Paths or URLs of checkpoints of any format and sharding; empty with ``run``.
+        target: Path or URL to write.
+        to: Format; default: the format of the target's suffix, else of the first source.
+        weights: One finite number for each source, used unchanged; default: equal weights with sum 1. Python
+            numbers, `fractions`, numpy numbers and tensors without dimensions are accepted.
+        formula: Replaces ``weights``, as ``A + 0.4 * (B - C)``, where A is the first source.
+        run: Folder of a `dcp.CheckpointManager`; replaces ``sources`` by committed steps.
+        last: Number of newest steps of ``run``.
+        decay: Decay of an exponential moving average: the k-th newest step weighs ``decay**k``, normalized to
+            sum 1. Default: equal weights.
+        name: Format of the run's folder names, as in `dcp.CheckpointManager`.
+        adapters: Folders of PEFT adapters to add to the sum.
+        adapter_weights: One number for each adapter, multiplied with the adapter's own scale; default 1.
         accumulate: "float32" or "float64".
-        only: Shell globs on each source's names: what they match, and everything below.
-        exclude: The same for what is left out.
-        rename: From each source's names to the target's, which must be the same then.
-        dtype: Of the target, as for `dcp.convert`.
-        map: The result is under another model definition, as for `dcp.convert`; without ``dtype`` it is, bit
-            for bit, what merging and then converting makes. Where the sources are under different definitions
-            themselves a list, with a map for each, or None for those that are under the target's; tensors
-            are compared and added after the maps. Not with adapters.
+        only: Names or shell globs of tensors of each source.
+        exclude: Names or shell globs to leave out of each source.
+        rename: Rules from each source's names to the target's; renamed sources must have equal names.
+        dtype: As for `dcp.convert`.
+        map: As for `dcp.convert`. Pass a list with one map (or None) for each source if sources have
+            different model definitions; sums are computed after the maps. Not allowed with adapters.
         shard_bytes: As for `dcp.convert`.
         files: As for `dcp.convert`.
         chunks: As for `dcp.convert`, of the first source.
         hf: As for `dcp.convert`.
         hf_also: As for `dcp.convert`.
         drop_objects: As for `dcp.convert`.
-        overwrite: Replace what is at the target.
+        overwrite: Replace an existing target.
         executor: As for `dcp.convert`.
         workers: As for `dcp.convert`.
-        storage_options: Of the file systems of the sources' URLs.
-        target_options: Of the file system of the target's.
-        verify: "none" compares no checksums of the sources.
+        storage_options: Options of the source URLs' file systems.
+        target_options: Options of the target URL's file system.
+        verify: "none" skips the sources' checksums.
         progress: As for `dcp.convert`.
-        resume: Continue a merge that was killed, where it was called in the same way on unchanged sources.
+        resume: Continue an interrupted merge with the same arguments.
 
     Returns:
-        What was written, and at what cost; with the ``weights``.
+        Names, sizes and checksums of the output, with times and ``weights``.
 
     Raises:
-        OptionError: Weights, a formula or an option that cannot be.
-        PlanError: Tensors that do not go together (all of them are named, before anything is written), or
-            sums that are no numbers or too large for their dtype (as well; nothing is published).
-        UnsupportedFormatError: An adapter of another kind.
-        CheckpointNotFoundError: A source is not there, or a run has fewer steps.
-        CheckpointConflictError: The target exists, or a source changed meanwhile.
-        CorruptCheckpointError: Bytes of a source are not those that were committed.
+        OptionError: Invalid weights, formula or option.
+        PlanError: Tensors do not match (all names, raised before any write), or sums are NaN, infinite or too
+            large for the dtype (nothing is published).
+        UnsupportedFormatError: An adapter is not a plain LoRA adapter.
+        CheckpointNotFoundError: A source is missing, or the run has fewer steps.
+        CheckpointConflictError: The target exists, or a source changed during the merge.
+        CorruptCheckpointError: Stored bytes differ from the committed checksums.
         MissingKeyError: A pattern matches nothing in any source.
         StorageError: The storage failed.
     """
@@ -268,8 +267,7 @@ def merge(
 def _maps(
     given: Map | Sequence[Map | None] | None, sources: int, adapters: int
 ) -> tuple[WeightMap | None, ...]:
-    """Return one for all sources, or one for each. OptionError for another number, and for adapters, whose
-    products have the shapes that weights have before a map."""
+    """Return one map for all sources, or one map for each. OptionError for a wrong count or with adapters."""
     if given is None:
         return ()
     if adapters:
@@ -288,7 +286,7 @@ def _places(what: str, given: Sequence[_Place]) -> list[str]:
 
 
 def _opened(place: str, storage_options: Mapping[str, Any] | None) -> OpenWith:
-    """Return a function that opens a place, with the options if it takes some."""
+    """Return a function that opens a place with these options."""
     return OpenWith(storage_options if "://" in place and type_of_place(place).takes_options else None)
 
 
@@ -311,8 +309,7 @@ def last_steps(
 ) -> list[str]:
     """Return the checkpoints of the ``last`` committed steps of a run, the newest first.
 
-    PlanError that names those of them that are damaged or not the whole state; CheckpointNotFoundError for
-    fewer.
+    PlanError names damaged and partial steps; CheckpointNotFoundError for fewer steps.
     """
     if not isinstance(last, int) or last < 1:
         raise OptionError(f"last must be a number of steps, not {last!r}")
@@ -334,7 +331,7 @@ def last_steps(
 
 
 def _problem(steps: StepFolders, step: int) -> str:
-    """Return the reason not to average a step; "" if it is."""
+    """Return the reason not to average a step, or ""."""
     try:
         facts = steps.facts(step)
     except CheckpointError as error:
@@ -350,8 +347,7 @@ def _problem(steps: StepFolders, step: int) -> str:
 def _run(
     reopen: Callable[[], Source], place: TargetPlace, options: ConversionOptions, how: _How, begun: float
 ) -> ConversionReport:
-    """Carry out the conversion of what ``reopen`` opens, here and in other processes; ``begun`` is when it
-    was asked for, of `time.perf_counter`."""
+    """Carry out a conversion in this process and others; ``begun`` is the `time.perf_counter` at the call."""
     executor, workers, overwrite, verify, progress, resume = how
     check_executor(executor, workers)
     source = reopen()
@@ -377,7 +373,7 @@ def _run(
 
 @contextmanager
 def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Iterator[None]:
-    """Raise SourceChangedError in place of a failure, if the source was replaced since it was ``found``."""
+    """Raise SourceChangedError instead of a failure if the source was replaced since ``found``."""
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:

@@ -1,8 +1,7 @@
-"""Sums of terms for copies: read a few MiB at a time, added block by block in the cache.
+"""Weighted sums for copies: read a few MiB at a time and add block by block in the cache.
 
-Each element is computed alone, by the same operations in the same order: how files are cut into windows and
-tasks, and who carries these out, changes no bit. So products of matrices are not a BLAS's, whose order of
-addition is its own, but are added rank by rank.
+Each element is computed separately, with the same operations in the same order. Windows, tasks and executors
+never change a bit. Matrix products are added rank by rank, because the order of additions inside BLAS varies.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from dcp.storage.formats import dtypes
 _Array = npt.NDArray[Any]
 
 _STEP_BYTES: Final = 4 << 20
-"""Of terms that are in memory at a time; they are still in the cache when they are added."""
+"""Bytes of terms in memory at a time; small enough for the cache."""
 _STEP_OF_REQUESTS_BYTES: Final = 32 << 20
-"""The same where a request is dear."""
+"""Bytes of terms in memory where a request is expensive."""
 _BLOCK: Final = 1 << 15
-"""Elements that are added at a time."""
+"""Elements added at a time."""
 _ALIGNMENT: Final = 64
 
 NOT_FINITE: Final = 0
@@ -36,8 +35,10 @@ OUT_OF_RANGE: Final = 1
 
 
 class Sums:
-    """Adds up copies in the type of code ``accumulate``; `flush` ends what `add` has begun. The
-    reader's result gets what cannot be."""
+    """Compute sums of copies in the type of code ``accumulate``; `flush` completes pending work.
+
+    The reader's result collects sums that are not finite.
+    """
 
     def __init__(self, reader: RangeReader, accumulate: int) -> None:
         self._reader = reader
@@ -54,8 +55,7 @@ class Sums:
         self._rights: dict[tuple[int, int], _Array] = {}
 
     def add(self, copy: TaskCopy, place: memoryview, low: int, done: Callable[[], None]) -> None:
-        """Add up bytes of ``copy`` from ``low`` on, into ``place``; ``done`` is called once they are
-        there."""
+        """Sum the bytes of ``copy`` from ``low`` on into ``place``; ``done`` is called afterwards."""
         size, high = dtypes.BY_CODE[copy.target_code].itemsize, low + len(place)
         width = sum(dtypes.BY_CODE[term.codes[0]].itemsize for term in copy.terms if not term.rank)
         last, count = -(-high // size), max(1, self._limit // max(1, width))
@@ -74,7 +74,7 @@ class Sums:
         self._done.append(done)
 
     def flush(self) -> None:
-        """Read and add what is wanted."""
+        """Read and add all pending terms."""
         self._reader.read(self._wanted)
         for act in (*self._steps, *self._done):
             act()
@@ -84,7 +84,7 @@ class Sums:
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _want(self, copy: TaskCopy, number: int, first: int, last: int) -> list[_Array]:
-        """Return memory that is read into, for what the elements ``first`` to ``last`` need of a term."""
+        """Return memory to read the elements ``first`` to ``last`` of a term into."""
         term = copy.terms[number]
         if not term.rank:
             found = self._gather(term, 0, first, last)
@@ -145,8 +145,8 @@ class Sums:
         return total
 
     def _multiply(self, term: Term, left: _Array, right: _Array, first: int, begin: int, out: _Array) -> None:
-        """Compute elements of the product of ``left``, whose first row has element ``first`` of the copy,
-        and ``right``: those from ``begin`` behind ``first`` on."""
+        """Multiply ``left`` and ``right`` for the elements from ``begin``, relative to element ``first`` of
+        the copy."""
         width, rank = term.width, term.rank
         rows, columns = left.reshape(-1, rank), right.reshape(rank, width)
         at, end, origin = first + begin, first + begin + len(out), first // width
@@ -173,7 +173,7 @@ class Sums:
                 out += product
 
     def _check(self, copy: TaskCopy, total: _Array, first: int) -> None:
-        """Note what is no number, or rounds to none of the copy's type, of elements from ``first`` on."""
+        """Record elements from ``first`` on that are NaN, infinite or too large for the dtype."""
         limit = TOO_LARGE[copy.target_code]
         if -limit < float(total.min()) and float(total.max()) < limit:
             return
@@ -191,7 +191,7 @@ class Sums:
 
 
 def _has(source: SourcePart, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return a mask of those of these elements of the copy that a part has."""
+    """Return a mask of the elements of the copy inside a part."""
     left = elements - source.target
     found: npt.NDArray[np.bool_] = left >= 0
     for n, step in zip(source.lengths, source.target_strides, strict=True):
@@ -204,6 +204,6 @@ def _has(source: SourcePart, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.
 
 
 def _fill_with_zeros(stored: _Array, weight: float) -> None:
-    """Fill in those that are 0.0 times ``weight``, and not -0.0: so are elements that no source has."""
+    """Fill with 0.0 times ``weight``, which may be -0.0, for elements without a source."""
     bits = stored.view(f"u{stored.itemsize}")
     bits.fill(1 << (8 * stored.itemsize - 1) if math.copysign(1.0, weight) < 0 else 0)

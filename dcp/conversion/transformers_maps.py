@@ -1,7 +1,7 @@
-"""Weight maps of transformers' own conversions (`WeightRenaming`, `WeightConverter`), of version 5.
+"""Weight maps from the conversions of transformers 5 (`WeightRenaming`, `WeightConverter`).
 
-Those are regular expressions on parts of names, and operations on tensors; the names and shapes of a
-checkpoint say which tensors they apply to. The objects of the library rename, and say what they do.
+Conversions are regular expressions on parts of names, with operations on tensors. Names and shapes of a
+checkpoint select the tensors. transformers itself performs the renaming.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ def transformers_map(
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> WeightMap:
-    """Make a map from the weights that a checkpoint has to those of the model that transformers makes of
-    it.
+    """Make a weight map from a checkpoint's tensors to the model that transformers builds from the
+    checkpoint.
 
-    The rules are those that transformers has for the model, of the names in this checkpoint: experts that are
-    stacked, queries and keys that are fused or permuted. Nothing is read of the tensors.
+    The map holds transformers' own rules for these names, such as stacked experts, fused queries and keys,
+    and permutations. Tensor data is not read.
 
     Args:
-        source: A checkpoint of any format, path or URL; a folder of transformers' has the model's
+        source: Path or URL of a checkpoint of any format. A transformers folder contains the model's
             ``config.json``.
-        conversions: A model of transformers', or `WeightRenaming` and `WeightConverter` objects; without
-            them those for the ``config.json``'s architecture or model type.
-        storage_options: Of the file system of the source's URL.
+        conversions: A transformers model, or `WeightRenaming` and `WeightConverter` objects. Default: the
+            conversions of the architecture or model type in ``config.json``.
+        storage_options: Options of the URL's file system.
+
+    Returns:
+        A `WeightMap` for `dcp.load`, `dcp.save` (its ``inverse``) and `dcp.convert`.
 
     Raises:
-        OptionError: transformers is not installed, or knows nothing of the model.
-        PlanError: Operations that a map cannot say, by name.
+        OptionError: transformers is not installed, or has no conversions for the model.
+        PlanError: The map language cannot express some operations; the message names them.
     """
     found = open_source(source, open_store=OpenWith(storage_options))
     index = complete_index(found.store, found.index)
@@ -84,9 +87,9 @@ _MAX_LISTED: Final = 5
 
 
 def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]]) -> WeightMap:
-    """Make a map of ``conversions`` of a checkpoint of ``tensors`` (shapes by name).
+    """Make a map of ``conversions`` for a checkpoint of ``tensors`` (shapes by name).
 
-    PlanError that names the operations that a map cannot say.
+    PlanError names unsupported operations.
     """
     renamings = [each for each in conversions if not hasattr(each, "operations")]
     converters = [each for each in conversions if hasattr(each, "operations")]
@@ -122,7 +125,7 @@ def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[i
 
 
 def _varied(fqn: str, like: str | None = None) -> str:
-    """Return the name with its numbers as parts that vary, where ``like`` has the same ones."""
+    """Replace the numbers of a name by variable parts; ``like`` has the same numbers."""
     if "{" in fqn or "}" in fqn:
         raise PlanError(f"{fqn!r} has braces, which a map's names cannot have")
     if like is not None and _NUMBER.findall(fqn) != _NUMBER.findall(like):
@@ -135,7 +138,7 @@ def _varied(fqn: str, like: str | None = None) -> str:
 
 @dataclass
 class _DeclaredTensor:
-    """Dimensions as texts of axes, and sizes where they are known; ``is_list``: one for each item."""
+    """Dimensions as texts of axes, with known sizes; ``is_list``: one tensor for each item."""
 
     dims: list[str]
     shape: tuple[int | None, ...]
@@ -144,11 +147,10 @@ class _DeclaredTensor:
 
 @dataclass
 class _Group:
-    """Tensors that one converter makes into one target, or several: by source pattern (name, the name it
-    has when the converter meets it, shape).
+    """Tensors that one converter makes into one or several targets, by source pattern.
 
-    ``tensors`` are those between operations, by the patterns that transformers has for them; ``texts`` are of
-    axes that are made of several.
+    Members are (name, name when the converter runs, shape). ``tensors`` are intermediate results by
+    transformers' pattern; ``texts`` define axes made of several axes.
     """
 
     converter: Any
@@ -160,12 +162,12 @@ class _Group:
 
     @property
     def count(self) -> int:
-        """The number of tensors in a list."""
+        """Number of tensors in a list."""
         return max((len(found) for pattern, found in self.members.items() if "*" in pattern), default=0)
 
     def rule(self, *, is_counted: bool) -> dict[str, Any]:
-        """Return it as a rule of a map, which says how many there are of a list where all groups have as
-        many. PlanError for an operation that cannot be said."""
+        """Return the rule of a map for this group, with the list length if all groups agree. PlanError for
+        unsupported operations."""
         if is_counted and self.count:
             self.sizes["item"] = self.count
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.members]
@@ -208,8 +210,7 @@ class _Group:
         return varied.replace(f"{{n{place}}}", "{item}")
 
     def _target_name(self, key: str, like: str) -> str:
-        """Return the name of a target as transformers puts it into the whole one. Its numbers vary, which are
-        those of ``like`` in their order, without the counted one."""
+        """Return the target name that transformers makes, with the numbers of ``like`` as variable parts."""
         first = self.converter.target_patterns[0]
         if "*" in key:
             raise self._refused("it makes a list of tensors")
@@ -223,7 +224,7 @@ class _Group:
         return _varied(name)
 
     def _text(self, dims: Iterable[str]) -> str:
-        """Return the dimensions with the axes that they are made of at last."""
+        """Return the dimensions with all axes resolved."""
         return " ".join(_AXIS.sub(lambda axis: self._resolved(axis[0]), each) for each in dims)
 
     def _resolved(self, axis: str) -> str:
@@ -244,7 +245,7 @@ class _Group:
             self._replace(*self._single())
 
     def concatenate(self, operation: Any) -> None:
-        """`Concatenate`: one behind the other; the other dimensions have the same axes."""
+        """Apply `Concatenate`: join parts along one dimension; other dimensions share axes."""
         first, *others = parts = list(self.tensors.values())
         if any(part.is_list or len(part.dims) != len(first.dims) for part in parts):
             raise self._refused("Concatenate of a list, or of different dimensions")
@@ -322,13 +323,13 @@ class _Group:
         return next(iter(self.tensors.items()))
 
     def _make(self, axis: str, text: str) -> None:
-        """Let an axis of a source be made of several, or be another one."""
+        """Define a source axis by a text of axes."""
         if not _AXIS.fullmatch(axis) or axis in self.texts or axis == "item":
             raise self._refused("the same dimension is divided twice")
         self.texts[axis] = text
 
     def _replace(self, pattern: str, tensor: _DeclaredTensor) -> None:
-        """Put a result in the place of its tensor; that of the only operation is the target."""
+        """Store the result of an operation; the result of the only operation is the target."""
         targets = self.converter.target_patterns
         del self.tensors[pattern]
         self.tensors[targets[0] if len(targets) == 1 else pattern] = tensor

@@ -1,13 +1,14 @@
 """Names, axes and sizes of a rule's tensors.
 
-A name has parts that vary: ``{layer}`` is a number, ``{part:a|b}`` one of some words, ``{rest:*}`` anything.
+Names have variable parts: ``{layer}`` is a number, ``{part:a|b}`` one of several words, ``{rest:*}`` any
+text.
 
-Axes are what a tensor is made of: ``(group (q + k + v)) width``. As in einops: dimensions from left to right;
-in parentheses several axes are one dimension, the last the fastest. With ``+`` parts stand one behind the
-other. Axes of the same names on both sides of a rule are the same elements; so fusing and splitting,
-transposing, permuting heads, reshaping and padding are one thing.
+Axes describe the layout of a tensor, in the notation of einops: ``(group (q + k + v)) width``. Dimensions go
+from left to right; axes in parentheses share a dimension, the last is the fastest. ``+`` concatenates parts.
+Equal axes on both sides of a rule hold equal elements, which expresses fusing, splitting, transposing,
+permuting, reshaping and padding.
 
-Sizes of axes are numbers, or expressions of the names in a model's configuration.
+Sizes are numbers, or expressions of names in a model's configuration.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _Node = str | _Product | _Sum
 
 
 class AxisPlaces(NamedTuple):
-    """Some axes of a tensor, and where their elements are: by axis the dimension, and the step along that
-    from one index to the next; ``base`` is the position of the first element."""
+    """Positions of some axes in a tensor: dimension and stride by axis; ``base`` is the position of the first
+    element."""
 
     dims: Mapping[str, int]
     steps: Mapping[str, int]
@@ -54,7 +55,7 @@ class AxisPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """One tensor's dimensions."""
+    """Dimensions of one tensor."""
 
     text: str
     nodes: tuple[_Node, ...]
@@ -62,8 +63,7 @@ class Axes:
     @classmethod
     @lru_cache(maxsize=1024)
     def parse(cls, text: str) -> Axes:
-        """Raise OptionError for what is no such text, and for an axis that is there twice where it may not
-        be."""
+        """Parse the text of axes. Raises OptionError for syntax errors and repeated axes."""
         nodes = _parsed_axes(text)
         if _count(_Product(nodes)) > _MAX_TERMS:
             raise OptionError(f"{text[:100]!r}... has more than {_MAX_TERMS} parts")
@@ -74,21 +74,21 @@ class Axes:
 
     @cached_property
     def ways(self) -> list[tuple[str, ...]]:
-        """The axes of each way through the sums, as of `terms`."""
+        """Axes of each choice of `terms`."""
         return _alternatives(_Product(self.nodes))
 
     @property
     def names(self) -> list[str]:
-        """The names of all axes, each once."""
+        """Names of all axes, each once."""
         return list(dict.fromkeys(name for node in self.nodes for name in _names(node)))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return extents, if all axes are known. KeyError for one that is not."""
+        """Return the shape. KeyError for an unknown axis."""
         return tuple(_size(node, sizes) for node in self.nodes)
 
     def solve(self, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return ``sizes`` with those that follow from ``shape``. PlanError where they do not fit
-        together, or where a dimension has several axes of unknown size."""
+        """Add the sizes that follow from ``shape``. PlanError for contradictions, and for dimensions with
+        several unknown axes."""
         if len(shape) != len(self.nodes):
             raise PlanError(f"it has {len(shape)} dimensions, and {self.text!r} {len(self.nodes)}")
         known = dict(sizes)
@@ -122,7 +122,7 @@ class Axes:
         return value
 
     def terms(self, sizes: Mapping[str, int]) -> list[AxisPlaces]:
-        """Return one for each way through the sums: together they are all elements, each once."""
+        """Return one term for each choice of the sums; together they cover each element once."""
         by_dim = [list(_expand(node, 1, sizes)) for node in self.nodes]
         return [
             AxisPlaces(
@@ -206,7 +206,7 @@ def _size(node: _Node, sizes: Mapping[str, int]) -> int:
 
 
 def _expand(node: _Node, step: int, sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, int], int]]:
-    """Yield (step by axis, offset) of each way through the sums, along one dimension."""
+    """Yield (stride by axis, offset) of each choice of the sums along a dimension."""
     if isinstance(node, str):
         yield {node: step}, 0
     elif isinstance(node, _Sum):
@@ -234,14 +234,14 @@ _MAX_ANY: Final = 2
 
 @dataclass(frozen=True)
 class NamePattern:
-    """A name, or many."""
+    """A tensor name, possibly with variable parts."""
 
     text: str
 
     @classmethod
     @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> NamePattern:
-        """Raise OptionError for what is none."""
+        """Parse a name. Raises OptionError for syntax errors."""
         found = cls(text)
         rest = _PART.sub("", text)
         if not text or "{" in rest or "}" in rest:
@@ -262,28 +262,28 @@ class NamePattern:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parts that vary."""
+        """Names of the variable parts."""
         return tuple(part[1] for part in _PART.finditer(self.text))
 
     @cached_property
     def numbers(self) -> frozenset[str]:
-        """The parts that are numbers."""
+        """Names of the parts that are numbers."""
         return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] is None)
 
     @cached_property
     def parts_of_anything(self) -> frozenset[str]:
-        """The parts that are anything."""
+        """Names of the parts that match any text."""
         return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] == "*")
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return the varying parts of ``name``; None if it is none of these."""
+        """Return the variable parts of ``name``, or None without a match."""
         if not name.startswith(self._head):
             return None
         found = self._regex.fullmatch(name)
         return found.groupdict() if found else None
 
     def format(self, parts: Mapping[str, str]) -> str:
-        """Return the name with these parts. KeyError for one that is missing."""
+        """Return the name with these parts. KeyError for a missing part."""
         return _PART.sub(lambda part: parts[part[1]], self.text)
 
     @cached_property
@@ -292,8 +292,7 @@ class NamePattern:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        """A regular expression in which numbers and words are taken once, the longest, so that no name takes
-        long to tell."""
+        """Regular expression with possessive numbers and words, to bound the time of a match."""
         pieces: list[str] = []
         at = 0
         for part in _PART.finditer(self.text):
@@ -317,16 +316,14 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 
 
 def model_config(store: Store) -> Mapping[str, Any]:
-    """Read the configuration in the file beside a checkpoint's weights; empty where there is none.
-    OptionError as of `config_of`."""
+    """Read ``config.json`` beside a checkpoint's weights; empty if missing. OptionError as `config_of`."""
     if store.stat(CONFIG) is None:
         return {}
     return config_of(store.read(CONFIG, limit_bytes=MAX_CONFIG_BYTES), f"{CONFIG} of {store.url}")
 
 
 def config_at(path: Path) -> Mapping[str, Any]:
-    """Read the configuration of a file, or of a model's folder. OptionError if it cannot be read, and as
-    of `config_of`."""
+    """Read the configuration from a file or a model folder. OptionError if unreadable."""
     path = path / CONFIG if path.is_dir() else path
     try:
         with path.open(encoding="utf-8") as file:
@@ -336,9 +333,9 @@ def config_at(path: Path) -> Mapping[str, Any]:
 
 
 def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
-    """Return a model's configuration of JSON; of one with a text model within, that has the first word.
+    """Parse a model's configuration from JSON; an inner text model's values take precedence.
 
-    OptionError for anything else.
+    OptionError for invalid content.
     """
     try:
         found = json.loads(text)
@@ -361,12 +358,11 @@ _OPERATIONS: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> int | None:
-    """Return the value of an expression of whole numbers, names, ``+ - * // ( )``, ``not``, ``and`` and
-    ``or``.
+    """Evaluate an expression of integers, names, ``+ - * // ( )``, ``not``, ``and`` and ``or``.
 
-    None where a name is needed that is not known, or is None. ``or`` takes the first that is known and not
-    0; ``and`` the last, if those before it are known and not 0, and else 0. OptionError for any other
-    expression, or where a name is no whole number.
+    Returns None if a required name is unknown or None. ``or`` returns the first known value except 0. ``and``
+    returns the last value if all values before are known and not 0, else 0. OptionError for other
+    expressions, and for names that are not integers.
     """
     return _value(_parsed(text), names, text)
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a weight map makes another model definition's of it, before a byte moves."""
+"""View a checkpoint through a weight map, before any data moves."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from dcp.storage.stores.base import Store
 
 @dataclass(frozen=True, eq=False)
 class MappedIndex:
-    """A checkpoint after the map. In ``index`` each tensor is whole, at no known place: it is made of the
-    pieces of ``tensors``, by row. Values that are no tensors are those of the source, with its rows, of
-    which ``objects`` are selected. ``unknown`` are tensors that are as they were, since no rule knows
-    them."""
+    """A checkpoint after the map.
+
+    In ``index`` each mapped tensor is one chunk without a known place; ``tensors`` gives its pieces by row.
+    Values are the source's, with the same rows; ``objects`` are the selected ones. ``unknown`` are unchanged
+    tensors without a rule.
+    """
 
     index: CheckpointIndex
     tensors: Sequence[MappedTensor]
@@ -35,9 +37,9 @@ class MappedIndex:
 def map_index(
     index: CheckpointIndex, store: Store, weights: WeightMap, only: Patterns | None, exclude: Patterns | None
 ) -> MappedIndex:
-    """Map the selected tensors of ``index`` under ``weights``, whose configuration may be beside them.
+    """Map the selected tensors of ``index`` by ``weights``; the configuration may be beside them.
 
-    PlanError with all names that do not fit; MissingKeyError for patterns that match nothing.
+    PlanError with all names that do not fit; MissingKeyError for patterns without a match.
     """
     selection = Selection.of(only, exclude)
     unread = index.provenance.get("refused_objects")
@@ -56,9 +58,9 @@ def map_index(
 
 
 def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
-    """Map all of ``index`` under ``weights``; tensors that no rule knows stay as they are, as values do.
+    """Map all tensors of ``index``; tensors without a rule and values stay unchanged.
 
-    PlanError as of `map_index`.
+    PlanError as `map_index`.
     """
     known: list[MapSource] = []
     unknown: list[MappedTensor] = []
@@ -76,8 +78,7 @@ def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
 
 
 class Misfit(NamedTuple):
-    """A tensor that does not load: "missing", of another "shape" or "dtype", or "unexpected"; what is wanted
-    and what is there."""
+    """A tensor that does not load: "missing", "shape", "dtype" or "unexpected", with both sides."""
 
     kind: str
     fqn: str
@@ -86,8 +87,8 @@ class Misfit(NamedTuple):
 
 
 def misfits(mapped: MappedIndex, wanted: CheckpointIndex) -> Iterator[Misfit]:
-    """Yield the tensors of ``wanted``, a checkpoint of the other definition, that a load through the map
-    would not fill, and those that it would have no place for."""
+    """Yield tensors of the checkpoint ``wanted`` that a mapped load would leave unfilled, and tensors without
+    a destination."""
     index = mapped.index
     for row, fqn in enumerate(wanted.fqns):
         at, own = index.position.get(fqn), _described(wanted, row)
@@ -108,7 +109,7 @@ def _described(index: CheckpointIndex, row: int) -> str:
 
 
 def map_sources(held: CheckpointIndex | SaveColumns) -> Iterator[MapSource]:
-    """Yield the tensors that a checkpoint has, or a rank, for `WeightMap.apply`."""
+    """Yield the tensors of a checkpoint or a rank as input of `WeightMap.apply`."""
     shapes, bounds = held.shape_values.tolist(), held.shape_start.tolist()
     facts = zip(held.fqns, held.dtype_codes.tolist(), held.requires_grad.tolist(), strict=True)
     for row, (name, code, requires_grad) in enumerate(facts):
@@ -149,7 +150,7 @@ def _index_of(
 def _nesting(
     index: CheckpointIndex, tensors: Sequence[MappedTensor], unknown: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the places of values and ``unknown`` in the nested state; that of another tensor is its name."""
+    """Return the nested places of values and ``unknown`` tensors; other tensors are placed by name."""
     provenance = dict(index.provenance)
     structure, known = provenance.pop("structure", None), index.planner_data
     if not isinstance(known, Mapping):

@@ -1,6 +1,5 @@
-"""Pieces of tensors: elements of a source's tensors that are elements of a target's, and where these are.
-A weight map becomes pieces once names and shapes are known.
-"""
+"""Pieces: elements of source tensors with their positions in target tensors. A weight map becomes pieces once
+names and shapes are known."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ _PACKED: Final = frozenset(
 _MAX_LISTED: Final = 10
 
 _MAX_BOXES: Final = 4096
-"""That elements of one box may be in another tensor."""
+"""Largest number of boxes that one box may be split into."""
 
 
 class PieceSide(NamedTuple):
-    """Places of the elements of a piece in one tensor.
+    """Positions of a piece's elements in one tensor.
 
-    By axis of the piece ``dims``, the dimension along which it goes, and ``steps``, how far from one index to
-    the next; ``base`` is the position of the first element, by dimension.
+    By axis of the piece: the dimension (``dims``) and the stride (``steps``); ``base`` is the position of the
+    first element, by dimension.
     """
 
     name: str
@@ -51,7 +50,7 @@ class PieceSide(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements of ``source`` that are those of ``target``: ``lengths`` by axis."""
+    """Elements of ``source`` that become elements of ``target``: ``lengths`` by axis."""
 
     lengths: tuple[int, ...]
     source: PieceSide
@@ -59,15 +58,15 @@ class Piece(NamedTuple):
 
     @property
     def inverse(self) -> Piece:
-        """The same the other way."""
+        """The piece with source and target exchanged."""
         return Piece(self.lengths, self.target, self.source)
 
     def within_source(self, box: Box) -> list[Piece]:
-        """Return the part of it that ``box`` of the source's tensor has, in disjoint pieces."""
+        """Return the part inside ``box`` of the source tensor, as disjoint pieces."""
         return [piece.inverse for piece in self.inverse.within_target(box)]
 
     def within_target(self, box: Box) -> list[Piece]:
-        """Return the part of it that ``box`` of the target's tensor has, in disjoint pieces."""
+        """Return the part inside ``box`` of the target tensor, as disjoint pieces."""
         chosen: list[list[tuple[tuple[int, int, int], ...]]] = []  # by dimension: (axis, first, count)
         side = self.target
         for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -86,8 +85,8 @@ class Piece(NamedTuple):
         return [self._part([part for way in ways for part in way]) for ways in product(*chosen)]
 
     def target_boxes(self) -> Iterator[tuple[Box, Piece]]:
-        """Yield the parts of it that make whole boxes of the target's tensor, with their places: the axes
-        of each piece are in the order of the box's elements. PlanError for too many."""
+        """Yield parts that fill whole boxes of the target tensor, with positions and axes in the box's
+        element order. PlanError for too many boxes."""
         apart: list[int] = []
         inner: list[int] = []
         for dim in range(len(self.target.base)):
@@ -108,8 +107,7 @@ class Piece(NamedTuple):
             yield Box(piece.target.base, tuple(sizes)), piece._of_axes(inner)
 
     def _together(self, dim: int) -> tuple[list[int], list[int]]:
-        """Return (axes that are one run along ``dim`` of the target, the slowest first, all others along
-        it)."""
+        """Return (axes contiguous along ``dim`` of the target, slowest first; other axes along ``dim``)."""
         axes = [axis for axis, own in enumerate(self.target.dims) if own == dim and self.lengths[axis] != 1]
         axes.sort(key=lambda axis: self.target.steps[axis])
         run, reach = 0, 1
@@ -119,7 +117,7 @@ class Piece(NamedTuple):
         return axes[:run][::-1], axes[run:]
 
     def _of_axes(self, axes: Sequence[int]) -> Piece:
-        """Return the same of these axes alone; the others have one index."""
+        """Return the piece restricted to these axes."""
         sides = (
             side._replace(
                 dims=tuple(side.dims[axis] for axis in axes), steps=tuple(side.steps[axis] for axis in axes)
@@ -144,9 +142,9 @@ def _moved(side: PieceSide, firsts: Sequence[int]) -> PieceSide:
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:
-    """A tensor of the target. Elements that are in none of ``pieces`` are zeros: ``padding`` of them.
+    """A tensor of the target, zero outside of ``pieces``: ``padding`` elements.
 
-    ``dtype_code`` and ``requires_grad`` are those of the source's tensors.
+    ``dtype_code`` and ``requires_grad`` come from the source tensors.
     """
 
     name: str
@@ -159,18 +157,18 @@ class MappedTensor:
 
     @classmethod
     def same(cls, name: str, shape: tuple[int, ...], dtype_code: int, requires_grad: bool) -> MappedTensor:
-        """Return the source's tensor of that name as it is."""
+        """Return the unchanged source tensor of this name."""
         side = PieceSide(name, tuple(range(len(shape))), (1,) * len(shape), (0,) * len(shape))
         return cls(name, shape, [Piece(shape, side, side)], dtype_code, requires_grad)
 
     @property
     def sources(self) -> list[str]:
-        """Names of the tensors that it is made of."""
+        """Names of the source tensors."""
         return list(dict.fromkeys(piece.source.name for piece in self.pieces))
 
     @property
     def is_renamed(self) -> bool:
-        """Return whether it is one tensor of the source as that is, under whatever name."""
+        """Test for a single unchanged source tensor, possibly renamed."""
         if self.padding or len(self.pieces) != 1:
             return False
         (piece,) = self.pieces
@@ -178,8 +176,7 @@ class MappedTensor:
 
 
 def check_mapped(tensors: Sequence[MappedTensor], taken: Iterable[str]) -> None:
-    """Raise PlanError for names that are ``taken`` by what is behind the map as it was before it, and for
-    tensors of which elements smaller than a byte would have to move."""
+    """Raise PlanError for names already ``taken``, and for moved elements smaller than a byte."""
     twice = {tensor.name for tensor in tensors}.intersection(taken)
     if twice:
         raise PlanError(
@@ -198,11 +195,11 @@ def check_mapped(tensors: Sequence[MappedTensor], taken: Iterable[str]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StoredParts:
-    """Parts of wanted boxes that chunks have, in the order of the boxes.
+    """Stored parts of wanted boxes, in the order of the boxes.
 
-    A row has the number of its box (``wanted``), its chunk, and the place in the payload of its first element
-    (bytes). Flat columns are sliced by ``axis_start``: ``offsets`` in the box, ``lengths``, and the payload's
-    ``strides`` (bytes).
+    A row has the number of its box (``wanted``), its chunk, and the byte position of its first element in the
+    payload. Flat columns are sliced by ``axis_start``: ``offsets`` in the box, ``lengths``, and ``strides``
+    of the payload in bytes.
     """
 
     wanted: Int64
@@ -217,11 +214,10 @@ class StoredParts:
 def stored_parts(
     engine: ReadEngine, rows: Int64, tensor_of: Int64, box_offsets: Int64, box_sizes: Int64
 ) -> StoredParts:
-    """Find where boxes of the tensors ``rows`` are stored; ``tensor_of`` says of each box which of these
-    tensors it is of.
+    """Find the stored parts of boxes of the tensors ``rows``; ``tensor_of`` gives the tensor of each box.
 
-    Opens the records of foreign formats whose payloads' places are not known. PlanError for boxes of which
-    elements are not stored.
+    Opens records of foreign formats whose payload positions are unknown. PlanError for elements that are not
+    stored.
     """
     index = engine.index
     names = index.fqns
@@ -250,7 +246,7 @@ def stored_parts(
 
 
 def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
-    """Return bytes from one element to the next in each of ``chunks``, by dimension."""
+    """Return byte strides of each of ``chunks``, by dimension."""
     index = engine.index
     sizes = gather_rows(index.chunk_sizes, index.box_start, chunks)
     found = ragged_c_strides(sizes, box_start, index.itemsizes[index.chunk_tensors[chunks]])
@@ -263,8 +259,7 @@ def _strides(engine: ReadEngine, chunks: Int64, box_start: Int64) -> Int64:
 
 
 class StoredPiece(NamedTuple):
-    """The part that one chunk has of ``piece``: the first element is at byte ``begin`` of its payload,
-    ``strides`` are bytes of that, by axis."""
+    """The part of ``piece`` in one chunk: first byte ``begin`` of the payload, byte ``strides`` by axis."""
 
     chunk: int
     begin: int
@@ -273,10 +268,10 @@ class StoredPiece(NamedTuple):
 
 
 class StoredTensors:
-    """Places in which the sources of ``tensors`` are stored.
+    """Storage locations of the sources of ``tensors``.
 
-    Opens the records of foreign formats whose payloads' places are not known. PlanError for tensors of which
-    elements are not stored.
+    Opens records of foreign formats whose payload positions are unknown. PlanError for elements that are not
+    stored.
     """
 
     def __init__(self, engine: ReadEngine, tensors: Iterable[MappedTensor]) -> None:
@@ -290,7 +285,7 @@ class StoredTensors:
         self._rows = dict(zip(names, pairwise(bounds), strict=True))
 
     def within(self, tensor: MappedTensor, box: Box) -> Iterator[StoredPiece]:
-        """Yield the parts that the chunks have of ``box`` of ``tensor``, each element once."""
+        """Yield the stored parts of ``box`` of ``tensor``, each element once."""
         for piece in tensor.pieces:
             for part in piece.within_target(box):
                 yield from self._stored_pieces(part)

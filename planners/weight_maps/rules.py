@@ -1,4 +1,4 @@
-"""One rule of a weight map: tensors of the source's names, tensors of the target's, by their axes."""
+"""One rule of a weight map: source and target tensors with their axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pattern(NamedTuple):
 
 
 class FoundTensor(NamedTuple):
-    """A tensor of the source: which pattern of the rule it is of, with which parts of its name."""
+    """A source tensor: the matched pattern of the rule, with its variable parts."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,17 +40,16 @@ class FoundTensor(NamedTuple):
 
 
 _Term = tuple[str, AxisPlaces, Mapping[str, int]]
-"""A term of a source: the tensor's name, the places, and the index by axis that is a part of the name."""
+"""A source term: tensor name, positions, and the index by axis that comes from the name."""
 
 
 @dataclass(frozen=True)
 class MapRule:
-    """``sources`` are made into ``targets``; by `inverse` the other way round.
+    """A rule that makes ``targets`` of ``sources``.
 
-    ``padding`` are axes that one side has alone: zeros in a target, left out of a source. ``copies`` are
-    names of targets that have what others have already; as sources they are left out. A rule without targets
-    drops what it matches. Beside a tensor ``present`` alone, of the same parts, it has others: beside a
-    layer's router, say. ``present_back`` is that of the inverse.
+    ``padding``: axes of one side only, zero in a target and dropped from a source. ``copies``: target names
+    that repeat other targets, ignored as sources. ``present``: the rule applies only beside a tensor of this
+    name; ``present_back`` is the inverse's. A rule without targets drops its matches.
     """
 
     sources: tuple[Pattern, ...]
@@ -80,13 +79,13 @@ class MapRule:
 
     @property
     def label(self) -> str:
-        """Return its name in messages."""
+        """Return the name for messages."""
         sides = ([pattern.name.text for pattern in side] for side in (self.sources, self.targets))
         return " -> ".join(listed(names, most=_MAX_TOLD, show=str) for names in sides)
 
     @property
     def inverse(self) -> MapRule:
-        """The rule from the targets to the sources."""
+        """The rule from targets to sources."""
         return replace(
             self,
             sources=self.targets,
@@ -96,7 +95,7 @@ class MapRule:
         )
 
     def below(self, prefix: str) -> MapRule:
-        """Return the same for sources whose names begin with ``prefix``."""
+        """Return the rule for sources whose names begin with ``prefix``."""
         names = {pattern.name.text for pattern in self.sources}
         return replace(
             self,
@@ -107,13 +106,13 @@ class MapRule:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes of both sides."""
+        """Axes of both sides."""
         given = (pattern.axes for pattern in (*self.sources, *self.targets))
         return frozenset(name for axes in given if axes is not None for name in axes.names)
 
     @property
     def data(self) -> dict[str, Any]:
-        """The rule as it is written, without empty fields."""
+        """The rule as data, without empty fields."""
         said: dict[str, Any] = {"from": _written(self.sources), "to": _written(self.targets)}
         said |= {"sizes": dict(self.sizes), "padding": sorted(self.padding), "copies": sorted(self.copies)}
         said["when"] = self.when
@@ -122,24 +121,23 @@ class MapRule:
         return {key: value for key, value in said.items() if value}
 
     def unspecific(self) -> tuple[int, int]:
-        """Return a key to sort by: parts of anything in its sources' names; with such, less the more text
-        is beside them."""
+        """Return a sort key: the number of wildcards in a source name, then less fixed text last."""
         names = [pattern.name for pattern in self.sources]
         count = max(len(name.parts_of_anything) for name in names)
         return count, -min(len(name.text) for name in names) if count else 0
 
     @cached_property
     def stacked(self) -> frozenset[str]:
-        """Parts of the sources' names that are axes of targets."""
+        """Variable parts of source names that are axes of targets."""
         return _parts(self.sources) - _parts(self.targets) if self.targets else frozenset()
 
     @cached_property
     def unstacked(self) -> frozenset[str]:
-        """Parts of the targets' names that are axes of sources."""
+        """Variable parts of target names that are axes of sources."""
         return _parts(self.targets) - _parts(self.sources)
 
     def _check_copies(self) -> None:
-        """Check that each copy is of one side, which has another target."""
+        """Check that each copy repeats a target of the same side."""
         sides = [{pattern.name.text for pattern in side} for side in (self.sources, self.targets)]
         for name in self.copies:
             if sum(name in side for side in sides) != 1:
@@ -148,7 +146,7 @@ class MapRule:
             raise OptionError(f"{self.label}: what copies are of is not there")
 
     def _check_present(self) -> None:
-        """Check that the name of ``present`` has no parts that the sources' names lack."""
+        """Check that ``present`` uses only parts of the source names."""
         for side, pattern in ((self.sources, self.present), (self.targets, self.present_back)):
             if pattern is not None and not all(set(pattern.parts) <= set(own.name.parts) for own in side):
                 raise OptionError(
@@ -156,7 +154,7 @@ class MapRule:
                 )
 
     def _check_ways(self, side: Sequence[Pattern], parts: frozenset[str]) -> None:
-        """Check that axes tell elements apart: of one side, no two parts have the same ones."""
+        """Check that no two terms of one side have equal axes."""
         there: set[frozenset[str]] = set()
         for pattern in side:
             fixed = parts.intersection(pattern.name.parts)
@@ -181,8 +179,10 @@ class MapRule:
         )
 
     def match(self, name: str, names: Container[str] | None = None) -> tuple[int, dict[str, str]] | None:
-        """Return (which of the sources, the varying parts) of a name; None if it is none of them, or if
-        what it has to be beside is none of ``names``."""
+        """Return (number of the source, variable parts) of a name.
+
+        None without a match, or if ``names`` lacks the tensor of ``present``.
+        """
         for number, pattern in enumerate(self.sources):
             parts = pattern.name.match(name)
             if parts is not None:
@@ -191,16 +191,15 @@ class MapRule:
         return None
 
     def key(self, found: FoundTensor) -> tuple[tuple[str, str], ...]:
-        """Return a key that is equal for tensors that are made into the same targets."""
+        """Return a key, equal for tensors of the same targets."""
         return tuple(sorted((name, text) for name, text in found.parts.items() if name not in self.stacked))
 
     def apply(
         self, tensors: Sequence[FoundTensor], sizes: Mapping[str, int], *, is_part: bool = False
     ) -> Iterator[MappedTensor]:
-        """Yield the targets of ``tensors``, which are those of one `key`. PlanError that says what does
-        not fit.
+        """Yield the targets of ``tensors`` with one `key`. PlanError describes misfits.
 
-        ``is_part``: of what is stacked, and has a size, there may be more elsewhere.
+        ``is_part``: other ranks may hold more items of a stack with a known size.
         """
         sources = [found for found in tensors if self.sources[found.pattern].name.text not in self.copies]
         counts: dict[str, int | None] = {}
@@ -222,8 +221,7 @@ class MapRule:
                 raise PlanError(f"what has the axes {_joined(axes)} would be lost")
 
     def _check_complete(self, sources: Sequence[FoundTensor], counts: Mapping[str, int | None]) -> None:
-        """Check that all that is made into the targets is there; of what ``counts`` has, some may be
-        elsewhere."""
+        """Check that all sources of the targets exist; items of ``counts`` may be elsewhere."""
         there = {found.pattern for found in sources}
         parts = dict(sources[0].parts) if sources else {}
         for number, pattern in enumerate(self.sources):
@@ -323,7 +321,7 @@ class MapRule:
 
 
 def _check_gaps(name: str, found: Sequence[set[int]], *, may_be_elsewhere: bool) -> None:
-    """Check that what is stacked has each number from 0."""
+    """Check that stacked items are numbered from 0 without gaps."""
     count = max(map(len, found), default=0)
     hint = f"; if another rank has it, say how many there are ({name}=)" if may_be_elsewhere else ""
     for numbers in found:
@@ -349,7 +347,7 @@ def _joined(axes: frozenset[str]) -> str:
 
 
 def _side(name: str, term: AxisPlaces, axes: Sequence[str], fixed: Mapping[str, int]) -> PieceSide:
-    """Give the places of ``axes``; of ``fixed`` ones, those of one index."""
+    """Return the positions of ``axes``, at one index of the ``fixed`` axes."""
     base = list(term.base)
     for axis, index in fixed.items():
         if axis in term.steps:

@@ -1,4 +1,4 @@
-"""A whole map: rules in order, checked against what a checkpoint has before a byte moves."""
+"""Weight maps: ordered rules, checked against a checkpoint before any data moves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20
 _MAX_RULES: Final = 10_000
 _MAX_MADE: Final = 1 << 19
-"""More tensors than of the source: each takes some 1,300 bytes, and empty ones may be cut into any number."""
+"""Largest number of extra target tensors; each takes about 1,300 bytes of memory."""
 _MAX_LISTED: Final = 10
 _INVERSE: Final = " (inverse)"
 _MAX_TOLD: Final = 200
@@ -35,21 +35,27 @@ _MODEL_TYPE: Final = "model_type"
 logger = logging.getLogger(__name__)
 
 MapSource = tuple[str, tuple[int, ...], int, bool]
-"""A tensor of the source: name, shape, dtype code, whether it requires grad."""
+"""A source tensor: name, shape, dtype code, requires grad."""
 
 _Parts = tuple[tuple[str, str], ...]
-"""Parts of a name that vary, and their texts."""
+"""Variable parts of a name with their texts."""
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """A map from the tensors of one model definition to those of another; the first rule that knows a name
-    has it.
+    """A map from the tensors of one model definition to another; the first matching rule applies.
 
-    ``sizes`` are of axes, in all rules: whole numbers, or expressions of ``config``'s names. What neither
-    says follows from the shapes of the source, where these can. ``numbers``, by axis, go before all of them.
-    ``counts`` say how many there are of a part of names that is a number: layers, of which none is missing.
-    ``models`` are the model types of configurations that it was made for; for others it warns.
+    Make maps with `dcp.weight_map`.
+
+    Attributes:
+        rules: Rules in order.
+        sizes: Axis sizes for all rules: integers, or expressions of ``config``. Other sizes follow from
+            shapes.
+        name: Name in messages and provenance.
+        config: Model configuration for the expressions.
+        numbers: Axis sizes that override ``sizes`` and ``config``.
+        counts: Numbers of layers or experts in a complete checkpoint.
+        models: Expected values of ``model_type``; other models log a warning.
     """
 
     rules: tuple[MapRule, ...]
@@ -60,15 +66,15 @@ class WeightMap:
     numbers: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, str | int] = field(default_factory=dict)
     keys: tuple[str, str] = ("", "")
-    """What source and target have the model below; "" where it is at the top."""
+    """Keys above the model in source and target, or ""."""
     models: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
-        """Return a map from its data, from a TOML or JSON file, or a ready one by its name,
+        """Return a map from data, a TOML or JSON file, or the name of a ready map such as
         ``llama:hf-to-titan``.
 
-        OptionError for what is none.
+        OptionError for an invalid map.
         """
         if isinstance(source, WeightMap):
             return source
@@ -96,7 +102,7 @@ class WeightMap:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any] | str, *, name: str = "") -> WeightMap:
-        """Make a map from plain data, or from TOML or JSON text. OptionError for anything else."""
+        """Make a map from plain data, or from TOML or JSON text. OptionError for invalid content."""
         given = _parsed(data) if isinstance(data, str) else data
         name = name or str(given.get("name", ""))
         where = f"weight map {name!r}" if name else "weight map"
@@ -114,14 +120,12 @@ class WeightMap:
         )
 
     def with_config(self, config: Mapping[str, Any]) -> WeightMap:
-        """Return the same with these names for its expressions: a model's ``config.json``, or sizes by
-        hand, which go before those of before."""
+        """Return a copy with these configuration values, which override earlier values."""
         self._warn_of_another_model(config)
         return replace(self, config={**self.config, **config})
 
     def with_numbers(self, sizes: Mapping[str, int]) -> WeightMap:
-        """Return the same with these numbers, of axes or names of its expressions. OptionError for other
-        names."""
+        """Return a copy with these axis sizes or expression names. OptionError for unknown names."""
         known = self.size_names
         for name in sizes:
             if name not in known:
@@ -132,13 +136,13 @@ class WeightMap:
         return replace(self.with_config(numbers), numbers=numbers) if sizes else self
 
     def beside(self, config: Mapping[str, Any]) -> WeightMap:
-        """Return the same for a checkpoint with this ``config.json``; what was said before goes before it."""
+        """Return a copy with this ``config.json`` as default; earlier values take precedence."""
         if _MODEL_TYPE not in self.config:
             self._warn_of_another_model(config)
         return replace(self, config={**config, **self.config})
 
     def _warn_of_another_model(self, config: Mapping[str, Any]) -> None:
-        """Log a warning for a configuration of a model that the map was not made for."""
+        """Log a warning if the configuration belongs to another model type."""
         model = config.get(_MODEL_TYPE)
         if model is not None and self.models and model not in self.models:
             logger.warning(
@@ -151,30 +155,30 @@ class WeightMap:
 
     @property
     def label(self) -> str:
-        """Return its name in notes on checkpoints that were made through it."""
+        """Return the name for provenance notes."""
         return (self.name or "given")[:_MAX_TOLD]
 
     @property
     def identity(self) -> str:
-        """A text that is equal for maps that say the same, in any process."""
+        """A text, equal for equal maps in any process."""
         shown = {**self.data, "config": dict(self.config), "numbers": dict(self.numbers), "keys": self.keys}
         return hashlib.sha256(json.dumps(shown, sort_keys=True, default=repr).encode()).hexdigest()
 
     @property
     def mark(self) -> str:
-        """The label by which ranks compare maps, and readers distinguish them."""
+        """A label to compare maps of ranks and to distinguish them in messages."""
         return f"{self.label} {self.identity[:12]}"
 
     @property
     def data(self) -> dict[str, Any]:
-        """The rules and sizes as `from_data` takes them."""
+        """Rules and sizes in the form of `from_data`."""
         rules = [rule.data for rule in self.rules]
         sizes = {"sizes": dict(self.sizes), "counts": dict(self.counts)}
         return {"name": self.name, "models": list(self.models), **sizes, "rules": rules}
 
     @property
     def size_names(self) -> frozenset[str]:
-        """The sizes that may be given: axes, and names of its expressions."""
+        """Names of sizes that may be set: axes and names in expressions."""
         texts = [self.sizes, self.counts, *(rule.sizes for rule in self.rules)]
         said = [text for sizes in texts for text in sizes.values() if isinstance(text, str)]
         said += [rule.when for rule in self.rules if rule.when is not None]
@@ -183,8 +187,7 @@ class WeightMap:
 
     @property
     def inverse(self) -> WeightMap:
-        """The other way; what a rule drops is not there then. Rules of which names say more go first: what
-        one took last, as ``{rest:*}``, another may have made."""
+        """The inverse map, without dropping rules; specific rules come first."""
         invertible = (rule.inverse for rule in self.rules if rule.targets)  # others drop
         rules = tuple(sorted(invertible, key=MapRule.unspecific))
         own = self.name or "the weight map"
@@ -192,18 +195,18 @@ class WeightMap:
         return replace(self, rules=rules, name=name, keys=self.keys[::-1])
 
     def below(self, key: str) -> WeightMap:
-        """Return the same for a source that has the model below ``key``, as "model" of a training state."""
+        """Return the map for a source with the model below ``key``, as "model" of a training state."""
         source = f"{key}.{self.keys[0]}" if self.keys[0] else key
         rules = tuple(rule.below(f"{key}.") for rule in self.rules)
         return replace(self, rules=rules, keys=(source, self.keys[1]))
 
     def is_beside(self, name: str) -> bool:
-        """Return whether a tensor of the source is none of the model, which is below a key."""
+        """Test for a source tensor outside of the model's key."""
         return bool(self.keys[0]) and not name.startswith(f"{self.keys[0]}.")
 
     def require_invertible(self, sources: Sequence[MapSource], tensors: Iterable[MappedTensor]) -> None:
-        """Raise PlanError where a load of ``tensors`` through `inverse` would not give ``sources``; found
-        out once for the same ones."""
+        """Raise PlanError if a load of ``tensors`` through `inverse` would not give ``sources``. Results are
+        cached."""
         structure = hash(tuple(sources))
         if structure in self._inverted:
             return
@@ -222,7 +225,7 @@ class WeightMap:
 
     @cached_property
     def _inverted(self) -> set[int]:
-        """The structures for which `require_invertible` was met."""
+        """Structures that passed `require_invertible`."""
         return set()
 
     def apply(
@@ -233,12 +236,16 @@ class WeightMap:
         is_part: bool = False,
         names: Container[str] | None = None,
     ) -> list[MappedTensor]:
-        """Return the target's tensors, in the order of the source's.
+        """Return the target tensors, in the order of the source.
 
-        PlanError that names all that is wrong: tensors that no rule knows, parts that are missing, shapes
-        that do not fit, names that would be there twice; and of ``is_whole`` models layers that are missing.
-        ``is_part``: of what is stacked there may be more elsewhere, as many as the map says there are.
-        ``names`` are those of all tensors of the source, where ``tensors`` are not all of them.
+        Args:
+            is_part: Other ranks may hold more items of a stack with a known size.
+            is_whole: Require all layers of ``counts``.
+            names: Names of all source tensors, if ``tensors`` is a selection.
+
+        Raises:
+            PlanError: Tensors without a rule, missing parts, shapes that do not fit, duplicate names, missing
+                layers; the message names all of them.
         """
         rules, sizes = self._used, self._evaluated(self.sizes)
         tensors = list(tensors)
@@ -306,15 +313,13 @@ class WeightMap:
         return f"no rule knows {name!r}"
 
     def _check_counted(self, rule: MapRule, known: Mapping[str, int]) -> None:
-        """Raise PlanError where the map says of what ``rule`` stacks how many there are, and that is not
-        known: the last of them may be missing."""
+        """Raise PlanError if a stack's count is declared but unknown: the last items may be missing."""
         for part in sorted(rule.stacked - known.keys()):
             if (said := rule.sizes.get(part, self.sizes.get(part))) is not None:
                 raise PlanError(f"how many there are of {part} ({said}) is not known")
 
     def _uncounted(self, numbers: Mapping[str, Mapping[_Parts, set[int]]]) -> Iterator[str]:
-        """Yield the missing numbers of parts of names, where anything is there: of layers, and of the
-        experts of each layer that has any."""
+        """Yield missing numbers of counted name parts, such as layers and experts."""
         for part, count in self._evaluated(self.counts).items():
             for before, there in numbers[part].items() if count <= _MAX_RULES else ():
                 if missing := sorted(set(range(count)) - there):
@@ -326,7 +331,7 @@ class WeightMap:
                     )
 
     def knows(self, name: str) -> bool:
-        """Return whether a rule takes the source's tensors of this name."""
+        """Test whether a rule takes source tensors of this name."""
         return self._met(name) is not None
 
     @cached_property
@@ -335,7 +340,7 @@ class WeightMap:
 
     @cached_property
     def _by_name(self) -> dict[str, int]:
-        """The first rule of each name in which nothing varies: a map of plain names has thousands."""
+        """First rule of each fixed name; such maps have thousands of names."""
         named: dict[str, int] = {}
         for number, rule in enumerate(self._used):
             for pattern in rule.sources:
@@ -345,13 +350,15 @@ class WeightMap:
 
     @cached_property
     def _varying(self) -> list[int]:
-        """The other rules."""
+        """Rules with variable names."""
         rules = enumerate(self._used)
         return [n for n, rule in rules if rule.present or any(own.name.parts for own in rule.sources)]
 
     def _met(self, name: str, names: Container[str] | None = None) -> tuple[int, int, dict[str, str]] | None:
-        """Return the first rule that knows a name, which of its sources that is, and the varying parts;
-        where ``names`` are given, of rules beside whose tensors is what has to be."""
+        """Return the first matching rule, the number of its source, and the variable parts.
+
+        ``names`` enables the check of ``present``.
+        """
         named = self._by_name.get(name, len(self._used))
         for number in (*(number for number in self._varying if number < named), named):
             if number < len(self._used) and (met := self._used[number].match(name, names)) is not None:
@@ -376,18 +383,26 @@ def weight_map(
     below: str | None = None,
     **sizes: int,
 ) -> WeightMap:
-    """Make a map from one model definition's weights to another's, for `dcp.convert` and the like.
+    """Make a map from one model definition's weights to another's.
 
     Args:
-        source: The name of a ready map, as "llama:hf-to-titan"; a TOML or JSON file; its data; or a map, as
-            that of `dcp.transformers_map`.
-        config: What the map's expressions are about: a model's ``config.json``, or its content.
-        inverse: The other way.
-        below: The key that the source has the model below, as "model" of a training state.
-        **sizes: Numbers that go before those of ``config``, by its names, and those of the map, by axis.
+        source: Name of a ready map, such as "llama:hf-to-titan"; a TOML or JSON file; data; or an existing
+            map, such as the result of `dcp.transformers_map`.
+        config: Model configuration for the map's expressions: a ``config.json`` or its content.
+        inverse: Return the inverse map.
+        below: Key of the model in the source, as "model" of a training state.
+        **sizes: Axis sizes or configuration values; they override all others.
+
+    Returns:
+        A `WeightMap`, for the ``map`` argument of `dcp.convert`, `dcp.load`, `dcp.save`, `dcp.read`,
+        `dcp.merge` and `dcp.CheckpointManager`.
 
     Raises:
-        OptionError: It is no map, or no configuration.
+        OptionError: The map or the configuration is invalid.
+
+    Examples:
+        >>> weights = dcp.weight_map("llama:hf-to-titan", "Llama-3.1-8B")
+        >>> dcp.load(state, checkpoint_id="Llama-3.1-8B", map=weights)
     """
     found = WeightMap.of(source)
     if config is not None:
@@ -398,7 +413,7 @@ def weight_map(
 
 
 def ready_maps() -> dict[str, Path]:
-    """Return the maps that come with the package, by name."""
+    """Return the ready maps by name."""
     found = {}
     for path in sorted(_READY.glob("*.toml")):
         family, _, way = path.stem.partition(".")
