@@ -22,7 +22,7 @@ SHARD ?=
 PYTEST = $(BIN)/python -m pytest $(WORKERS) $(if $(SHARD),--shard=$(SHARD))
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages format pictures client generated clean
+.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages format pictures client reference generated clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -39,7 +39,8 @@ help:
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make format    what ruff can repair by itself"
 	@echo "make pictures  the screenshots of docs/tutorial/pages.md, of what the demo trains"
-	@echo "make client   write the generated parts of the typed client"
+	@echo "make client    write the generated parts of the typed client"
+	@echo "make reference write docs/reference/generated: command line, REST API, settings, metrics, errors"
 	@echo "make clean     remove .venv and the caches"
 
 demo: $(DEMO_STAMP)
@@ -123,9 +124,10 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports
 
-# Parts of the typed client that are not what `make client` would write.
+# Fails if a page of `make reference` or a module of `make client` is stale.
 generated: $(STAMP)
 	$(BIN)/python -m tools.client --check
+	$(BIN)/python -m tools.reference --check
 
 english: $(STAMP)
 	$(BIN)/python -m tests.support.english
@@ -145,6 +147,9 @@ pictures: $(STAMP) browser
 
 client: $(STAMP)
 	$(BIN)/python -m tools.client
+
+reference: $(STAMP)
+	$(BIN)/python -m tools.reference
 
 clean:
 	rm -rf .venv .venv-torch .venv-trainers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -74,11 +74,12 @@ def _catalog(connection: Connection) -> Iterator[Metric]:
         .group_by(checkpoints.c.state)
     )
     rows = [(("committed",), committed), *counts(connection, _RARE_STATES, rare)]
+    yield gauge("dcp_catalog_checkpoints", "Checkpoints by state, without purged ones", ["state"], rows)
     yield gauge(
-        "dcp_catalog_checkpoints", "Checkpoints by state, but those that were purged", ["state"], rows
-    )
-    yield gauge(
-        "dcp_catalog_runs", "Runs", [], [((), connection.execute(select(func.count(runs.c.id))).scalar_one())]
+        "dcp_catalog_runs",
+        "Runs in the catalog",
+        [],
+        [((), connection.execute(select(func.count(runs.c.id))).scalar_one())],
     )
 
 
@@ -97,10 +98,13 @@ def _roots(connection: Connection) -> Iterator[Metric]:
         .group_by(roots.c.id)
     ).all()
     columns = (
-        ("dcp_root_checkpoints", "Committed checkpoints of a root"),
-        ("dcp_root_bytes", "Bytes of the committed checkpoints of a root"),
-        ("dcp_root_newest_timestamp_seconds", "When the newest checkpoint of a root was committed; 0: none"),
-        ("dcp_root_scanned_timestamp_seconds", "When a root was last scanned to its end; 0: never"),
+        ("dcp_root_checkpoints", "Committed checkpoints in a root"),
+        ("dcp_root_bytes", "Bytes of the committed checkpoints in a root"),
+        (
+            "dcp_root_newest_timestamp_seconds",
+            "Commit time of the newest checkpoint in a root; 0 without any",
+        ),
+        ("dcp_root_scanned_timestamp_seconds", "End of the last complete scan of a root; 0 without any"),
         ("dcp_root_scan_failed", "1 if the last scan of a root failed"),
     )
     for number, (name, help_text) in enumerate(columns, start=1):
@@ -115,7 +119,7 @@ def _jobs(connection: Connection, now: float) -> Iterator[Metric]:
         .group_by(jobs.c.kind, jobs.c.state)
     )
     rows = [((kind, state), count) for kind, state, count in unfinished]
-    yield gauge("dcp_jobs", "Jobs that have not ended, by kind and state", ["kind", "state"], rows)
+    yield gauge("dcp_jobs", "Unfinished jobs, by kind and state", ["kind", "state"], rows)
     ended = connection.execute(
         select(
             jobs.c.kind,
@@ -127,19 +131,28 @@ def _jobs(connection: Connection, now: float) -> Iterator[Metric]:
         .group_by(jobs.c.kind, jobs.c.state)
     ).all()
     rows = [((kind, state), count) for kind, state, count, _ in ended]
-    yield gauge("dcp_jobs_recent", "Jobs that ended in the last hour", ["kind", "state"], rows)
+    yield gauge(
+        "dcp_jobs_recent", "Jobs that ended in the last hour, by kind and state", ["kind", "state"], rows
+    )
     rows = [((kind, state), seconds or 0) for kind, state, _, seconds in ended]
-    yield gauge("dcp_jobs_recent_seconds", "Their durations, summed", ["kind", "state"], rows)
+    yield gauge(
+        "dcp_jobs_recent_seconds",
+        "Total duration of the jobs that ended in the last hour",
+        ["kind", "state"],
+        rows,
+    )
     # A job that waits for its next attempt is not kept waiting by us.
     oldest = connection.execute(
         select(func.min(jobs.c.created_seconds)).where(
             jobs.c.state == "queued", jobs.c.not_before_seconds <= now
         )
     ).scalar()
-    yield age("dcp_jobs_oldest_queued_seconds", "How long the oldest queued job has waited", oldest, now)
+    yield age("dcp_jobs_oldest_queued_seconds", "Age of the oldest queued job", oldest, now)
     active = ("queued", "running")
     states = select(tasks.c.state, func.count()).where(tasks.c.state.in_(active)).group_by(tasks.c.state)
-    yield gauge("dcp_tasks", "Tasks of jobs", ["state"], counts(connection, active, states))
+    yield gauge(
+        "dcp_tasks", "Tasks of jobs that are queued or running", ["state"], counts(connection, active, states)
+    )
 
 
 def _verification(connection: Connection, now: float) -> Iterator[Metric]:
@@ -155,7 +168,7 @@ def _verification(connection: Connection, now: float) -> Iterator[Metric]:
         .group_by(newest.c.outcome)
     )
     rows = counts(connection, ("good", "damaged"), recent)
-    yield gauge("dcp_verifications_recent", "Verifications in the last hour", ["outcome"], rows)
+    yield gauge("dcp_verifications_recent", "Verifications of the last hour, by outcome", ["outcome"], rows)
 
 
 def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
@@ -164,13 +177,13 @@ def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
         ((name,), max(newest - event_id, 0))
         for name, event_id in connection.execute(select(consumers.c.name, consumers.c.event_id))
     ]
-    help_text = "Events that a consumer (automation, webhooks) has not dealt with"
+    help_text = "Events that a consumer, such as webhooks, has not processed yet"
     yield gauge("dcp_events_behind", help_text, ["consumer"], rows)
     # Others have nothing to do at times, and are late then.
     due = connection.execute(
         select(schedules.c.due_seconds).where(schedules.c.name == REGULAR_SCHEDULE)
     ).scalar()
-    help_text = "How late the clean-up of every ten minutes is; grows while no worker runs"
+    help_text = "Delay of the clean-up that runs every ten minutes; grows while no worker runs"
     yield age("dcp_worker_late_seconds", help_text, due, now)
 
 

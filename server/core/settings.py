@@ -53,11 +53,20 @@ class RootSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = Field(min_length=1)
-    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    readonly: bool = Field(default=False, validate_default=True)
-    scan_seconds: float = Field(default=60.0, ge=0)
-    description: str = ""
+    url: str = Field(min_length=1, description="A folder, or a URL such as `s3://bucket/prefix`.")
+    storage_options: dict[str, Any] = Field(
+        default_factory=dict,
+        repr=False,
+        description="Options of the store, as of `dcp.load`: `endpoint_url`, `key`, `secret`, ...",
+    )
+    readonly: bool = Field(
+        default=False,
+        validate_default=True,
+        description="Refuse to delete from this root and to convert into it. Always true for a store that "
+        "can only be read.",
+    )
+    scan_seconds: float = Field(default=60.0, ge=0, description="Interval of scans. 0 scans only on request.")
+    description: str = Field(default="", description="Text shown with the root.")
 
     @field_validator("readonly")
     @classmethod
@@ -80,57 +89,160 @@ class Settings(BaseSettings):
 
     # -- storage and database --
     roots: dict[str, RootSettings] = Field(
-        default_factory=lambda: {"checkpoints": RootSettings(url="./checkpoints")}
+        default_factory=lambda: {"checkpoints": RootSettings(url="./checkpoints")},
+        description="Folders and object stores with checkpoints, by name; see [roots](#roots).",
     )
-    database_url: SecretStr = SecretStr("sqlite:///dcp-catalog.sqlite")
-    database_pool_size: int = Field(default=8, ge=1, le=200)
-    migrate: bool = True  # bring an empty or older SQLite database up to date at the start
+    database_url: SecretStr = Field(
+        default=SecretStr("sqlite:///dcp-catalog.sqlite"),
+        description="`sqlite:///PATH` (four slashes before an absolute path) or "
+        "`postgresql://USER:PASSWORD@HOST/NAME`.",
+    )
+    database_pool_size: int = Field(
+        default=8,
+        ge=1,
+        le=200,
+        description="Connections that each process keeps open; it opens up to twice as many for a moment.",
+    )
+    migrate: bool = Field(
+        default=True,
+        description="Upgrade an empty or older SQLite database at the start. `dcp db upgrade` upgrades "
+        "PostgreSQL.",
+    )
 
     # -- HTTP --
-    host: str = "127.0.0.1"
-    port: int = Field(default=8470, ge=0, le=65535)
-    api_workers: int = Field(default=1, ge=1, le=64)
-    allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "[::1]", "::1")
-    trusted_proxies: tuple[str, ...] = ()
-    max_body_bytes: int = Field(default=8 << 20, ge=1024)
-    request_seconds: Seconds = 60.0
-    max_downloads: int = Field(default=8, ge=1)  # half of them for one key
-    min_download_bytes_per_second: int = Field(default=64 << 10, ge=0)
-    shutdown_seconds: Seconds = 15.0
+    host: str = Field(
+        default="127.0.0.1",
+        description='Address to listen on. Addresses other than loopback need `auth = "keys"`.',
+    )
+    port: int = Field(default=8470, ge=0, le=65535, description="TCP port to listen on.")
+    api_workers: int = Field(default=1, ge=1, le=64, description="Processes that answer requests.")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=("127.0.0.1", "localhost", "[::1]", "::1"),
+        description="Names by which clients may call the service (header `Host`), without port. "
+        "`*.example.com` allows all names below.",
+    )
+    trusted_proxies: tuple[str, ...] = Field(
+        default=(),
+        description="Addresses of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted.",
+    )
+    max_body_bytes: int = Field(
+        default=8 << 20,
+        ge=1024,
+        description="Size limit of a request body. A process reads two bodies above 256 KiB of one key at a "
+        "time, and answers further ones with 429.",
+    )
+    request_seconds: Seconds = Field(
+        default=60.0,
+        description="Time limit for a request to arrive (10 seconds for its head), and again for its answer "
+        "to begin.",
+    )
+    max_downloads: int = Field(
+        default=8,
+        ge=1,
+        description="Downloads that a process plans or sends at a time. One account may use half of them, "
+        "rounded up; further downloads are answered with 429 or 503 and `Retry-After`.",
+    )
+    min_download_bytes_per_second: int = Field(
+        default=64 << 10,
+        ge=0,
+        description="Slowest download. A client that falls a minute behind this rate is disconnected, and "
+        "can resume later. 0 disconnects only a client that reads nothing for a minute.",
+    )
+    shutdown_seconds: Seconds = Field(
+        default=15.0, description="Time for requests in progress when the service stops."
+    )
 
     # -- who may --
-    auth: Literal["keys", "off"] = "off"
-    metrics_need_key: bool = True
-    rate_limit: str = "600/minute"  # by key, or by address without one
-    login_limit: str = "30/minute"  # of refused keys, by prefix and address
-    session_seconds: Seconds = 12 * 3600.0  # of a browser that is signed in with a key
+    auth: Literal["keys", "off"] = Field(
+        default="off",
+        description="`keys` requires an API key or a session. `off` allows everything to everyone, on "
+        "loopback only.",
+    )
+    metrics_need_key: bool = Field(default=True, description="Require a key for `/metrics`.")
+    rate_limit: str = Field(
+        default="600/minute",
+        description="Requests of one account, or of one address without keys, in each API process.",
+    )
+    login_limit: str = Field(
+        default="30/minute",
+        description="Requests with an invalid key, by its prefix and address. Valid keys always pass.",
+    )
+    session_seconds: Seconds = Field(default=12 * 3600.0, description="Lifetime of a browser session.")
 
     # -- jobs --
-    embedded_worker: bool = True  # `dcp serve` starts one `dcp worker`
-    executor: str = "processes"  # or dask://HOST:PORT
-    concurrency: int = Field(default=2, ge=1, le=1024)
-    kind_concurrency: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)  # over all workers
-    task_memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
-    task_seconds: Seconds = 6 * 3600.0
-    lease_seconds: float = Field(default=30.0, ge=1)
-    poll_seconds: Seconds = 0.5
-    work_folder: Path | None = None  # for what cannot stream; the system's temporary folder
-    delete_grace_seconds: float = Field(default=7 * 86_400.0, ge=0)
-    max_queued_jobs: int = Field(default=1000, ge=1)  # of one key
-    keep_jobs_seconds: Seconds = 30 * 86_400.0
+    embedded_worker: bool = Field(default=True, description="Start one worker with `dcp serve`.")
+    executor: str = Field(
+        default="processes", description="`processes`, or `dask://HOST:PORT` for a Dask cluster."
+    )
+    concurrency: int = Field(
+        default=2, ge=1, le=1024, description="Tasks that a worker runs at a time, beside one scan."
+    )
+    kind_concurrency: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="Tasks of one kind that all workers together run at a time, such as `{ convert = 8 }`.",
+    )
+    task_memory_bytes: int = Field(
+        default=4 << 30,
+        ge=256 << 20,
+        description="Memory limit of a task. A task above it is killed, and its job fails with this reason.",
+    )
+    task_seconds: Seconds = Field(default=6 * 3600.0, description="Time limit of a task.")
+    lease_seconds: float = Field(
+        default=30.0,
+        ge=1,
+        description="Time after which another worker takes over the jobs of a silent worker.",
+    )
+    poll_seconds: Seconds = Field(
+        default=0.5, description="Interval at which workers look for jobs and events."
+    )
+    work_folder: Path | None = Field(
+        default=None, description="Folder for temporary files. Default: the system's temporary folder."
+    )
+    delete_grace_seconds: float = Field(
+        default=7 * 86_400.0,
+        ge=0,
+        description="Time between deletion and purge, in which a checkpoint can be restored.",
+    )
+    max_queued_jobs: int = Field(
+        default=1000,
+        ge=1,
+        description="Jobs of one account that may wait in the queue. Further ones are answered with 429.",
+    )
+    keep_jobs_seconds: Seconds = Field(
+        default=30 * 86_400.0, description="Time for which ended jobs and deliveries are kept."
+    )
 
     # -- webhooks --
-    webhook_seconds: Seconds = 10.0
-    webhook_allow_private: tuple[str, ...] = ()  # networks such as 10.0.0.0/8, and hosts by name
-    webhook_key: WebhookKey | None = None  # seals their secrets in the database
-    webhook_key_before: WebhookKey | None = None  # opens those that are not sealed anew yet
+    webhook_seconds: Seconds = Field(
+        default=10.0,
+        description="Time limit of one delivery, from name resolution to the status of the answer.",
+    )
+    webhook_allow_private: tuple[str, ...] = Field(
+        default=(),
+        description="Networks (`10.0.0.0/8`) and hosts that webhooks may reach although they are private, "
+        "also without TLS.",
+    )
+    webhook_key: WebhookKey | None = Field(
+        default=None,
+        description="Key of 32 characters or more that encrypts the secrets of webhooks in the database. API"
+        " and workers need the same key.",
+    )
+    webhook_key_before: WebhookKey | None = Field(
+        default=None, description="Previous `webhook_key`, during a rotation."
+    )
 
     # -- features --
-    features: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)  # by name, as each declares
+    features: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, repr=False, description="Settings of features by name; see the sections below."
+    )
 
     # -- logs --
-    log_format: Literal["console", "json"] = "console"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = Field(
+        default="console", description="`json` writes one JSON object for each event."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level of events that are logged."
+    )
 
     @field_validator("roots")
     @classmethod

@@ -74,41 +74,41 @@ class Instruments:
             registry=registry,
             requests=Counter(
                 "dcp_http_requests",
-                "Requests answered, by method, route and status",
+                "Requests, by method, route and status",
                 ["method", "route", "status"],
                 registry=registry,
             ),
             request_seconds=Histogram(
                 "dcp_http_request_seconds",
-                "From the request to the first byte of the answer",
+                "Seconds from a request to the first byte of its answer",
                 ["method", "route"],
                 buckets=_REQUEST_SECONDS,
                 registry=registry,
             ),
             requests_in_progress=Gauge(
                 "dcp_http_requests_in_progress",
-                "Requests whose answer has not ended, downloads and event streams among them",
+                "Requests in progress, including downloads and event streams",
                 registry=registry,
                 multiprocess_mode="livesum",
             ),
             response_bytes=Counter(
-                "dcp_http_response_bytes", "Bytes of bodies sent", ["route"], registry=registry
+                "dcp_http_response_bytes", "Bytes of response bodies", ["route"], registry=registry
             ),
             responses_cut=Counter(
                 "dcp_http_responses_cut",
-                "Answers that ended before their last byte: a client that left, or a source found damaged",
+                "Responses that ended early: the client disconnected, or the source is damaged",
                 registry=registry,
             ),
             statement_seconds=Histogram(
                 "dcp_database_statement_seconds",
-                "Time in the database, of single statements of the API, by what they do",
+                "Seconds of each database statement of the API, by access (read or write)",
                 ["access"],
                 buckets=_STATEMENT_SECONDS,
                 registry=registry,
             ),
             database_errors=Counter(
                 "dcp_database_errors",
-                "Statements and connections that failed because the database was away, locked or full",
+                "Failed statements and connections: the database was unreachable, locked or full",
                 registry=registry,
             ),
         )
@@ -339,7 +339,9 @@ class _StateCollector(Collector):
         seconds = time.perf_counter() - began
         return [
             GaugeMetricFamily("dcp_database_up", "1 if the database answers", value=1),
-            GaugeMetricFamily("dcp_database_state_seconds", "How long reading these took", value=seconds),
+            GaugeMetricFamily(
+                "dcp_database_state_seconds", "Seconds to read the metrics of the database", value=seconds
+            ),
             *found,
         ]
 
@@ -349,7 +351,9 @@ class _RootCollector(Collector):
         self._roots = roots
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("dcp_root_up", "1 if the storage of a root answers", labels=["root"])
+        up = GaugeMetricFamily(
+            "dcp_root_up", "1 if the storage of a root answers this process", labels=["root"]
+        )
         for name, is_up in self._roots.items():
             up.add_metric([name], is_up)
         yield up
@@ -367,9 +371,11 @@ class _ProcessCollector(Collector):
         yield GaugeMetricFamily("dcp_api_processes", "Processes of the API on this machine", value=len(pids))
         yield GaugeMetricFamily(
             "dcp_api_resident_bytes",
-            "Their memory, summed",
+            "Resident memory of the API processes on this machine",
             value=sum(resident_bytes(pid) for pid in pids),
         )
-        build = GaugeMetricFamily("dcp_build_info", "Always 1", labels=["version"])
+        build = GaugeMetricFamily(
+            "dcp_build_info", "Version of the service; the value is 1", labels=["version"]
+        )
         build.add_metric([__version__], 1)
         yield build

@@ -21,8 +21,6 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel, SecretStr
-from pydantic_core import PydanticUndefined
 
 from dcp.server.core.settings import CONFIG_VARIABLE, RootSettings, Settings
 from tests.service.operations.test_monitoring import fill
@@ -32,13 +30,14 @@ from tests.support.command import run
 from tests.support.hook_bench import MAX_ATTEMPTS, RETRY_SECONDS
 from tests.support.openapi import breaks, document, promised
 from tests.support.service import Service
+from tools.reference.metrics import families
+from tools.reference.rest import rest
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 OPERATIONS = (ROOT / "docs/how-to/run-the-service.md").read_text()
 API_PAGE = (ROOT / "docs/reference/rest-conventions.md").read_text()
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
-ROW = re.compile(r"^\| (?P<first>[^|]*) \| (?P<second>[^|]*) \|", re.MULTILINE)
 OURS = ("api", "worker")
 
 
@@ -88,21 +87,8 @@ def section(heading: str) -> str:
     return re.split(r"^## ", API_PAGE.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def test_every_route_is_there_with_its_scope(catalog: Catalog) -> None:
-    """Those that there are are documented, and those that are documented are there; so with public ones."""
-    rows = re.findall(
-        r"^\| `([A-Z]+) (/[^`]*)` \| ([^|]+) \|", API_PAGE.split("\n## Outside")[0], re.MULTILINE
-    )
-    documented = {(method, path): scope.strip(" `") for method, path, scope in rows}
-    found = {
-        (method.upper(), path.removeprefix(API)): told.get("x-required-scope", "any")
-        for path, ways in document()["paths"].items()
-        for method, told in ways.items()
-        if path.startswith(API)
-    }
-    by_kind = {place for place, scope in documented.items() if scope == "by kind"}
-    assert not documented.items() ^ (found | dict.fromkeys(by_kind, "by kind")).items()
-    assert {path.split("/")[1] for _, path in by_kind} == {"jobs"}
+def test_every_route_outside_of_the_api_is_documented(catalog: Catalog) -> None:
+    """Paths of the page answer; those below /api/v1 are generated."""
     for place in names(section("Outside of `/api/v1`")):
         assert catalog.app.client().get(place.removeprefix("GET ")).status_code in (200, 401), place
 
@@ -137,27 +123,24 @@ PARAMS: dict[str, dict[str, Any]] = {
 """What a job of each kind has to have."""
 
 
-def test_parameters_scopes_kinds_and_events_are_all_there(catalog: Catalog) -> None:
-    """As many as the service has, called so; each parameter of a job is one of its kind's."""
-    described = document()
-    schemas, listed = described["components"]["schemas"], described["paths"][f"{API}/checkpoints"]["get"]
-    told = section("The catalog").split("`GET /checkpoints` takes these")[1]
-    assert {*names(told)} == {one["name"] for one in listed["parameters"] if one["in"] == "query"}
+def test_kinds_of_jobs_are_generated_with_their_scopes(catalog: Catalog) -> None:
+    """A key that may only read is refused with the scope of the table."""
+    jobs = dict(re.findall(r"^\| `([a-z]+)` \| `([a-z]+)` \| \[", rest(), re.MULTILINE))
+    assert jobs.keys() == PARAMS.keys()
+    reader = catalog.app.client("read", name="documented")
+    for kind, scope in jobs.items():
+        refused = reader.post(f"{API}/jobs", json={"kind": kind, "params": PARAMS[kind]})
+        assert (refused.json()["scope"] if refused.status_code == 403 else "read") == scope, kind
+
+
+def test_scopes_and_events_are_documented() -> None:
+    """The tables of the page list all of them."""
+    schemas = document()["components"]["schemas"]
     scopes = schemas["NewKey"]["properties"]["scopes"]["items"]["enum"]
     assert {name for name in names(section("Conventions")) if name.isalpha()} == {*scopes}
     groups = ("checkpoint", "note", "stage")
     events = [name for name in names(section("Webhooks")) if name.partition(".")[0] in groups]
     assert sorted(events) == sorted(schemas["WebhookRequest"]["properties"]["events"]["items"]["enum"])
-    jobs = re.findall(r"^\| `([a-z]+)` \| `([a-z]+)` \| (`.*) \|$", section("Jobs"), re.MULTILINE)
-    kinds = {name.lower() for name in re.findall(r"New(\w+)Job", " ".join(schemas))}
-    assert {name for name, _, _ in jobs} == kinds
-    reader = catalog.app.client("read", name="documented")
-    for kind, scope, words in jobs:
-        refused = reader.post(f"{API}/jobs", json={"kind": kind, "params": PARAMS[kind]})
-        assert (refused.json()["scope"] if refused.status_code == 403 else "read") == scope, kind
-        given = schemas[f"New{kind.title()}Job"]["properties"]["params"]["$ref"].rpartition("/")[2]
-        formats = {"dcp", "torch", "safetensors"}
-        assert {*re.findall(r"`([a-z_]+)`", words)} - formats <= {*schemas[given]["properties"]}, kind
 
 
 def test_a_receiver_can_verify_as_the_example_does() -> None:
@@ -194,49 +177,21 @@ def test_a_receiver_can_verify_as_the_example_does() -> None:
 
 # -- Settings and operation -------------------------------------------------------------------------------
 
-IN_WORDS = {
-    "roots": "`checkpoints` is `./checkpoints`",
-    "allowed_hosts": "loopback",
-    "work_folder": "the system's temporary folder",
-    "description": "empty",
-}
-"""Defaults that are said, not shown."""
+
+def test_generated_metrics_are_those_of_a_filled_catalog(metrics: dict[str, set[str]]) -> None:
+    """No more, no fewer, each with its labels."""
+    found = {name: {*labels} for name, (_, labels) in families().items()}
+    suffixes = re.compile(r"_(bucket|count|sum|created)$")
+    assert found.keys() == {suffixes.sub("", name) for name in metrics} - {"up"}
+    for name, labels in metrics.items():
+        assert labels - {"le"} <= found.get(suffixes.sub("", name), set()), name
+    assert {*re.findall(r"\bdcp_[a-z_]+\b", OPERATIONS)} <= found.keys()
 
 
-def shown(name: str, value: Any) -> str:
-    """A default as the table has it."""
-    if name in IN_WORDS or value is PydanticUndefined:
-        return IN_WORDS.get(name, "required")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float | int):
-        return f"{value:g}" if value < 1e5 else str(int(value))
-    value = value.get_secret_value() if isinstance(value, SecretStr) else value
-    return f"`{value}`" if value else "none"
-
-
-def defaults(model: type[BaseModel]) -> dict[str, str]:
-    """All fields with their defaults, as tables have them."""
-    return {
-        f"`{name}`": shown(name, field.get_default(call_default_factory=True, validated_data={}))
-        for name, field in model.model_fields.items()
-    }
-
-
-def rows_after(heading: str) -> dict[str, str]:
-    """Of the first table after ``heading``: the first two columns."""
-    parts = OPERATIONS.split(heading, 1)[1].split("\n\n", 2)
-    body = next(part for part in parts if part.lstrip().startswith("|"))
-    found = {match["first"].strip(): match["second"].strip() for match in ROW.finditer(body)}
-    return {name: value for name, value in found.items() if name.startswith("`")}
-
-
-def test_every_setting_and_metric_is_there_with_its_default(metrics: dict[str, set[str]]) -> None:
-    """No more, no fewer; those of a root as well."""
-    assert rows_after("refused.\n") == defaults(Settings)
-    assert rows_after("they are there again.\n") == defaults(RootSettings)
-    families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in metrics} - {"up"}
-    assert {*re.findall(r"\bdcp_[a-z_]+\b", OPERATIONS)} == families
+def test_every_setting_has_a_description() -> None:
+    """Also those of a root."""
+    fields = {**Settings.model_fields, **RootSettings.model_fields}
+    assert not [name for name, field in fields.items() if not field.description]
 
 
 def test_the_examples_of_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +223,9 @@ def test_every_command_and_file_is_there() -> None:
     assert len(lines) >= 8
     for block, inline in lines:
         check_command(block or inline)
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", OPERATIONS + API_PAGE):
-        assert (ROOT / "docs" / "how-to" / target).exists(), target
+    for folder, text in (("how-to", OPERATIONS), ("reference", API_PAGE)):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (ROOT / "docs" / folder / target).exists(), target
 
 
 # -- deploy/ -------------------------------------------------------------------------------------------------
