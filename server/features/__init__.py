@@ -1,7 +1,7 @@
-"""The features of the service, each a file or a folder, and those that other packages bring.
+"""Features of the service: built-in features, and features of installed packages.
 
-Each has its `dcp.server.core.feature.Feature` as ``feature``. Another package names such a value in the entry
-point group ``dcphub.service_features``.
+Each module declares a `dcp.server.core.feature.Feature` as ``feature``. Other packages use the entry point
+group ``dcphub.service_features``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FEATURES: Final = (
     "notes",
     "roots",
     "rules",
-    "run_metrics",  # before runs: of its paths some are no number
+    "run_metrics",  # before runs: some paths of runs contain no number
     "runs",
     "shards",
     "stages",
@@ -70,17 +70,17 @@ FEATURES: Final = (
     "sign_in",
     "operations",
 )
-"""Folders and files beside this one. Of two routes that fit a path the first one answers."""
+"""Modules beside this file. If two routes match a path, the first route answers."""
 
 _WITHOUT_WORK: Final = ("shards",)
-"""Folders of pages and routes alone, as files are: they import FastAPI, and a worker does without them."""
+"""Packages that declare pages and routes only. They import FastAPI, and workers skip them."""
 
 
 @cache
 def features(*, is_worker: bool = False) -> tuple[Feature, ...]:
-    """All features: ours in order, then those of other packages by name. Raises FeatureError.
+    """Return all features: built-in features in order, then features of other packages by name.
 
-    ``is_worker``: without ours of pages and routes alone.
+    ``is_worker``: leave out built-in features of pages and routes only. Raises FeatureError.
     """
     ours = [
         importlib.import_module(f"{__name__}.{name}").feature
@@ -140,7 +140,7 @@ def _check_button(kind: Kind[Any]) -> None:
 
 @cache
 def event_kinds() -> tuple[str, ...]:
-    """All kinds of events: those of the catalog, then those that features emit. Raises FeatureError."""
+    """Return all kinds of events: kinds of the catalog, then kinds of features. Raises FeatureError."""
     emitted = [(kind, one) for one in features(is_worker=True) for kind in one.events]
     core = Feature("core", __name__)
     _check_unique("kind of event", [*emitted, *((kind, core) for kind in CHECKPOINT_EVENTS)])
@@ -148,7 +148,7 @@ def event_kinds() -> tuple[str, ...]:
 
 
 def schedules(settings: Settings) -> Sequence[PeriodicWork]:
-    """Collect the periodic work of all features, and the clean-up of the core."""
+    """Return the periodic work of all features, and the clean-up of the core."""
     found = features(is_worker=True)
     work = [(work, feature) for feature in found for work in feature.periodic_work(settings)]
     _check_events(found)
@@ -170,7 +170,7 @@ def _check_events(found: Sequence[Feature]) -> None:
 
 
 def allowances(settings: Settings) -> Allowances:
-    """Make the allowances of the one feature that has some, or those of the settings. Raises FeatureError."""
+    """Return the allowances of the feature that declares some, or of the settings. Raises FeatureError."""
     found = [one for one in features(is_worker=True) if one.allowances is not None]
     if len(found) > 1:
         raise FeatureError(f"features {', '.join(one.name for one in found)} have allowances; one may")
@@ -178,7 +178,7 @@ def allowances(settings: Settings) -> Allowances:
 
 
 def role_settings(settings: Settings) -> RoleSettings:
-    """Return the roles that the settings of one feature give. Raises FeatureError if several do."""
+    """Return the roles that a feature's settings give. Raises FeatureError if several features do."""
     found = [one.roles(settings) for one in features(is_worker=True) if one.roles is not None]
     if len(found) > 1:
         raise FeatureError("several features give roles by their settings; remove one of them")

@@ -1,4 +1,4 @@
-"""The audit log: who did what and when, listed and as a page, to admins of some roots for these."""
+"""The audit log as a list and a page. Admins of some roots see the entries of these roots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def list_audit(
     since: Annotated[Time | None, Query(description="From this time on.")] = None,
     until: Annotated[Time | None, Query(description="To before this time.")] = None,
 ) -> Page[AuditEntry]:
-    """Entries, newest first; actor, action, target and root have to be equal."""
+    """List audit entries, newest first. Filters compare for equality."""
     return ask.find(
         audit_page,
         actor=actor,
@@ -59,7 +59,7 @@ def list_audit(
 
 
 class AuditView(BaseModel):
-    """The filters of the page; days are whole ones of UTC."""
+    """Filters of the page. Days are whole days in UTC."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,13 +73,13 @@ class AuditView(BaseModel):
 
     @property
     def words(self) -> dict[str, Any]:
-        """The filters that have to be equal."""
+        """Filters for equality."""
         asked = {"actor": self.actor, "action": self.action, "target": self.target, "root": self.root}
         return {name: value for name, value in asked.items() if value is not None}
 
     @property
     def times(self) -> dict[str, datetime]:
-        """The first moment that counts, and the first that counts no more."""
+        """First moment inside the interval, and first moment after the interval."""
         days = {"since": self.since, "until": self.until and self.until + timedelta(days=1)}
         return {
             name: datetime(day.year, day.month, day.day, tzinfo=UTC)
@@ -107,7 +107,7 @@ def audit_log_page(view: Annotated[AuditView, Query()], ask: Ask) -> dict[str, A
 
 
 def _page_of(target: str) -> str | None:
-    """Return the page of the target; None if there is none."""
+    """Return the page of the target, or None."""
     kind, _, number = target.partition(":")
     if kind == "root" and number:
         return f"/?{urlencode({'root': number})}"
@@ -115,7 +115,7 @@ def _page_of(target: str) -> str | None:
 
 
 def _in_words(detail: Mapping[str, Any] | None) -> str:
-    """In one line, without values that are null."""
+    """Format details in one line, without null values."""
     return ", ".join(
         f"{name} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
         for name, value in (detail or {}).items()

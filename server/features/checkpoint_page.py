@@ -1,4 +1,4 @@
-"""The page of a checkpoint, with panels of other features, and that of its files."""
+"""Pages of a checkpoint: overview with the panels of other features, and files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEVELS: Final = 8
 
 
 class TensorView(Query):
-    """The address of the tensors: a level of the tree below ``prefix``, or a list by ``glob``."""
+    """Query of the tensors: one level of the tree below ``prefix``, or a list by ``glob``."""
 
     glob: Annotated[str, Field(max_length=254)] | None = None
     dtype: Annotated[str, Field(max_length=32)] | None = None
@@ -48,12 +48,12 @@ class TensorView(Query):
 
     @property
     def is_list(self) -> bool:
-        """True if the list is shown: filters are of all tensors, and not of a level."""
+        """True if the page shows a list: filters apply to all tensors, not to one level."""
         return self.view == "list" or bool(self.glob or self.dtype or self.kind)
 
     @property
     def pattern(self) -> str | None:
-        """The glob of names that contain the typed text."""
+        """Glob for names with the typed text."""
         return None if self.glob is None else f"*{self.glob}*"
 
 
@@ -80,7 +80,7 @@ def checkpoint_page(
 
 @feature.panel("checkpoint.notices", "checkpoint_notice.html", order=30)
 def state_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
-    """Say what is wrong with the checkpoint."""
+    """Describe problems of the checkpoint."""
     return {}
 
 
@@ -92,7 +92,7 @@ def actions_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
 
 @feature.page("/checkpoints/{checkpoint_id}/files", "checkpoint_files.html")
 def files_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
-    """List its files as they are in storage now, and say whether stock torch finds what it needs."""
+    """List the files in storage now, and check the files that stock torch needs."""
     listed = list_files(checkpoint_id, ask)
     return {
         "twin": f"/api/v1/checkpoints/{checkpoint_id}/files",
@@ -105,8 +105,8 @@ def files_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
 
 
 def _verifications(checkpoint_id: int, ask: Ask, limit: int) -> dict[str, Any]:
-    """Return the last verifications, and who requested the newest: the catalog keeps the jobs that it refers
-    to."""
+    """Return the last verifications and the creator of the newest job. The catalog keeps jobs of
+    verifications."""
     found: list[Verification] = ask.find(newest_verifications, checkpoint_id, ask.visible, limit=limit)
     job_id = found[0].job_id if found else None
     author = None if job_id is None else ask.find(get_job, job_id, ask.visible).created_by
@@ -135,7 +135,7 @@ def _tensors(of: CheckpointDetail, before: Checkpoint | None, view: TensorView, 
 def _changes(
     of: CheckpointDetail, before: Checkpoint | None, view: TensorView, entries: Any, ask: Ask
 ) -> dict[str, Any]:
-    """Changes since the step before by name, as the last job found them; or the job that is to find them."""
+    """Return changes since the previous step by name from the last job, or the job to submit."""
     nothing = {"changes": None, "is_cut": False, "change_job": None}
     if before is None or view.colour != "change" or of.state != "committed":
         return nothing
@@ -154,16 +154,16 @@ def _changes(
 
 
 def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreeNode]:
-    """Return the parts that are an optimizer's, unless all are, so that the weights can be loaded without
-    them."""
-    if "hx-request" in ask.request.headers:  # for a part of the page that does not show them
+    """Return the optimizer's parts of the tree, to load weights without them; empty if all parts belong to
+    it."""
+    if "hx-request" in ask.request.headers:  # for parts of the page without an optimizer
         return []
     found = [one for one in ask.find(parts_of, of.structure_id) if one.is_optimizer]
     return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
 
 
 def _parents(of: CheckpointDetail, prefix: str, ask: Ask) -> list[tuple[str, str]]:
-    """Return the last eight levels above, each with its prefix, and by the names since the one before."""
+    """Return up to eight parent levels, each with its prefix and the name relative to the previous level."""
     if of.structure_id is None:
         return []
     levels = ask.find(tree_levels, of.structure_id, prefix, _LEVELS)

@@ -1,4 +1,4 @@
-"""Checkpoints: listed with counts beside filters, found by name, registered, shown, and loaded by code."""
+"""Checkpoints: list with facets, lookup, registration, detail, and code snippets."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ feature: Final = Feature("checkpoints", __name__)
 
 
 class CheckpointQuery(CheckpointFilter, Paged):
-    """A page of checkpoints: which, in which order."""
+    """Page, filters, and order of a list of checkpoints."""
 
     sort: SortText = "-time"
 
 
 @feature.get("/checkpoints", tag="checkpoints", errors=())
 def list_checkpoints(query: Annotated[CheckpointQuery, InQuery()], ask: Ask) -> NotedPage[Checkpoint]:
-    """Checkpoints, the newest first; deleted and unreadable ones only if `state` asks for them.
+    """List checkpoints, newest first. Deleted and unreadable checkpoints need a `state` filter.
 
-    A root, run or metric that does not exist is an error, which names similar ones.
+    An unknown root, run, or metric is an error with similar names.
     """
     return find_page(query, query.sort, ask, query.cursor, query.limit)
 
@@ -55,7 +55,7 @@ def list_checkpoints(query: Annotated[CheckpointQuery, InQuery()], ask: Ask) -> 
 def find_page(
     wanted: CheckpointFilter, sort: str, ask: Ask, cursor: str | None = None, limit: int = 50
 ) -> NotedPage[Checkpoint]:
-    """Return a page of checkpoints that the caller may see. Raises InvalidQueryError."""
+    """Return a page of checkpoints visible to the caller. Raises InvalidQueryError."""
     order = Sort.parse(sort)
     with ask.reading() as connection:
         check_filter(connection, wanted, order, ask.visible)
@@ -72,7 +72,7 @@ class FacetQuery(CheckpointFilter):
 
 @feature.get("/checkpoints/facets", tag="checkpoints", errors=())
 def get_checkpoint_facets(query: Annotated[FacetQuery, InQuery()], ask: Ask) -> CheckpointFacets:
-    """Counts beside a list, by the values of each filter: each filter's with all others applied."""
+    """Count checkpoints by the values of each filter, with all other filters applied."""
     return _count(query, ask, query.values)
 
 
@@ -83,8 +83,8 @@ def _count(wanted: CheckpointFilter, ask: Ask, limit: int) -> CheckpointFacets:
 
 
 class LookupQuery(Query):
-    """A checkpoint by its ``key`` or ``uri``, or by a ``run`` and a ``step`` or ``alias``; of a run alone it
-    is the latest step. ``root`` where several have the same."""
+    """Checkpoint by ``key`` or ``uri``, or by ``run`` and ``step`` or ``alias``; a run alone means its latest
+    step. ``root`` selects a root if several match."""
 
     root: RootName | None = None
     key: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
@@ -102,8 +102,8 @@ class LookupQuery(Query):
 
 @feature.get("/checkpoints/lookup", tag="checkpoints")
 def lookup_checkpoint(query: Annotated[LookupQuery, InQuery()], ask: Ask) -> CheckpointDetail:
-    """Return the checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
-    newest."""
+    """Find a checkpoint by name. If several match, committed checkpoints come first, then newer
+    checkpoints."""
     given = query.model_dump(exclude={"uri"})
     if query.uri is not None:
         if any(value is not None for value in given.values()):
@@ -120,7 +120,7 @@ _REGISTERED: Final[dict[int | str, dict[str, Any]]] = {
 
 @feature.post("/checkpoints", tag="checkpoints", scope="write", responses=_REGISTERED, errors=(404, 409, 410))
 def register_checkpoint(body: Registration, ask: Ask) -> Registered:
-    """Look at a checkpoint now, instead of at the next scan. A repetition changes nothing."""
+    """Read a checkpoint now, before the next scan. Repetitions change nothing."""
     write = observe(
         ask.service.database,
         ask.roots,
@@ -149,7 +149,7 @@ def get_checkpoint(
     ask: Ask,
     if_none_match: Annotated[str | None, Header(max_length=1024)] = None,
 ) -> CheckpointDetail:
-    """All that is known of a checkpoint."""
+    """Return all facts about a checkpoint."""
     found = ask.find(details.get_checkpoint, checkpoint_id, ask.visible)
     headers = {"ETag": found.etag, "Cache-Control": "private, no-cache"}
     if if_none_match is not None and (if_none_match.strip() == "*" or found.etag in if_none_match):
@@ -165,7 +165,7 @@ _OF_ALL: Final = ("root", "run")
 
 
 class ListView(CheckpointFilter):
-    """The address of a list: its filters and order, and the ``metric`` that is shown."""
+    """Query of a list: filters, order, and the displayed ``metric``."""
 
     metric: Name | None = None  # type: ignore[assignment]  # of which there are no conditions
     sort: SortText = "-time"
@@ -173,7 +173,7 @@ class ListView(CheckpointFilter):
 
     @property
     def is_filtered(self) -> bool:
-        """True if the list leaves some checkpoints out."""
+        """True if the filters exclude checkpoints."""
         return not self.model_fields_set.isdisjoint(CheckpointFilter.model_fields.keys() - {"metric"})
 
     @property
@@ -197,7 +197,7 @@ def checkpoints_page(view: Annotated[ListView, InQuery()], ask: Ask) -> dict[str
 
 
 def listed(view: ListView, ask: Ask, run_id: int | None = None) -> dict[str, Any]:
-    """Find the values of `checkpoint_list.html`; of one run, or of all."""
+    """Return the values of `checkpoint_list.html` for one run or all runs."""
     wanted = view if run_id is None else view.model_copy(update={"run_id": run_id})
     found = find_page(wanted, view.sort, ask, view.cursor, _ROWS)
     counts = _count(wanted, ask, 12)
@@ -215,7 +215,7 @@ def listed(view: ListView, ask: Ask, run_id: int | None = None) -> dict[str, Any
 
 
 def _chosen(view: ListView, facet: Facet) -> tuple[str, ...]:
-    """Return the values of the filter that are given."""
+    """Return the selected values of the filter."""
     value = getattr(view, facet.name)
     if isinstance(value, tuple):
         return value
@@ -225,21 +225,21 @@ def _chosen(view: ListView, facet: Facet) -> tuple[str, ...]:
 
 
 def loss_of(names: Iterable[str]) -> str | None:
-    """Return the metric that is shown first: one that is called a loss, or the first by name."""
+    """Return the metric to show first: a loss, or the first name in order."""
     ordered = sorted(names)
     return next((name for name in ordered if "loss" in name.lower()), ordered[0] if ordered else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """``title`` says what the code is for."""
+    """Code snippet with a ``title``."""
 
     title: str
     code: str
 
 
 def snippets_of(found: Any, root: Any, base_url: str) -> list[Snippet]:
-    """For a checkpoint as the API has it: where its storage is, if that may be known, and by the catalog."""
+    """Return snippets for a checkpoint of the API: by its URL in storage, if visible, and by the catalog."""
     code = _by_format(found.format, repr(_place(found, root)))
     client = (
         "from dcp.server.client import Client\n\n"
@@ -250,7 +250,7 @@ def snippets_of(found: Any, root: Any, base_url: str) -> list[Snippet]:
 
 
 def _place(found: Any, root: Any) -> str:
-    """Return where it is in storage; where that may not be known, what to put there."""
+    """Return the location in storage, or a placeholder if the location is hidden."""
     return (
         f"<URL of root {found.root}>/{found.key}"
         if root is None or root.url is None

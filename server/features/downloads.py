@@ -1,4 +1,4 @@
-"""Files of a checkpoint as they are, and a checkpoint as one file that is made while it is sent."""
+"""Downloads: files of a checkpoint, and a checkpoint as one file generated during the download."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class DownloadOptions(QueryModel):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class PlannedDownload:
-    """A file to be made of ``source``. ``dropped`` names values that are not in it; ``held_bytes`` is about
-    what both take."""
+    """File to generate from ``source``. ``dropped``: names of left-out values; ``held_bytes``: approximate
+    memory of both."""
 
     source: OpenCheckpoint
     body: Body
@@ -74,7 +74,7 @@ class PlannedDownload:
 
 
 def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """Return the name of the file that a client is offered."""
+    """Return the file name of the download."""
     stem = opened.key.rpartition("/")[2]
     if opened.file is not None:
         stem = stem.rpartition(".")[0] or stem
@@ -88,11 +88,11 @@ def _suffix(options: DownloadOptions) -> str:
 def plan_download(
     opened: OpenCheckpoint, options: DownloadOptions, check: Wanted = lambda: None
 ) -> PlannedDownload:
-    """Return the file that ``options`` make of the checkpoint. ``check`` is called between steps, to give up.
+    """Plan the file. ``check`` is called between steps and raises to cancel.
 
-    Raises PlanError for what such a file cannot hold, and for globs that match nothing.
+    Raises PlanError for content that the format cannot hold, and for globs without a match.
     """
-    # Only here: a service is to answer soon after its start.
+    # imported here to keep the start of the service fast
     from dcp.conversion.targets.job import ConversionOptions, LayoutJob
     from dcp.inspection.entries import choose_entries
     from dcp.planners.garbage_collection import garbage_collection_paused
@@ -115,12 +115,12 @@ def plan_download(
 
 
 class Plans:
-    """Plans of downloads by entity tag: each made once however many need it, a few at a time.
+    """Plans of downloads by entity tag. Concurrent requests share a plan, and few plans are made at a time.
 
-    A plan of 100,000 tensors is half a second of a processor and tens of MiB; ranges of one download share
-    it, and it is kept while it is in use. A plan whose last client has gone is cancelled.
+    A plan of 100,000 tensors takes half a second of a processor and tens of MiB. Ranges of one download share
+    the plan. A plan without waiting clients is cancelled.
 
-    ``service.own(Plans)`` are those of one process.
+    ``service.own(Plans)`` are the plans of this process.
     """
 
     def __init__(self, _service: object = None) -> None:
@@ -131,16 +131,16 @@ class Plans:
         }
 
     def __contains__(self, etag: str) -> bool:
-        """Check whether the plan is kept, or being made."""
+        """Check for a finished or running plan."""
         return etag in self._values
 
     async def get(
         self, etag: str, make: Callable[[Wanted], PlannedDownload], *, is_small: bool = False
     ) -> PlannedDownload:
-        """Return the plan called ``etag``; what ``make`` returns if there is none. Raises what it raises.
+        """Return the plan ``etag``, or make the plan. Raises errors of ``make``.
 
-        ``make`` runs in a thread; small ones do not wait for others. Cancelled, it is given up, unless others
-        wait for the same.
+        ``make`` runs in a thread; small plans do not wait for others. A cancelled call cancels the plan
+        unless others wait for it.
         """
         return await self._values.get_from(self._pools[is_small], etag, make)
 
@@ -155,13 +155,13 @@ _ERRORS: Final = (400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
 _BYTES = problems(412, 416, *_ERRORS)
 
 _PRESIGNED_SECONDS: Final = 300
-"""Enough to follow a redirect; it does not end a download that has begun."""
+"""Time to follow a redirect; running downloads continue."""
 
 FileName = Annotated[str, Path(min_length=1, max_length=255)]
 
 
 FileRole = Literal["data", "commit", "other"]
-"""It holds tensors; it makes the folder a checkpoint; it is another file (config.json)."""
+"""data: tensors; commit: marks the folder as a checkpoint; other: for example config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class LostFile:
-    """A data file that the index names and that the storage does not have, or not whole."""
+    """Data file of the index that is missing in storage or has another size."""
 
     name: str
     bytes: Annotated[int | None, Shown("In the storage; null: the file is missing.")]
@@ -193,17 +193,17 @@ class LostFile:
     responses={**binary("The file, made while it is sent."), **_BYTES},
 )
 def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()], ask: AskDep) -> Response:
-    """Return the checkpoint as one safetensors or torch.save file.
+    """Download the checkpoint as one safetensors or torch.save file.
 
-    Its size is known before, so that a download can continue where it broke off (Range, If-Range). If the
-    checkpoint turns out to be damaged, the connection is closed before the last byte.
+    The size is known in advance, so interrupted downloads can continue (Range, If-Range). If the checkpoint
+    is damaged, the connection is closed before the last byte.
     """
     found = ask.data.open(checkpoint_id)
     opened, plans = found.opened, ask.service.own(Plans)
     entries = opened.index.tensor_count + len(opened.index.objects)
-    # planned and sent in milliseconds; a cast may make it larger
+    # planned and sent in milliseconds; a cast can increase the size
     is_small = entries <= _SMALL_ENTRIES and opened.index.tensor_bytes <= SMALL_BYTES // 4
-    etag = opened.etag("download", __version__, options)  # a layout depends on nothing else
+    etag = opened.etag("download", __version__, options)  # a layout has no other inputs
     if is_unchanged(ask.request.headers, etag):
         return not_modified(etag)
 
@@ -222,7 +222,7 @@ def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()]
 
 @dataclass(frozen=True, slots=True)
 class FileList:
-    """All files of a checkpoint, by name; and those that it lacks."""
+    """All files of a checkpoint by name, and missing files."""
 
     items: tuple[File, ...]
     missing: Annotated[tuple[LostFile, ...], Shown(may_be_absent=True)] = ()
@@ -262,7 +262,7 @@ def download_file(
         bool, Query(description="Answer with 307 where the storage is S3; else the service passes it on.")
     ] = True,
 ) -> Response:
-    """One of the checkpoint's own files, as it is: nothing is compared."""
+    """Download one file of the checkpoint unchanged and unverified."""
     request = ask.request
     found = ask.data.open(checkpoint_id)
     with found.problems():
@@ -282,11 +282,11 @@ def download_file(
 
 
 def _files_of(opened: OpenCheckpoint) -> list[tuple[FileInfo, FileRole]]:
-    """All files of the checkpoint by name, with their roles; of a checkpoint of one file that one alone.
+    """Return all files of the checkpoint by name, with roles.
 
     Raises errors of the store.
     """
-    from dcp.storage.commit_names import is_commit_object  # only here, as all that reads checkpoints
+    from dcp.storage.commit_names import is_commit_object  # imports numpy
 
     if opened.file is not None:
         info = opened.store.stat(opened.file)
@@ -301,8 +301,7 @@ def _files_of(opened: OpenCheckpoint) -> list[tuple[FileInfo, FileRole]]:
 
 
 def _lost_files(opened: OpenCheckpoint, present: Iterable[tuple[FileInfo, FileRole]]) -> list[LostFile]:
-    """Return the data files that the index names and that are not among those ``present``, or of another
-    size."""
+    """Return data files of the index that are absent from ``present`` or have another size."""
     from dcp.storage.formats.index import UNKNOWN
 
     sizes = {info.name: info.size_bytes for info, _ in present}
@@ -315,8 +314,8 @@ def _lost_files(opened: OpenCheckpoint, present: Iterable[tuple[FileInfo, FileRo
 
 
 def _file_of(opened: OpenCheckpoint, name: str) -> FileInfo:
-    """Return the file called ``name``. Raises NotFoundError, CheckpointFormatError for what cannot be a name,
-    and errors of the store."""
+    """Return the file ``name``. Raises NotFoundError, CheckpointFormatError for an invalid name, and errors
+    of the store."""
     info = None
     if opened.file in (None, name) and not check_name(name).startswith(TEMPORARY_PREFIX):
         info = opened.store.stat(name)

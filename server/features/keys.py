@@ -1,6 +1,6 @@
-"""API keys: created, listed and revoked by admins, by the API and its page.
+"""API keys: created, listed, and revoked by admins, with the API and a page.
 
-Admins of some roots see and make keys that are for no other roots.
+Admins of some roots see and create keys for these roots only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _distinct(values: list[T]) -> list[T]:
 
 
 class NewKey(Request):
-    """The name of the key and what it may. ``roots``: only these; without, all of them."""
+    """Name, scopes, and roots of a new key; without ``roots``, all roots."""
 
     name: Name
     scopes: Annotated[
@@ -62,19 +62,19 @@ class NewKey(Request):
 
 @feature.get("/keys", tag="keys", scope="admin", errors=())
 def list_keys(ask: Ask) -> Items[ApiKey]:
-    """All keys, revoked and expired ones too; for admins of some roots those of these roots alone."""
+    """List all keys, including revoked and expired keys. Admins of some roots see keys of these roots."""
     return Items(tuple(ask.find(keys.list_keys, ask.visible)))
 
 
 @feature.post("/keys", tag="keys", scope="admin", status=201, errors=(409,))
 def create_key(body: NewKey, ask: Ask) -> CreatedKey:
-    """Create a key. The answer shows it for the only time, so that it is not kept for an Idempotency-Key."""
+    """Create a key. Only this answer shows the key, and an Idempotency-Key does not store it."""
     check_roots(body.roots, ask)
     return make_key(body, ask, body.account_id)
 
 
 def check_roots(names: list[str] | None, ask: Ask) -> None:
-    """Refuse roots that are not configured, and those that the caller does not see."""
+    """Refuse roots that are not configured or not visible to the caller."""
     if names is None and ask.visible is not None:
         raise ForbiddenError(
             "a key for all roots needs the scope 'admin' for all roots: name roots", scope="admin"
@@ -85,7 +85,7 @@ def check_roots(names: list[str] | None, ask: Ask) -> None:
 
 
 def make_key(body: NewKey, ask: Ask, account_id: int | None) -> CreatedKey:
-    """Create a key of the account, or one without."""
+    """Create a key, optionally of an account."""
     now = ask.now
     with ask.service.database.write() as connection:
         if account_id is not None:
@@ -110,7 +110,8 @@ def make_key(body: NewKey, ask: Ask, account_id: int | None) -> CreatedKey:
 
 
 def _check_account(connection: Connection, account_id: int, ask: Ask) -> None:
-    """Only a person makes keys that act as the person; those of service accounts admins of all roots make."""
+    """Check the right to create keys: a person creates keys of this person, admins of all roots create keys
+    of service accounts."""
     account = accounts.accounts_of(connection, [account_id]).get(account_id)
     if account_id != ask.caller.account_id or ask.caller.key_id is not None:
         if not ask.caller.may_everywhere("admin"):
@@ -129,13 +130,13 @@ def _note(connection: Connection, action: str, key: ApiKey, detail: dict[str, An
 
 @feature.get("/keys/{key_id}", tag="keys", scope="admin")
 def get_key(key_id: IdPath, ask: Ask) -> ApiKey:
-    """One key."""
+    """Return a key."""
     return ask.find(keys.get_key, key_id, ask.visible)
 
 
 @feature.delete("/keys/{key_id}", tag="keys", scope="admin")
 def revoke_key(key_id: IdPath, ask: Ask) -> ApiKey:
-    """End a key at once and for ever; it stays in the list. Again is fine."""
+    """Revoke a key immediately and permanently; the list keeps it. Repetitions are allowed."""
     with ask.service.database.write() as connection:
         return end_key(connection, keys.get_key(connection, key_id, ask.visible), ask)
 
@@ -176,13 +177,13 @@ _UNTYPED: Final[dict[str, Any]] = {"name": "", "scopes": ["read"], "roots": [], 
 
 @feature.page("/keys", "keys.html", scope="admin")
 def keys_page(ask: Ask) -> dict[str, Any]:
-    """Show all keys, valid ones first, and the form that creates one."""
+    """Show all keys, valid keys first, and the form for a new key."""
     return _values(ask)
 
 
 @feature.form("/keys", scope="admin")
 def create_key_form(ask: Ask) -> Response:
-    """Create a key, and show it on the only page that does: no browser keeps it."""
+    """Create a key, and show it on a page that browsers do not store."""
     try:
         made = create_key(ask_for_key(ask.form), ask)
     except (ConflictError, ForbiddenError, UnprocessableError) as error:
@@ -212,7 +213,7 @@ def revoke_key_page(key_id: IdPath, ask: Ask) -> dict[str, Any]:
 
 @feature.form("/keys/{key_id}/revoke", scope="admin")
 def revoke_key_form(key_id: IdPath, ask: Ask) -> str:
-    """End the key. After the key of one's own session one has to sign in again."""
+    """Revoke the key. Revoking the key of the current session requires a new sign-in."""
     revoke_key(key_id, ask)
     return "/keys?done=revoked"
 
@@ -247,7 +248,7 @@ def typed(form: Form) -> dict[str, Any]:
 
 
 def ask_for_key(form: Form) -> NewKey:
-    """Return the key that the form describes. Raises UnprocessableError."""
+    """Return the key of the form. Raises UnprocessableError."""
     days = form.text("days")
     try:
         return NewKey(

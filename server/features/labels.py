@@ -1,7 +1,7 @@
-"""Tags, pins and metrics of checkpoints, and the aliases of runs: by the API, and on a checkpoint's page.
+"""Tags, pins, and metrics of checkpoints, and aliases of runs: by the API, and on a checkpoint's page.
 
-Each change takes ``If-Match``; an alias that exists is moved and removed only with it, because two programs
-that both think theirs is the best checkpoint must not overwrite each other unseen.
+Changes accept ``If-Match``. Moving or removing an existing alias requires ``If-Match``, so two programs
+cannot overwrite each other's alias unnoticed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _CHANGE: Final = (404, 409, 412)
 
 
 class MetricsChange(Request):
-    """Metrics by name; null removes one, those that are not named stay."""
+    """Metrics by name; null removes a metric, other metrics stay."""
 
     metrics: Annotated[dict[Name, Finite | None], Field(min_length=1, max_length=256)]
 
 
 class AliasChange(Request):
-    """The checkpoint of the run that the alias is to name; ``is_protected`` needs the scope admin."""
+    """Checkpoint of the run for the alias; ``is_protected`` needs the scope admin."""
 
     checkpoint_id: Id
     is_protected: bool | None = None
@@ -52,13 +52,13 @@ class AliasChange(Request):
 
 @feature.put(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
 def add_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
-    """Add a tag. A tag that the checkpoint has already changes nothing."""
+    """Add a tag. Adding an existing tag changes nothing."""
     return _changed(ask, if_match, checkpoint_id, labels.add_tags, [tag])
 
 
 @feature.delete(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
 def remove_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
-    """Remove a tag. A tag that the checkpoint does not have changes nothing."""
+    """Remove a tag. Removing a missing tag changes nothing."""
     return _changed(ask, if_match, checkpoint_id, labels.remove_tags, [tag])
 
 
@@ -70,7 +70,7 @@ def pin_checkpoint(checkpoint_id: IdPath, ask: Ask, if_match: IfMatch) -> Checkp
 
 @feature.delete(_CHECKPOINT + "/pin", tag="labels", scope="write", errors=_CHANGE)
 def unpin_checkpoint(checkpoint_id: IdPath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
-    """Allow that it is deleted again."""
+    """Unpin a checkpoint and allow its deletion."""
     return _changed(ask, if_match, checkpoint_id, labels.set_pinned, False)
 
 
@@ -102,13 +102,13 @@ def list_aliases(run_id: IdPath, ask: Ask) -> Items[Alias]:
 
 @feature.get(_ALIAS, tag="labels")
 def get_alias(run_id: IdPath, name: NamePath, ask: Ask) -> Alias:
-    """Return the checkpoint that the alias names."""
+    """Return the checkpoint of the alias."""
     return ask.tagged(ask.find(labels.get_alias, run_id, name, ask.visible))
 
 
 @feature.put(_ALIAS, tag="labels", scope="write", errors=(404, 409, 412, 428))
 def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_match: IfMatch) -> Alias:
-    """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias yet."""
+    """Point the alias at this checkpoint of the run. Without If-Match, the alias must be new."""
 
     def act(connection: Connection) -> Alias:
         labels.lock_aliases(connection, run_id)
@@ -149,7 +149,7 @@ def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) ->
 
 
 def _check_free(connection: Connection, run_id: int, name: str, ask: Ask) -> None:
-    """Raises ConflictError for an alias that another feature keeps."""
+    """Raise ConflictError for an alias kept by another feature."""
     reason = _why_held(connection, run_id, name, ask)
     if reason is not None:
         raise ConflictError(reason, state="held")
@@ -162,7 +162,7 @@ def _why_held(connection: Connection, run_id: int, name: str, ask: Ask) -> str |
 
 
 def _expected(connection: Connection, run_id: int, name: str, if_match: Precondition, ask: Ask) -> int | None:
-    """Return the version of the alias that the request expects; 0 is none."""
+    """Return the alias version expected by the request; 0 for a missing alias."""
     get_run(connection, run_id, ask.visible)
     try:
         present = labels.get_alias(connection, run_id, name, ask.visible)
@@ -170,21 +170,21 @@ def _expected(connection: Connection, run_id: int, name: str, if_match: Precondi
         if_match.nothing(f"there is no alias {name}")
         return 0
     if_match.required()
-    # The tag names the checkpoint, too: an alias that was removed and made anew is another one.
+    # The tag includes the checkpoint: an alias that was removed and recreated has another tag.
     return if_match.version(f"a{run_id}-{present.checkpoint_id}")
 
 
 # -- the page of a checkpoint --------------------------------------------------------------------------------
 
 _ANY: Final = Precondition(None)
-"""Labels are given whatever else has changed."""
+"""Labels are set regardless of other changes."""
 _NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
 
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """A form that undoes the change of an alias: it names ``holder`` again. ``etag`` is the alias's, "" if
-    there is none now."""
+    """Form that undoes a change of an alias by pointing it at ``holder``. ``etag`` is the alias's, "" for a
+    missing alias."""
 
     alias: str
     holder: CheckpointDetail
@@ -193,7 +193,7 @@ class Undo:
 
 @feature.panel("checkpoint", "labels.html", order=20)
 def labels_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Show tags and aliases, and the forms that change them."""
+    """Show tags and aliases, and forms for changes."""
     if not (ask.caller.may("write", found.root) or found.tags or found.aliases):
         return None
     with ask.reading() as connection:
@@ -203,13 +203,13 @@ def labels_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
 
 @feature.panel("checkpoint.notices", "labels_notice.html", order=10)
 def labels_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
-    """Confirm what a form did, as the page's address says, with a form that undoes it."""
+    """Confirm a submitted form from the page's address, with a form for undo."""
     done = ask.request.query_params.get("done")
     return {"undo": _undo(done or "", found, ask)}
 
 
 def _undo(done: str, found: CheckpointDetail, ask: Ask) -> Undo | None:
-    """Return how to undo what was ``done``, if the catalog still is in the state after it."""
+    """Return the undo of a change if the catalog has not changed since."""
     what, number, name = [*done.split(":", 2), "", ""][:3]
     if what not in ("moved", "unaliased") or not number.isdecimal() or len(number) > 15:
         return None
@@ -228,7 +228,7 @@ def _undo(done: str, found: CheckpointDetail, ask: Ask) -> Undo | None:
 
 @feature.form(_CHECKPOINT + "/tags", scope="write")
 def change_tags_form(checkpoint_id: IdPath, ask: Ask) -> str:
-    """Add a tag, or remove one."""
+    """Add or remove a tag."""
     if ask.form.text("remove"):
         remove_tag(checkpoint_id, _name(ask, "remove"), ask, _ANY)
         return _page(checkpoint_id, "untagged")
@@ -238,7 +238,7 @@ def change_tags_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 @feature.form(_CHECKPOINT + "/pin", scope="write")
 def change_pin_form(checkpoint_id: IdPath, ask: Ask) -> str:
-    """Protect it from deletion, or no longer."""
+    """Protect the checkpoint from deletion, or remove the protection."""
     if ask.form.is_checked("pinned"):
         pin_checkpoint(checkpoint_id, ask, _ANY)
         return _page(checkpoint_id, "pinned")
@@ -248,7 +248,7 @@ def change_pin_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 @feature.form(_CHECKPOINT + "/alias", scope="write")
 def set_alias_form(checkpoint_id: IdPath, ask: Ask) -> str | Response:
-    """Let an alias of the run name this checkpoint; one that names another is moved after confirmation."""
+    """Point an alias of the run at this checkpoint; confirm before moving an existing alias."""
     name = _name(ask, "alias")
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     etag = ask.form.optional("alias_etag")
@@ -266,7 +266,7 @@ def set_alias_form(checkpoint_id: IdPath, ask: Ask) -> str | Response:
 
 @feature.form(_CHECKPOINT + "/unalias", scope="write")
 def delete_alias_form(checkpoint_id: IdPath, ask: Ask) -> str:
-    """Remove an alias that names this checkpoint."""
+    """Remove an alias of this checkpoint."""
     name = _name(ask, "alias")
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     present = get_alias(found.run_id, name, ask)

@@ -35,7 +35,7 @@ class Health(Answer):
 
 
 class Ready(Answer):
-    """`checks` names what is checked, and "ok" or what is wrong."""
+    """Readiness. `checks` maps each check to "ok" or its problem."""
 
     status: Literal["ok", "unavailable"]
     checks: dict[str, str]
@@ -54,13 +54,13 @@ class Welcome(Answer):
 
 @router.get("/", tags=["health"])
 async def get_welcome() -> Welcome:
-    """Return the service, and the paths of its pages and its API."""
+    """Return the name of the service, and the paths of pages and API."""
     return Welcome(version=__version__, api="/api/v1", docs="/docs", openapi="/openapi.json", ready="/readyz")
 
 
 @router.get("/healthz", tags=["health"])
 async def get_health() -> Health:
-    """Return the process lives. Looks at nothing else, so that no restart follows from a database's."""
+    """Report a live process, without checking the database, so a database failure causes no restart."""
     return Health(version=__version__)
 
 
@@ -70,10 +70,9 @@ async def get_health() -> Health:
     responses={503: {"model": Ready, "description": "Not ready; `checks` says why."}},
 )
 async def get_readiness(readiness: ReadinessDep, response: Response) -> Ready:
-    """Return the database can be read and written and has the schema of this version.
+    """Report a readable and writable database with the schema of this version.
 
-    Roots are not looked at, since the catalog of all others answers while one is away: see `/root-checks` of
-    the API.
+    Roots are not checked, because the catalog answers without them: see `/root-checks` of the API.
     """
     checks = await readiness.check()
     is_ready = all(found == OK for found in checks.values())
@@ -93,7 +92,7 @@ _METRICS: Final[dict[int | str, dict[str, Any]]] = {
 
 @router.get("/metrics", tags=["monitoring"], response_class=Response, responses=_METRICS)
 def get_metrics(ask: AskDep, readiness: ReadinessDep) -> Response:
-    """All metrics, of all roots: so a key has to be for all of them."""
+    """Return the metrics of all roots; requires a key for all roots."""
     if ask.settings.metrics_need_key:  # public to the walk over all routes, because a setting decides
         _check(getattr(ask.request.state, "principal", None))
     monitoring = cast(Monitoring, ask.request.app.state.monitoring)

@@ -26,12 +26,12 @@ feature: Final = Feature("overview", __name__)
 _RUNS: Final = 20
 _JOBS: Final = 5
 _NEWEST: Final = 32
-"""Checkpoints that are read of each run, so that this page costs the same however long runs are."""
+"""Checkpoints read per run; bounds the cost of this page."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run with values of its newest checkpoints. ``metric`` and ``sizes`` are lines, "" without any."""
+    """Run with values of its newest checkpoints. ``metric`` and ``sizes`` are lines, "" without values."""
 
     run: Run
     newest: Checkpoint | None
@@ -50,7 +50,7 @@ def overview_page(
     root: Annotated[str | None, Query(max_length=63)] = None,
     cursor: Annotated[str | None, Query(max_length=4096)] = None,
 ) -> dict[str, Any]:
-    """Show runs, the one with the newest checkpoint first; jobs and roots in a line."""
+    """Show runs, newest checkpoint first, with a line for jobs and roots."""
     found = list_runs(query_of(RunQuery, root=root, cursor=cursor, limit=_RUNS), ask)
     roots = list(roots_of(ask))
     jobs = active_jobs(ask, _JOBS + 1)

@@ -1,4 +1,4 @@
-"""Roots: the places where checkpoints are found. They come from the settings; nothing here changes them."""
+"""Roots: configured locations of checkpoints. Only the settings change roots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][
 
 @dataclass(frozen=True, slots=True)
 class RootCheck:
-    """State of the storage of a root: it answers now, and is the one that the catalog knows."""
+    """State of a root's storage: reachable, and identical to the known location."""
 
     root: str
     is_ok: bool
@@ -37,20 +37,20 @@ class RootCheck:
 
 @feature.page("/roots", "roots.html", tag="roots", errors=(), panels="root")
 def list_roots(ask: Ask) -> Items[Root]:
-    """All roots that the key may see, by name, with their last scans."""
+    """List visible roots by name, with their last scans."""
     return Items(tuple(roots_of(ask)))
 
 
 @feature.get("/roots/{root}", tag="roots")
 def get_root(root: RootName, ask: Ask) -> Root:
-    """One root."""
+    """Return a root."""
     check_visible(ask.caller, root)
     return next(_shown([ask.find(root_row, root)], ask))
 
 
 @feature.get("/root-checks", tag="roots", errors=())
 def check_roots(readiness: ReadinessDep, ask: Ask) -> Items[RootCheck]:
-    """Return whether the storage of each root answers: looked at now, or within the last two seconds."""
+    """Check the storage of each root, at most two seconds ago."""
     found = sorted(from_thread.run(readiness.check_roots).items())
     return Items(
         tuple(
@@ -68,12 +68,12 @@ def scan_form(root: RootName, ask: Ask) -> str:
 
 
 def roots_of(ask: Ask) -> Iterator[Root]:
-    """Yield the roots that the caller may see, by name."""
+    """Yield the visible roots by name."""
     return _shown(ask.find(rows_of_roots, ask.visible), ask)
 
 
 def writable_roots(ask: Ask) -> list[Root]:
-    """Return the roots that the caller may see, and jobs may write to."""
+    """Return visible roots that jobs may write to."""
     return [root for root in roots_of(ask) if root.is_configured and not root.readonly]
 
 

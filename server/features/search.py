@@ -1,5 +1,4 @@
-"""Search: runs, checkpoints, aliases, tags and tensors by their names, what other features find, and one
-checkpoint by its own name."""
+"""Search: runs, checkpoints, aliases, tags, and tensors by name, and results of other features."""
 
 from __future__ import annotations
 
@@ -41,10 +40,10 @@ class SearchQuery(BaseModel):
 
 @feature.get("/search", tag="search", errors=())
 def search(query: Annotated[SearchQuery, Query()], ask: Ask) -> SearchResult:
-    """Runs, checkpoints, aliases, tags and tensors that have `q` in their names, the best first; then notes
-    that have it in their text.
+    """Search runs, checkpoints, aliases, tags, and tensors with `q` in their names, best first; then notes
+    with `q` in their text.
 
-    Large and small letters are the same. A number also matches a step, and `run/name` a path.
+    Case is ignored. A number also matches a step, and `run/name` a path.
     """
     with ask.reading() as connection:
         named = find_names(connection, query.q, ask.visible, kinds=query.kind, limit=query.limit).items
@@ -76,7 +75,7 @@ def lookup_page(view: Annotated[LookupQuery, Query()], ask: Ask) -> Response:
 
 
 def _link(hit: SearchHit) -> str:
-    """Return the page that shows the hit; of a tag the list of the checkpoints that have it."""
+    """Return the page of the hit; for a tag, the list of its checkpoints."""
     if hit.href is not None:
         return hit.href
     if hit.kind == "run":

@@ -22,7 +22,7 @@ _YEAR_SECONDS: Final = 365 * 86_400
 
 @feature.page("/sign-in", "sign_in.html", scope="public")
 def sign_in_page(ask: Ask, next: Next = "/") -> dict[str, Any] | Response:
-    """Show the form; where no keys are needed there is nothing to sign in to."""
+    """Show the form; a service without keys needs no sign-in."""
     if ask.settings.auth == "off":
         return RedirectResponse(own_path(next), 303)
     return {"next": own_path(next), "fault": None, "provider": _provider(ask)}
@@ -41,14 +41,14 @@ def sign_in_form(ask: Ask) -> Response:
 
 
 def _provider(ask: Ask) -> str | None:
-    """Return the name of the provider of OpenID Connect, if there is one."""
+    """Return the name of the OpenID Connect provider, if configured."""
     options = provider_settings(ask.settings)
     return None if options is None else options.provider_name
 
 
 @feature.form("/sign-out", scope="public")
 def sign_out_form(ask: Ask) -> Response:
-    """End the session; the browser forgets the pages that it has shown."""
+    """End the session, and make the browser forget shown pages."""
     token = ask.request.cookies.get(SESSION_COOKIE)
     if token is not None:
         ask.service.database.transact(lambda connection: end_session(connection, token))

@@ -27,12 +27,12 @@ class Methods:
 
     @Operation
     def own_account(self) -> Call[models.Account]:
-        """Get the account of the caller; `/whoami` has its rights."""
+        """Return the account of the caller; `/whoami` has the rights."""
         return Call("GET", "/account", one(models.Account))
 
     @Operation
     def own_keys(self) -> Call[list[models.Key]]:
-        """List the keys of the caller's account, revoked and expired ones too."""
+        """List the keys of the caller's account, including revoked and expired keys."""
         return Call("GET", "/account/keys", many(models.Key))
 
     @Listing
@@ -61,7 +61,7 @@ class Methods:
         title: str | None = None,
         etag: str | None = None,
     ) -> Call[models.Account]:
-        """Disable or enable an account. One that is disabled has neither sessions nor keys that work."""
+        """Disable or enable an account. Sessions and keys of a disabled account do not work."""
         path = f"/accounts/{account_id}"
         return Call(
             "PATCH",
@@ -73,12 +73,12 @@ class Methods:
 
     @Operation
     def account_keys(self, account_id: int) -> Call[list[models.Key]]:
-        """List the keys of an account, revoked and expired ones too (in the roots of the admin)."""
+        """List the keys of an account, including revoked and expired keys (in the admin's roots)."""
         return Call("GET", f"/accounts/{account_id}/keys", many(models.Key))
 
     @Operation
     def sign_out_account(self, account_id: int) -> Call[None]:
-        """End all sessions of an account. Its keys stay."""
+        """End all sessions of an account. Keys stay valid."""
         return Call("POST", f"/accounts/{account_id}/sign-out", nothing)
 
     @Listing
@@ -93,7 +93,7 @@ class Methods:
         since: datetime | None = None,
         until: datetime | None = None,
     ) -> PagedCall[models.AuditEntry]:
-        """Entries, newest first; actor, action, target and root have to be equal."""
+        """List audit entries, newest first. Filters compare for equality."""
         path = "/audit"
         return PagedCall(
             page_size,
@@ -106,25 +106,26 @@ class Methods:
     def checkpoints(
         self, *, page_size: int = 100, **options: Unpack[models.CheckpointQuery]
     ) -> PagedCall[models.Checkpoint]:
-        """Checkpoints, the newest first; deleted and unreadable ones only if `state` asks for them."""
+        """List checkpoints, newest first. Deleted and unreadable checkpoints need a `state` filter."""
         return PagedCall(page_size, "/checkpoints", one(models.Checkpoint), query(**options))
 
     @Operation
     def register(self, key: str, **options: Unpack[models.RegistrationOptions]) -> Call[models.Registered]:
-        """Look at a checkpoint now, instead of at the next scan. A repetition changes nothing."""
+        """Read a checkpoint now, before the next scan. Repetitions change nothing."""
         return Call("POST", "/checkpoints", one(models.Registered), body=given({"key": key, **options}))
 
     @Operation
     def lookup(self, **options: Unpack[models.LookupQuery]) -> Call[models.CheckpointDetail]:
-        """Return the checkpoint of this name. Of several, as in other roots and formats, a committed one,
-        and the newest."""
+        """Find a checkpoint by name. If several match, committed checkpoints come first, then newer
+        checkpoints."""
         return Call("GET", "/checkpoints/lookup", one(models.CheckpointDetail), query(**options))
 
     @Operation
     def delete(
         self, checkpoint_id: int, *, grace_seconds: float | None = None, etag: str | None = None
     ) -> Call[models.CheckpointDetail]:
-        """Delete a checkpoint. Its bytes stay, and it can be restored, until its grace is over."""
+        """Delete a checkpoint. The bytes stay until the end of the grace period, and the checkpoint can be
+        restored."""
         path = f"/checkpoints/{checkpoint_id}"
         return Call(
             "DELETE", path, one(models.CheckpointDetail), query(grace_seconds=grace_seconds), etag=etag
@@ -132,12 +133,12 @@ class Methods:
 
     @Operation
     def checkpoint(self, checkpoint_id: int) -> Call[models.CheckpointDetail]:
-        """All that is known of a checkpoint."""
+        """Return all facts about a checkpoint."""
         return Call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail))
 
     @Operation
     def compute_digests(self, checkpoint_id: int) -> Call[models.Job]:
-        """Compute the digests of its tensors, by a job, so that checkpoints with the same are found."""
+        """Submit a job that computes the digests of the tensors, to find checkpoints with equal tensors."""
         return Call("POST", f"/checkpoints/{checkpoint_id}/digests", one(models.Job))
 
     @Operation
@@ -147,19 +148,19 @@ class Methods:
 
     @Operation
     def handovers(self, checkpoint_id: int) -> Call[list[models.Handover]]:
-        """List the handovers to all targets that are configured, and to earlier ones."""
+        """List the handovers to all configured and earlier targets."""
         return Call("GET", f"/checkpoints/{checkpoint_id}/handovers", many(models.Handover))
 
     @Operation
     def hand_over(self, checkpoint_id: int, target: str) -> Call[models.Job]:
-        """Register the checkpoint at a target by its URL, by a job. Done again, it makes no second
+        """Submit a job that registers the checkpoint at a target by URL. Repetitions create no second
         version."""
         path = f"/checkpoints/{checkpoint_id}/handovers"
         return Call("POST", path, one(models.Job), body=given({"target": target}))
 
     @Operation
     def lineage(self, checkpoint_id: int) -> Call[models.Lineage]:
-        """All ancestors and descendants that the key may see, nearest first."""
+        """Return all visible ancestors and descendants, nearest first."""
         return Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
 
     @Operation
@@ -183,12 +184,12 @@ class Methods:
 
     @Operation
     def phases(self, checkpoint_id: int, **options: Unpack[models.PhasesQuery]) -> Call[models.SavePhases]:
-        """Return the seconds of each phase of its save, by rank, as far as the save recorded them."""
+        """Return the recorded seconds of each phase of the save by rank."""
         return Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(models.SavePhases), query(**options))
 
     @Operation
     def unpin(self, checkpoint_id: int, *, etag: str | None = None) -> Call[models.CheckpointDetail]:
-        """Allow that it is deleted again."""
+        """Unpin a checkpoint and allow its deletion."""
         return Call("DELETE", f"/checkpoints/{checkpoint_id}/pin", one(models.CheckpointDetail), etag=etag)
 
     @Operation
@@ -198,14 +199,14 @@ class Methods:
 
     @Operation
     def restore(self, checkpoint_id: int, *, etag: str | None = None) -> Call[models.CheckpointDetail]:
-        """Restore a deleted checkpoint, unless its bytes are being purged already."""
+        """Restore a deleted checkpoint before its purge."""
         return Call("POST", f"/checkpoints/{checkpoint_id}/restore", one(models.CheckpointDetail), etag=etag)
 
     @Listing
     def shards(
         self, checkpoint_id: int, *, page_size: int = 500, glob: str | None = None
     ) -> PagedCall[models.ShardedTensor]:
-        """Tensors with the boxes that they are cut into, and the rank and file of each."""
+        """List tensors with their boxes, and the rank and file of each box."""
         path = f"/checkpoints/{checkpoint_id}/shards"
         return PagedCall(page_size, path, one(models.ShardedTensor), query(glob=glob))
 
@@ -213,7 +214,7 @@ class Methods:
     def stored_chunks(
         self, checkpoint_id: int, *, page_size: int = 500, **options: Unpack[models.StoredChunksQuery]
     ) -> PagedCall[models.StoredChunk]:
-        """Chunks of the map one by one, by rank, file and place, with their numbers of copies."""
+        """List chunks of the map by rank, file, and position, with numbers of copies."""
         path = f"/checkpoints/{checkpoint_id}/shards/chunks"
         return PagedCall(page_size, path, one(models.StoredChunk), query(**options))
 
@@ -232,8 +233,8 @@ class Methods:
     def request_stage(
         self, checkpoint_id: int, stage: str, *, reason: str | None = None, etag: str | None = None
     ) -> Call[models.StageRequest]:
-        """Request that a checkpoint is promoted to a stage. If that needs no approval, it is promoted at
-        once."""
+        """Request the promotion of a checkpoint to a stage. A stage without approvals promotes
+        immediately."""
         path = f"/checkpoints/{checkpoint_id}/stage-requests"
         return Call(
             "POST", path, one(models.StageRequest), body=given({"stage": stage, "reason": reason}), etag=etag
@@ -248,7 +249,7 @@ class Methods:
     def remove_tag(
         self, checkpoint_id: int, tag: str, *, etag: str | None = None
     ) -> Call[models.CheckpointDetail]:
-        """Remove a tag. A tag that the checkpoint does not have changes nothing."""
+        """Remove a tag. Removing a missing tag changes nothing."""
         path = f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}"
         return Call("DELETE", path, one(models.CheckpointDetail), etag=etag)
 
@@ -256,7 +257,7 @@ class Methods:
     def add_tag(
         self, checkpoint_id: int, tag: str, *, etag: str | None = None
     ) -> Call[models.CheckpointDetail]:
-        """Add a tag. A tag that the checkpoint has already changes nothing."""
+        """Add a tag. Adding an existing tag changes nothing."""
         path = f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}"
         return Call("PUT", path, one(models.CheckpointDetail), etag=etag)
 
@@ -285,14 +286,14 @@ class Methods:
     def grants(
         self, *, page_size: int = 100, account_id: int | None = None, group: str | None = None
     ) -> PagedCall[models.Grant]:
-        """List grants by id; those in its roots alone for an admin of some."""
+        """List grants by id; admins of some roots see grants of these roots."""
         return PagedCall(page_size, "/grants", one(models.Grant), query(account_id=account_id, group=group))
 
     @Operation
     def create_grant(
         self, role: str, *, account_id: int | None = None, group: str | None = None, root: str | None = None
     ) -> Call[models.Grant]:
-        """Grant a role; an account or group has one in each root, and one for all roots beside."""
+        """Grant a role. An account or group has at most one role per root, and one for all roots."""
         path = "/grants"
         return Call(
             "POST",
@@ -303,7 +304,7 @@ class Methods:
 
     @Operation
     def delete_grant(self, grant_id: int, *, etag: str | None = None) -> Call[None]:
-        """Revoke a role: it ends at once, also for keys and sessions."""
+        """Revoke a role immediately, also for keys and sessions."""
         return Call("DELETE", f"/grants/{grant_id}", nothing, etag=etag)
 
     @Operation
@@ -318,37 +319,38 @@ class Methods:
 
     @Listing
     def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> PagedCall[models.Job]:
-        """Jobs, newest first. Of states and kinds, any of those that are given."""
+        """List jobs, newest first. Several states or kinds match any of them."""
         return PagedCall(page_size, "/jobs", one(models.Job), query(**options))
 
     @Operation
     def job(self, job_id: int) -> Call[models.Job]:
-        """One job, with its progress, and its result once it has succeeded."""
+        """Return a job with its progress, and the result after success."""
         return Call("GET", f"/jobs/{job_id}", one(models.Job))
 
     @Operation
     def cancel(self, job_id: int) -> Call[models.Job]:
-        """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
+        """Cancel the job and remove partial results. Repetitions are allowed; publication is not
+        interrupted."""
         return Call("POST", f"/jobs/{job_id}/cancel", one(models.Job))
 
     @Operation
     def retry(self, job_id: int) -> Call[models.Job]:
-        """Begin a job anew that has failed or was cancelled."""
+        """Restart a failed or cancelled job."""
         return Call("POST", f"/jobs/{job_id}/retry", one(models.Job))
 
     @Listing
     def job_tasks(self, job_id: int, *, page_size: int = 500) -> PagedCall[models.JobTask]:
-        """Return the tasks of the job by number, once it is planned."""
+        """List the tasks of a planned job by number."""
         return PagedCall(page_size, f"/jobs/{job_id}/tasks", one(models.JobTask))
 
     @Operation
     def job_throughput(self, job_id: int) -> Call[models.JobThroughput]:
-        """Return the speed of its tasks, and an estimate of the time that is left."""
+        """Return the speed of the tasks, and the estimated remaining time."""
         return Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput))
 
     @Operation
     def keys(self) -> Call[list[models.Key]]:
-        """All keys, revoked and expired ones too; for admins of some roots those of these roots alone."""
+        """List all keys, including revoked and expired keys. Admins of some roots see keys of these roots."""
         return Call("GET", "/keys", many(models.Key))
 
     @Operation
@@ -361,8 +363,7 @@ class Methods:
         expires_in_seconds: float | None = None,
         account_id: int | None = None,
     ) -> Call[models.CreatedKey]:
-        """Create a key. The answer shows it for the only time, so that it is not kept for an Idempotency-
-        Key."""
+        """Create a key. Only this answer shows the key, and an Idempotency-Key does not store it."""
         path = "/keys"
         return Call(
             "POST",
@@ -382,12 +383,12 @@ class Methods:
 
     @Operation
     def revoke_key(self, key_id: int) -> Call[models.Key]:
-        """End a key at once and for ever; it stays in the list. Again is fine."""
+        """Revoke a key immediately and permanently; the list keeps it. Repetitions are allowed."""
         return Call("DELETE", f"/keys/{key_id}", one(models.Key))
 
     @Operation
     def key(self, key_id: int) -> Call[models.Key]:
-        """One key."""
+        """Return a key."""
         return Call("GET", f"/keys/{key_id}", one(models.Key))
 
     @Listing
@@ -399,7 +400,7 @@ class Methods:
         author: str | None = None,
         root: str | None = None,
     ) -> PagedCall[models.Note]:
-        """List all notes that the key may see, newest first."""
+        """List visible notes, newest first."""
         path = "/notes"
         return PagedCall(
             page_size, path, one(models.Note), query(contains=contains, author=author, root=root)
@@ -407,7 +408,7 @@ class Methods:
 
     @Operation
     def delete_note(self, note_id: int, *, etag: str | None = None) -> Call[None]:
-        """Delete a note with all of its versions. Only the author and admins may."""
+        """Delete a note with all versions. Requires the author or an admin."""
         return Call("DELETE", f"/notes/{note_id}", nothing, etag=etag)
 
     @Operation
@@ -422,12 +423,12 @@ class Methods:
 
     @Operation
     def note_versions(self, note_id: int) -> Call[list[models.NoteVersion]]:
-        """List the texts of a note, the newest first: the present one, and up to 100 before it."""
+        """List the texts of a note, newest first: the current text, and up to 100 earlier texts."""
         return Call("GET", f"/notes/{note_id}/versions", many(models.NoteVersion))
 
     @Listing
     def quotas(self, *, page_size: int = 100) -> PagedCall[models.Quota]:
-        """List the stored quotas, by id. Others have the defaults of the settings."""
+        """List the stored quotas by id. Other subjects have the defaults of the settings."""
         return PagedCall(page_size, "/quotas", one(models.Quota))
 
     @Operation
@@ -447,7 +448,7 @@ class Methods:
     def quota_usage(
         self, *, kind: str | None = None, q: str | None = None, limit: int | None = None
     ) -> Call[list[models.SubjectUse]]:
-        """List use and limits of accounts, keys or roots: those nearest to a limit first, then by bytes."""
+        """List use and limits of accounts, keys, or roots: nearest to a limit first, then by bytes."""
         return Call("GET", "/quotas/usage", many(models.SubjectUse), query(kind=kind, q=q, limit=limit))
 
     @Operation
@@ -469,18 +470,18 @@ class Methods:
         note: str | None = None,
         etag: str | None = None,
     ) -> Call[models.Quota]:
-        """Change the given fields; limits that are given take the place of all that were stored."""
+        """Change the given fields; given limits replace all stored limits."""
         path = f"/quotas/{quota_id}"
         return Call("PATCH", path, one(models.Quota), body=given({"limits": limits, "note": note}), etag=etag)
 
     @Listing
     def retention_policies(self, *, page_size: int = 100) -> PagedCall[models.RetentionPolicy]:
-        """List the policies of the roots that the key may see, by id."""
+        """List the policies of visible roots by id."""
         return PagedCall(page_size, "/retention/policies", one(models.RetentionPolicy))
 
     @Operation
     def delete_retention_policy(self, policy_id: int, *, etag: str | None = None) -> Call[None]:
-        """Delete a policy. Checkpoints that it has deleted stay deleted."""
+        """Delete a policy. Deleted checkpoints stay deleted."""
         return Call("DELETE", f"/retention/policies/{policy_id}", nothing, etag=etag)
 
     @Operation
@@ -492,20 +493,20 @@ class Methods:
     def change_retention_policy(
         self, policy_id: int, *, etag: str | None = None, **options: Unpack[models.PolicyChanges]
     ) -> Call[models.RetentionPolicy]:
-        """Change the given fields; a job of the policy that is running stops."""
+        """Change the given fields; a running job of the policy stops."""
         path = f"/retention/policies/{policy_id}"
         return Call("PATCH", path, one(models.RetentionPolicy), body={**options}, etag=etag)
 
     @Operation
     def retention_policy_totals(self, policy_id: int) -> Call[models.RetentionTotals]:
-        """Add up what a policy would keep, delete and free; nothing is changed."""
+        """Preview the totals of a stored policy: kept, deleted, and freed. Changes nothing."""
         return Call("GET", f"/retention/policies/{policy_id}/preview/totals", one(models.RetentionTotals))
 
     @Operation
     def retention_totals(
         self, root: str, keep: Mapping[str, Any], *, run_glob: str | None = None
     ) -> Call[models.RetentionTotals]:
-        """Add up what a policy would keep, delete and free; nothing is changed."""
+        """Preview the totals of a policy: kept, deleted, and freed. Changes nothing."""
         path = "/retention/preview/totals"
         return Call(
             "POST",
@@ -517,22 +518,22 @@ class Methods:
 
     @Operation
     def check_roots(self) -> Call[list[models.RootCheck]]:
-        """Return whether the storage of each root answers: looked at now, or within the last two seconds."""
+        """Check the storage of each root, at most two seconds ago."""
         return Call("GET", "/root-checks", many(models.RootCheck))
 
     @Operation
     def roots(self) -> Call[list[models.Root]]:
-        """All roots that the key may see, by name, with their last scans."""
+        """List visible roots by name, with their last scans."""
         return Call("GET", "/roots", many(models.Root))
 
     @Operation
     def root(self, root: str) -> Call[models.Root]:
-        """One root."""
+        """Return a root."""
         return Call("GET", f"/roots/{segment(root)}", one(models.Root))
 
     @Listing
     def rules(self, *, page_size: int = 100) -> PagedCall[models.Rule]:
-        """List the rules by id; those of its roots alone for a key of some roots."""
+        """List the rules by id; a key for some roots lists rules of these roots."""
         return PagedCall(page_size, "/rules", one(models.Rule))
 
     @Operation
@@ -545,7 +546,7 @@ class Methods:
 
     @Operation
     def delete_rule(self, rule_id: int, *, etag: str | None = None) -> Call[None]:
-        """Delete a rule. Its jobs continue."""
+        """Delete a rule. Running jobs continue."""
         return Call("DELETE", f"/rules/{rule_id}", nothing, etag=etag)
 
     @Operation
@@ -562,33 +563,34 @@ class Methods:
 
     @Listing
     def runs(self, *, page_size: int = 100, **options: Unpack[models.RunQuery]) -> PagedCall[models.Run]:
-        """Runs, the one with the newest checkpoint first."""
+        """List runs, newest checkpoint first."""
         return PagedCall(page_size, "/runs", one(models.Run), query(**options))
 
     @Operation
     def compare_runs(
         self, run: Sequence[int], **options: Unpack[models.ComparisonQuery]
     ) -> Call[models.RunComparison]:
-        """Up to ten runs side by side: a metric over their steps, the best checkpoints, and metadata and
-        facts of the newest ones with what differs."""
+        """Compare up to ten runs: a metric over steps, best checkpoints, and metadata and facts of the
+        newest checkpoints with differences."""
         return Call("GET", "/runs/compare", one(models.RunComparison), query(run=run, **options))
 
     @Listing
     def run_summaries(
         self, *, page_size: int = 100, **options: Unpack[models.RunListQuery]
     ) -> PagedCall[models.RunSummary]:
-        """Runs with a metric's last value, minimum and maximum, sorted by one of these. What has changed
-        is summed up by a worker within a second or two."""
+        """List runs with the last value, minimum, and maximum of a metric, sorted by any of these. A
+        worker updates the values within two seconds of a change."""
         return PagedCall(page_size, "/runs/summaries", one(models.RunSummary), query(**options))
 
     @Operation
     def run(self, run_id: int) -> Call[models.Run]:
-        """One run."""
+        """Return a run."""
         return Call("GET", f"/runs/{run_id}", one(models.Run))
 
     @Operation
     def run_activity(self, run_id: int) -> Call[models.RunActivity]:
-        """Tell from its checkpoints whether a run is training: their interval, and the next expected one."""
+        """Return the state of training from the checkpoints of a run: their interval, and the next
+        expected checkpoint."""
         return Call("GET", f"/runs/{run_id}/activity", one(models.RunActivity))
 
     @Operation
@@ -598,7 +600,7 @@ class Methods:
 
     @Operation
     def alias(self, run_id: int, name: str) -> Call[models.Alias]:
-        """Return the checkpoint that the alias names."""
+        """Return the checkpoint of the alias."""
         return Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias))
 
     @Operation
@@ -611,8 +613,7 @@ class Methods:
         is_protected: bool | None = None,
         etag: str | None = None,
     ) -> Call[models.Alias]:
-        """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias
-        yet."""
+        """Point the alias at this checkpoint of the run. Without If-Match, the alias must be new."""
         path = f"/runs/{run_id}/aliases/{segment(name)}"
         return Call(
             "PUT",
@@ -624,18 +625,17 @@ class Methods:
 
     @Operation
     def run_drift(self, run_id: int) -> Call[models.RunDrift]:
-        """Return the result of the last job; not found before the first one, and once that job is
-        forgotten."""
+        """Return the result of the last job. Not found before the first job, or after the job was deleted."""
         return Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift))
 
     @Operation
     def compute_drift(self, run_id: int) -> Call[models.Job]:
-        """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
+        """Submit a job for up to 50 steps; `POST /jobs` with the kind `drift` selects steps."""
         return Call("POST", f"/runs/{run_id}/drift", one(models.Job))
 
     @Operation
     def watch_run(self, run_id: int) -> Call[None]:
-        """Changes of a run, as server-sent events: new checkpoints, labels, verdicts, deletions."""
+        """Follow changes of a run as server-sent events: new checkpoints, labels, verdicts, deletions."""
         return Call("GET", f"/runs/{run_id}/events", nothing)
 
     @Listing
@@ -659,20 +659,20 @@ class Methods:
 
     @Operation
     def run_stages(self, run_id: int) -> Call[list[models.StageHolder]]:
-        """List the checkpoints of a run that are in stages, those in the highest last."""
+        """List the checkpoints of a run in stages, highest stage last."""
         return Call("GET", f"/runs/{run_id}/stages", many(models.StageHolder))
 
     @Listing
     def stage_history(self, run_id: int, *, page_size: int = 500) -> PagedCall[models.StageEntry]:
-        """List all that was requested, decided and changed about the stages of a run, newest first."""
+        """List requests, decisions, and changes of a run's stages, newest first."""
         return PagedCall(page_size, f"/runs/{run_id}/stages/history", one(models.StageEntry))
 
     @Operation
     def demote_checkpoint(
         self, run_id: int, stage: str, checkpoint_id: int, *, reason: str | None = None
     ) -> Call[None]:
-        """Take a checkpoint out of a stage; the alias of that name is removed. Who may approve may;
-        without approvals, who may request."""
+        """Take a checkpoint out of a stage, and remove the alias. Requires the right to approve; for
+        stages without approvals, the right to request."""
         path = f"/runs/{run_id}/stages/{segment(stage)}/demote"
         return Call("POST", path, nothing, body=given({"checkpoint_id": checkpoint_id, "reason": reason}))
 
@@ -687,8 +687,8 @@ class Methods:
 
     @Operation
     def run_timeline(self, run_id: int, **options: Unpack[models.TimelineQuery]) -> Call[models.RunTimeline]:
-        """Return the checkpoints of a run over its steps, of all states, neighbours summed up: bytes,
-        seconds of saving, metrics, states, aliases."""
+        """Return a run's checkpoints of all states over its steps, grouped into bins: bytes, seconds of
+        saving, metrics, states, aliases."""
         return Call("GET", f"/runs/{run_id}/timeline", one(models.RunTimeline), query(**options))
 
     @Listing
@@ -701,7 +701,7 @@ class Methods:
         stage: str | None = None,
         state: str | None = None,
     ) -> PagedCall[models.StageRequest]:
-        """List requests, newest first. Those with the state `requested` are open."""
+        """List requests, newest first. The state `requested` means open."""
         path = "/stage-requests"
         return PagedCall(
             page_size,
@@ -719,8 +719,8 @@ class Methods:
     def approve_stage_request(
         self, request_id: int, *, reason: str | None = None, etag: str | None = None
     ) -> Call[models.StageRequest]:
-        """Approve a request. The last approval that it needs promotes the checkpoint as it was requested:
-        if its content has changed since, the answer is 409."""
+        """Approve a request. The last required approval promotes the checkpoint. The answer is 409 if the
+        content has changed since the request."""
         path = f"/stage-requests/{request_id}/approve"
         return Call("POST", path, one(models.StageRequest), body=given({"reason": reason}), etag=etag)
 
@@ -728,7 +728,7 @@ class Methods:
     def reject_stage_request(
         self, request_id: int, reason: str, *, etag: str | None = None
     ) -> Call[models.StageRequest]:
-        """Reject a request. Who may approve it may."""
+        """Reject a request. Requires the right to approve."""
         path = f"/stage-requests/{request_id}/reject"
         return Call("POST", path, one(models.StageRequest), body=given({"reason": reason}), etag=etag)
 
@@ -736,30 +736,30 @@ class Methods:
     def withdraw_stage_request(
         self, request_id: int, *, reason: str | None = None, etag: str | None = None
     ) -> Call[models.StageRequest]:
-        """Withdraw one's own request. Admins may withdraw any."""
+        """Withdraw an own request. Admins can withdraw any request."""
         path = f"/stage-requests/{request_id}/withdraw"
         return Call("POST", path, one(models.StageRequest), body=given({"reason": reason}), etag=etag)
 
     @Operation
     def stages(self) -> Call[list[models.Stage]]:
-        """List the stages from the lowest to the highest, with their rules and what the caller may do."""
+        """List the stages from lowest to highest, with rules and the caller's rights."""
         return Call("GET", "/stages", many(models.Stage))
 
     @Operation
     def usage(self) -> Call[models.Usage]:
-        """Return use and limits of the caller's account and key, and of the roots that it may see."""
+        """Return use and limits of the caller's account and key, and of visible roots."""
         return Call("GET", "/usage", one(models.Usage))
 
     @Listing
     def webhooks(self, *, page_size: int = 100) -> PagedCall[models.Webhook]:
-        """List the webhooks that the key may see, by id."""
+        """List the visible webhooks by id."""
         return PagedCall(page_size, "/webhooks", one(models.Webhook))
 
     @Operation
     def create_webhook(
         self, url: str, **options: Unpack[models.WebhookOptions]
     ) -> Call[models.WebhookSecret]:
-        """Create a webhook. The answer shows its secret, once: no Idempotency-Key keeps it."""
+        """Create a webhook. Only this answer shows its secret; an Idempotency-Key does not store it."""
         path = "/webhooks"
         return Call(
             "POST", path, one(models.WebhookSecret), body=given({"url": url, **options}), has_secret=True
@@ -779,21 +779,20 @@ class Methods:
     def change_webhook(
         self, webhook_id: int, *, etag: str | None = None, **options: Unpack[models.WebhookChanges]
     ) -> Call[models.Webhook]:
-        """Change the given fields. Deliveries that wait for a disabled webhook are sent once it is
-        enabled."""
+        """Change the given fields. Waiting deliveries of a disabled webhook are sent after it is enabled."""
         return Call("PATCH", f"/webhooks/{webhook_id}", one(models.Webhook), body={**options}, etag=etag)
 
     @Listing
     def deliveries(
         self, webhook_id: int, *, page_size: int = 500, state: str | None = None
     ) -> PagedCall[models.Delivery]:
-        """List deliveries, newest event first. Old ones are forgotten."""
+        """List deliveries, newest event first. Old deliveries are deleted."""
         path = f"/webhooks/{webhook_id}/deliveries"
         return PagedCall(page_size, path, one(models.Delivery), query(state=state))
 
     @Operation
     def redeliver(self, webhook_id: int, delivery_id: int) -> Call[models.Delivery]:
-        """Make a delivery again, from its first attempt on."""
+        """Repeat a delivery from its first attempt."""
         path = f"/webhooks/{webhook_id}/deliveries/{delivery_id}/redeliver"
         return Call("POST", path, one(models.Delivery))
 
@@ -806,7 +805,7 @@ class Methods:
         overlap_seconds: float | None = None,
         etag: str | None = None,
     ) -> Call[models.WebhookSecret]:
-        """Give it a new secret. Until the overlap is over, deliveries carry signatures of both."""
+        """Replace the secret. During the overlap, deliveries carry signatures of both secrets."""
         path = f"/webhooks/{webhook_id}/rotate-secret"
         return Call(
             "POST",
@@ -819,7 +818,7 @@ class Methods:
 
     @Operation
     def test_webhook(self, webhook_id: int) -> Call[models.Delivery]:
-        """Send it an event of the type `webhook.test`; a worker does so within seconds."""
+        """Send an event of the type `webhook.test`; a worker sends within seconds."""
         return Call("POST", f"/webhooks/{webhook_id}/test", one(models.Delivery))
 
     @Operation

@@ -135,7 +135,7 @@ class CheckpointFacets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A box of a tensor, and the file with its bytes."""
+    """Box of a tensor, and the file with its bytes."""
 
     rank: int | None = None
     file: str
@@ -159,7 +159,7 @@ class ComparedFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """A run of a comparison. ``metric`` and ``series`` are None where it does not have the metric."""
+    """Run of a comparison. ``metric`` and ``series`` are None without the metric."""
 
     run: Run
     newest_id: int | None = None
@@ -170,7 +170,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
+    """Event for a webhook; ``state``: "waiting", "delivered", or "failed"."""
 
     id: int
     webhook_id: int
@@ -190,8 +190,8 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
-    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects`
-    are the first 500 of ``object_count``."""
+    """Differences. `counts` cover all tensors, `tensors` is a page of the requested tensors, `objects`
+    has the first 500 of ``object_count``."""
 
     a: int
     b: int
@@ -213,8 +213,7 @@ class Diff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferingObject:
-    """A value that is not the same on both sides: the first 200 characters of each, if it is plain
-    data."""
+    """Value that differs: the first 200 characters on both sides for plain data."""
 
     fqn: str
     kind: str
@@ -226,8 +225,8 @@ class DifferingObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferingTensor:
-    """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
-    ``values``: the differences, where that job has compared them."""
+    """Tensor that differs. "undecided": the job "diff" can compare the values. ``values``: differences
+    found by the job."""
 
     fqn: str
     kind: str
@@ -239,7 +238,7 @@ class DifferingTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftLayer:
-    """The tensors of one layer, or of ``layers`` neighbouring ones where there are very many, by step."""
+    """Tensors of one layer, or of ``layers`` adjacent layers, by step."""
 
     name: str
     relative_l2: tuple[float | None, ...]
@@ -319,7 +318,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """The handover of a checkpoint to one target, and the last job for it."""
+    """Handover of a checkpoint to one target, and its last job."""
 
     target: str
     state: str
@@ -487,7 +486,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitUse:
-    """One limit of a subject, and how much of it is used."""
+    """Limit of a subject, and its use."""
 
     limit: str
     used: int | None = None
@@ -503,8 +502,8 @@ class LimitUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Ancestors and descendants, nearest first; ``is_cut``: there are more. ``also_in``: what has the
-    same tensors under the same names, wherever it comes from, by their digests."""
+    """Ancestors and descendants, nearest first; ``is_cut``: more exist. ``also_in``: checkpoints with
+    the same tensors under the same names, by digest."""
 
     nodes: tuple[LineageNode, ...]
     edges: tuple[LineageEdge, ...]
@@ -529,7 +528,7 @@ class LineageEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageNode:
-    """A checkpoint; ``distance`` is negative for ancestors of the requested one."""
+    """Checkpoint in a lineage; ``distance`` is negative for ancestors of the requested checkpoint."""
 
     id: int
     root: str
@@ -543,9 +542,8 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
-    """Check of whether a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the
-    renaming by which `dcp.load` finds missing names, {} without any; ``renamed``: the findings with
-    it."""
+    """Load check by names, shapes, and dtypes. ``rename``: renaming by which `dcp.load` finds missing
+    names, or {}; ``renamed``: the findings with this renaming."""
 
     checkpoint_id: int
     answer: str
@@ -578,8 +576,8 @@ class LoadFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProblem:
-    """A name that is not the same in a state and in the checkpoint that is to fill it. ``stored_fqn``:
-    what it is called in the checkpoint."""
+    """Name that differs between a state and the checkpoint. ``stored_fqn``: its name in the
+    checkpoint."""
 
     kind: str
     fqn: str
@@ -594,8 +592,8 @@ class LoadProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTensor:
-    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else
-    read for this answer."""
+    """Statistics of a tensor. ``is_kept``: computed by a job at ``computed_at``; False: read for this
+    answer."""
 
     fqn: str
     dtype: str
@@ -610,7 +608,7 @@ class MeasuredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricPlace:
-    """A value of a metric, and the checkpoint that has it."""
+    """Value of a metric, and its checkpoint."""
 
     value: float
     step: int | None = None
@@ -619,7 +617,7 @@ class MetricPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A note on a run, or on one of its checkpoints."""
+    """Note on a run or checkpoint."""
 
     id: int
     root: str
@@ -642,7 +640,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteVersion:
-    """A text that a note has or had."""
+    """Current or earlier text of a note."""
 
     version: int
     text: str
@@ -668,7 +666,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Limits that an admin has stored for an account, a key or a root, in place of the defaults."""
+    """Stored limits for an account, key, or root, in place of the defaults."""
 
     id: int
     kind: str
@@ -685,7 +683,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """The files of one rank; ``rank`` None: of files whose names have none."""
+    """Files of a rank; ``rank`` None: files without a rank in their names."""
 
     rank: int | None = None
     """null: of files whose names have none."""
@@ -713,8 +711,8 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionDecision:
-    """A checkpoint with the reasons to keep it; it is deleted if there are none. Of one that is kept
-    ``drops`` are the parts to drop, with ``dropped_bytes`` of tensors."""
+    """Checkpoint with the reasons to keep; deleted without reasons. ``drops``: parts to drop from a
+    kept checkpoint, with ``dropped_bytes`` of tensors."""
 
     checkpoint_id: int
     key: str
@@ -748,7 +746,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPreview:
-    """A preview of a policy for one run; ``checkpoints``: up to 1,000, those to delete first."""
+    """Preview of a policy for one run; ``checkpoints``: up to 1,000, deletions first."""
 
     run_id: int
     run: str
@@ -809,7 +807,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCheck:
-    """State of the storage of a root: it answers now, and is the one that the catalog knows."""
+    """State of a root's storage: reachable, and identical to the known location."""
 
     root: str
     is_ok: bool
@@ -819,7 +817,7 @@ class RootCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule: ``actions`` are jobs to submit on ``event``, for checkpoints that meet ``condition``."""
+    """Rule: submit jobs (``actions``) on ``event`` for checkpoints that meet ``condition``."""
 
     id: int
     name: str
@@ -852,7 +850,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunActivity:
-    """The intervals of a run's saves, from its newest checkpoints that no job has made."""
+    """Intervals between saves of a run, from its newest checkpoints not made by jobs."""
 
     run_id: int
     state: str
@@ -893,7 +891,7 @@ class RunDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetric:
-    """A metric over the committed checkpoints of a run. ``last`` is that of the highest step."""
+    """Metric over the committed checkpoints of a run. ``last``: value of the highest step."""
 
     name: str
     count: int
@@ -905,7 +903,7 @@ class RunMetric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run with the requested metric, if it has it, and the requested members of its metadata."""
+    """Run with the requested metric, if present, and requested members of metadata."""
 
     run: Run
     metric: RunMetric | None = None
@@ -928,7 +926,7 @@ class RunTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhase:
-    """A phase of a save, over all ranks that recorded it. ``within``: the phase that it is a part of."""
+    """Phase of a save, over all ranks with a record. ``within``: the enclosing phase."""
 
     name: str
     within: str | None = None
@@ -1013,7 +1011,7 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMap:
-    """A map of shards: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on."""
+    """Map of shards: rows of files by rank, with bins of ``bin_bytes`` from ``begin``."""
 
     rank_count: int
     file_count: int
@@ -1046,7 +1044,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMapRow:
-    """Files of neighbouring ranks. ``rank`` None: of files whose names have none."""
+    """Files of adjacent ranks. ``rank`` None: files without a rank in their names."""
 
     first_rank: int | None = None
     last_rank: int | None = None
@@ -1066,7 +1064,7 @@ class ShardMapRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor:
-    """A tensor and the boxes that it is cut into; ``chunks`` are the first of ``chunk_count``."""
+    """Tensor and its boxes; ``chunks`` are the first of ``chunk_count``."""
 
     fqn: str
     dtype: str
@@ -1078,7 +1076,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage, with its rule, and what the caller may do."""
+    """Stage with its rule and the caller's rights."""
 
     name: str
     approvals: int
@@ -1117,7 +1115,7 @@ class StageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHolder:
-    """The checkpoint of a run that is in a stage."""
+    """Checkpoint of a run in a stage."""
 
     stage: str
     checkpoint_id: int
@@ -1159,7 +1157,7 @@ class StageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Statistics of the values of all tensors together, and of those of this page."""
+    """Statistics of all tensors together, and of the tensors of this page."""
 
     is_stale: bool
     """The checkpoint was replaced since they were computed."""
@@ -1172,7 +1170,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
-    """A box of a tensor, and the place of its bytes."""
+    """Box of a tensor, and the position of its bytes."""
 
     fqn: str
     dtype: str
@@ -1189,8 +1187,8 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectUse:
-    """An account, a key or a root: its limits and their use. ``quota_id``: the limits that are stored
-    for it, in place of the defaults."""
+    """Limits and use of an account, key, or root. ``quota_id``: stored limits, in place of the
+    defaults."""
 
     kind: str
     subject: str
@@ -1215,7 +1213,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """Bytes of some tensors of older checkpoints of a run, which dropping them would free."""
+    """Bytes of tensors in older checkpoints of a run, which a drop would free."""
 
     run_id: int
     checkpoints: int
@@ -1231,7 +1229,7 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGrid:
-    """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row."""
+    """Matrix, or a two-dimensional slice, as ``rows`` times ``columns`` cells in row order."""
 
     fqn: str
     dtype: str
@@ -1294,7 +1292,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The use of the caller's account and key, and of the roots that it may see."""
+    """Use of the caller's account and key, and of visible roots."""
 
     account: SubjectUse
     key: SubjectUse | None = None
@@ -1304,8 +1302,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDistance:
-    """Differences between the values of a tensor. ``relative_l2``: the L2 norm of the differences
-    divided by that of the tensor before."""
+    """Differences between the values of a tensor. ``relative_l2``: L2 norm of the differences, divided
+    by the norm of the earlier tensor."""
 
     elements: int
     differing: int
@@ -1323,7 +1321,7 @@ class ValueDistance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """One verification; ``is_current``: the checkpoint is still what was verified."""
+    """Verification; ``is_current``: the content has not changed since."""
 
     id: int
     outcome: str
@@ -1410,7 +1408,7 @@ class CreatedKey(Key):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookSecret(Webhook):
-    """A webhook and its new secret, which is shown this once, and in no repr."""
+    """Webhook and its new secret, shown only once, and in no repr."""
 
     secret: str = field(repr=False)
 

@@ -1,4 +1,4 @@
-"""Conversions and merges of checkpoints, by jobs."""
+"""Jobs for conversions and merges of checkpoints."""
 
 from __future__ import annotations
 

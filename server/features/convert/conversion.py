@@ -1,4 +1,4 @@
-"""Conversions (kind ``convert``): a checkpoint in another format, under a root; each task is a batch."""
+"""Conversions (kind ``convert``): a checkpoint in another format under a root. Each task is a batch."""
 
 from __future__ import annotations
 
@@ -45,33 +45,32 @@ T = TypeVar("T", bound=TargetParams)
 
 
 def _attempt_of(name: str) -> str:
-    """Return the conversion's name for an attempt at the job's plan."""
+    """Return the conversion's name for an attempt at the plan."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def target_dedup_key(root: str, key: str) -> str:
-    """One conversion to a target at a time."""
+    """Return a key that allows one conversion per target at a time."""
     return f"convert:{hashlib.sha256(f'{root}/{key}'.encode()).hexdigest()[:40]}"
 
 
 class TargetKind(Kind[T]):
-    """Jobs that make a checkpoint of other ones: prepared in the plan, a batch a task, published by one
-    rename or one conditional request. ``lineage``: the relation to its sources; ``done``: the audit
-    action."""
+    """Jobs that make a checkpoint from others. The plan prepares files, each task copies a batch, and a
+    rename or conditional request publishes. ``lineage``: relation to the sources; ``done``: audit action."""
 
     scope: ClassVar[Scope] = "convert"
     lineage: ClassVar[LineageKind] = "converted_from"
     done: ClassVar[str] = "checkpoint.convert"
     preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.driver",)
-    leaves_plans: ClassVar[bool] = True  # files of the target's size, so that a full disk shows at once
+    leaves_plans: ClassVar[bool] = True  # create files of full size early, to fail early on a full disk
 
     @classmethod
     def dedup_key(cls, params: T) -> str:
-        """As `Kind.dedup_key`: a target has one at a time, be it a conversion or a merge."""
+        """As `Kind.dedup_key`: one conversion or merge per target at a time."""
         return target_dedup_key(params.target_root or "", params.target_key)
 
     def open(self, context: JobContext, subjects: Sequence[Subject]) -> tuple[list[StorageRoot], Source]:
-        """Open the source that the subjects make together; returns their roots as well."""
+        """Open the subjects as one source; also return their roots."""
         (subject,) = subjects
         root, source = open_source(context, subject)
         return [root], source
@@ -79,12 +78,11 @@ class TargetKind(Kind[T]):
     def subjects(
         self, connection: Connection, params: T, visible: frozenset[str] | None = None
     ) -> list[Subject]:
-        """Return the checkpoints that the target is made of, which must be committed, and ``visible``. Raises
-        MissingError, StateError."""
+        """Return the committed and ``visible`` source checkpoints. Raises MissingError, StateError."""
         return [find_subject(connection, number, visible) for number in params.source_ids]
 
     def made_of(self, subjects: Sequence[Subject], params: T) -> list[Json]:
-        """Return the sources as the result lists them; none where the parameters have them."""
+        """Return the sources for the result; empty if the parameters contain them."""
         return []
 
     def prepare(self, connection: Connection, params: T) -> Json:
@@ -207,8 +205,8 @@ class TargetKind(Kind[T]):
                 discard_attempt(target, _attempt_of(name), 0)
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """As `Kind.record`: register the target with its sources, and submit a scan that reads its structure.
-        Without a step of its own it has that of the first source."""
+        """As `Kind.record`: register the target with its sources, and submit a scan of its structure. A
+        target without a step gets the step of the first source."""
         params = self.params.model_validate(job.params)
         source_ids = [one["id"] for one in result.get("sources", ())] or params.source_ids
         now, root, key = time.time(), result["root"], result["key"]
@@ -220,7 +218,7 @@ class TargetKind(Kind[T]):
         owner = None if job.owner.startswith(SERVICE) else job.owner
         facts = replace(facts, registered_by=job.created_by, owner=owner)
         target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
-        # without a fingerprint the scan opens it, and finds the structure
+        # no fingerprint: the scan opens the target and reads the structure
         without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
         connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
         label = result.get("map")
@@ -231,7 +229,7 @@ class TargetKind(Kind[T]):
         if label:
             detail["map"] = label
         audit.record(connection, job.created_by, self.done, f"checkpoint:{target}", detail, now=now)
-        # not a scan that runs already: it may have listed the folder before the target was there
+        # not a running scan: it can have listed the folder before the target existed
         submit_behind(connection, ScanKind.of_folder(root, facts.run_key), now)
         emit(
             connection,
@@ -254,7 +252,7 @@ class TargetKind(Kind[T]):
     def _conversion(
         self, context: JobContext, shared: Mapping[str, Any], *, template: HfFolder | None = None
     ) -> Iterator[Conversion]:
-        """Yield the conversion that plan, tasks and publishing share; the plan alone needs a ``template``."""
+        """Yield the conversion of the plan, tasks, and publication; ``template`` is for the plan only."""
         from dcp.conversion.driver import Conversion
 
         params = self.params.model_validate(shared["params"])
@@ -270,7 +268,7 @@ class TargetKind(Kind[T]):
 
 
 class ConvertKind(TargetKind[ConvertParams]):
-    """The conversion of one checkpoint."""
+    """Conversion of one checkpoint."""
 
     name: ClassVar[str] = "convert"
     about: ClassVar[str] = "Convert a checkpoint to another format."
@@ -305,7 +303,8 @@ def _configured(context: JobContext, name: str | None) -> StorageRoot:
 def _template_place(
     params: TargetParams, own_root: str, caller: Principal, settings: Settings
 ) -> dict[str, str]:
-    """Return the root of the template, if there is one. Raises NotFoundError where the caller sees none."""
+    """Return the root of the template, if any. Raises NotFoundError if the root is not visible to the
+    caller."""
     if params.hf_key is None:
         return {}
     check_key(params.hf_key)
@@ -313,7 +312,8 @@ def _template_place(
 
 
 def _target_root(root: str, caller: Principal, settings: Settings) -> str:
-    """Raises NotFoundError for a root that the caller may not see, ForbiddenError for one to look at only."""
+    """Return the root of the target. Raises NotFoundError if the root is not visible, ForbiddenError if it is
+    read-only for the caller."""
     _visible(root, caller.having("read"), settings)
     if not caller.may_see(root):
         raise ForbiddenError(f"root {root}: this needs the scope 'convert' in it", scope="convert")
@@ -327,7 +327,7 @@ def _visible(root: str, caller: Principal, settings: Settings) -> str:
 
 
 def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
-    """Return the files beside the weights, which are read once, when the conversion is planned."""
+    """Return files beside the weights, read once by the plan."""
     from dcp.conversion.hf_folder import hf_folder_of
 
     if params.hf_key is None:
@@ -362,7 +362,7 @@ _LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
 
 
 def refuse_known(connection: Connection, root: str, key: str) -> None:
-    """Raise ConflictError if the catalog has a checkpoint there, or one around the target."""
+    """Raise ConflictError if the catalog has a checkpoint at, above, or below the target."""
     parts = key.split("/")
     above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
     query = (

@@ -1,4 +1,4 @@
-"""Forms that convert a checkpoint, merge several, or average the newest steps of a run, and their panels."""
+"""Forms and panels: convert a checkpoint, merge several, average the newest steps of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAGE: Final = re.compile(r"(?:[^?#]*/checkpoints/)?([0-9]{1,15})(?:[/?#].*)?", 
 
 @feature.form("/checkpoints/{checkpoint_id}/convert", scope="convert")
 def convert_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
-    """Convert it to another format, as a job."""
+    """Submit a job that converts the checkpoint."""
     params = _params(
         ConvertParams,
         form,
@@ -41,7 +41,7 @@ def convert_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
 
 @feature.form("/checkpoints/{checkpoint_id}/merge", scope="convert")
 def merge_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
-    """Merge it with others, as a job."""
+    """Submit a job that merges the checkpoint with others."""
     sources = [checkpoint_id, *map(_checkpoint_of, _listed(form, "with"))]
     weights = [_number("weights", one) for one in _listed(form, "weights")] or None
     return _merge(form, ask, sources=sources, weights=weights, formula=form.optional("formula"))
@@ -49,7 +49,7 @@ def merge_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
 
 @feature.form("/runs/{run_id}/merge", scope="convert")
 def average_form(run_id: IdPath, form: FormDep, ask: Ask) -> str:
-    """Average the newest steps of a run, as a job."""
+    """Submit a job that averages the newest steps of a run."""
     last, decay = _number("last", form.text("last")), form.optional("decay")
     if not last.is_integer():
         raise UnprocessableError("last: a whole number of steps", field="last")
@@ -63,7 +63,7 @@ def _merge(form: Form, ask: Ask, **sources: Any) -> str:
 
 
 def _params(model: type[M], form: Form, **given: Any) -> M:
-    """Return the parameters of a form: those that all forms here have, and the others that are ``given``."""
+    """Return the parameters of a form: the common fields, and ``given`` fields."""
     given |= {
         "to": form.text("to"),
         "target_root": form.optional("target_root"),
@@ -75,7 +75,7 @@ def _params(model: type[M], form: Form, **given: Any) -> M:
 
 
 def _listed(form: Form, name: str) -> list[str]:
-    """Return the values of a field, which commas separate."""
+    """Return the comma-separated values of a field."""
     return [part.strip() for part in form.text(name).split(",") if part.strip()]
 
 
@@ -87,7 +87,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _checkpoint_of(text: str) -> int:
-    """Return the number of a checkpoint, given as such or as the address of its page."""
+    """Return the id of a checkpoint from a number or the address of a page."""
     match = _PAGE.fullmatch(text)
     if match is None:
         raise UnprocessableError(
@@ -101,13 +101,13 @@ def _checkpoint_of(text: str) -> int:
 
 @feature.panel("checkpoint.actions", "actions.html", order=20)
 def convert_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Offer forms that convert and merge the checkpoint, where a root takes the result."""
+    """Offer conversion and merge if a root accepts the result."""
     return _targets(ask)
 
 
 @feature.panel("run", "average.html", order=10)
 def average_panel(ask: Ask, run: Run) -> dict[str, Any] | None:
-    """Offer a form that averages the newest steps, where a root takes the result."""
+    """Offer an average of the newest steps if a root accepts the result."""
     return _targets(ask) if run.checkpoint_count else None
 
 

@@ -1,4 +1,5 @@
-"""Merges (kind ``merge``): the weighted sum of checkpoints, under a root; a conversion of several as one."""
+"""Merges (kind ``merge``): the weighted sum of checkpoints under a root, as a conversion of several
+sources."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ _Weights = Annotated[tuple[_Weight, ...], Field(min_length=1, max_length=64, str
 
 
 class MergeParams(TargetParams):
-    """The checkpoints ``sources``, and ``adapters`` in the layout of peft, as `dcp.merge` takes them.
+    """Checkpoints ``sources``, and ``adapters`` in the layout of PEFT, as for `dcp.merge`.
 
-    Instead of sources ``run_id`` and ``last``: the newest steps of a run at the time when the job is planned.
-    At most one of ``weights``, ``formula`` and ``decay``: with the last the first source is the newest. A
-    ``map`` is of all sources, and excludes adapters.
+    ``run_id`` and ``last`` replace sources by the newest steps of a run when the job is planned. ``weights``,
+    ``formula``, and ``decay`` exclude each other; for ``decay`` the first source is the newest. A ``map``
+    applies to all sources and excludes adapters.
     """
 
     sources: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = ()
@@ -70,11 +71,11 @@ class MergeParams(TargetParams):
 
     @property
     def source_ids(self) -> Sequence[int]:
-        """The ids of the given sources and adapters."""
+        """Ids of the given sources and adapters."""
         return (*self.sources, *self.adapters)
 
     def arithmetic(self) -> Arithmetic:
-        """Return the weighted sum. Raises OptionError for weights that do not fit."""
+        """Return the weighted sum. Raises OptionError for invalid weights."""
         count = self.last or len(self.sources)
         own = weights_of_sources(count, self.weights, self.formula, self.decay)
         added = weights_of_adapters(len(self.adapters), self.adapter_weights)
@@ -86,7 +87,7 @@ class MergeParams(TargetParams):
 
 
 class MergeKind(TargetKind[MergeParams]):
-    """The merge of several checkpoints, all of which are its parents."""
+    """Merge of several checkpoints; all sources are parents."""
 
     name: ClassVar[str] = "merge"
     about: ClassVar[str] = "Add checkpoints with weights, or average the newest steps of a run."
@@ -97,7 +98,7 @@ class MergeKind(TargetKind[MergeParams]):
     def subjects(
         self, connection: Connection, params: MergeParams, visible: frozenset[str] | None = None
     ) -> list[Subject]:
-        """As `TargetKind.subjects`; of a run its newest steps."""
+        """As `TargetKind.subjects`; for a run, its newest steps."""
         numbers = list(params.source_ids)
         if params.run_id is not None and params.last is not None:
             get_run(connection, params.run_id, visible)

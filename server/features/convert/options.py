@@ -1,4 +1,4 @@
-"""Options of conversions: parameters that jobs, rules and forms have in common."""
+"""Options of conversions, common to jobs, rules, and forms."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ MapData = Annotated[dict[str, Plain], AfterValidator(_small)]
 
 @dataclass(frozen=True, slots=True)
 class MapChoice:
-    """A weight map, or none: the name of a ready one, or data, never a file of the service's machine. The
-    other fields are as for `dcp.weight_map`."""
+    """Weight map by name or as data, never a file of the server; or none. Other fields as for
+    `dcp.weight_map`."""
 
     given: str | Mapping[str, Any] | None = None
     inverse: bool = False
@@ -53,14 +53,14 @@ class MapChoice:
     sizes: Mapping[str, int] | None = None
 
     def weights(self) -> WeightMap | None:
-        """Return the map. Raises OptionError for data that is no map."""
+        """Return the map. Raises OptionError for invalid data."""
         if self.given is None:
             return None
         found = weight_map(self.given, self.config).with_numbers(self.sizes or {})
         return weight_map(found, inverse=self.inverse, below=self.below)
 
     def check(self) -> None:
-        """Raise ValueError for a choice that cannot be meant."""
+        """Raise ValueError for contradictory options."""
         if self.given is None:
             if self.inverse or self.below or self.config is not None or self.sizes is not None:
                 raise ValueError("inverse, below, config and sizes require a map, and there is none")
@@ -77,13 +77,13 @@ class MapChoice:
 
 
 class ConvertOptions(Parameters):
-    """Options of a conversion, as for `dcp.convert`. ``target_root`` None is the source's own; ``tags`` are
-    those of the target.
+    """Options of a conversion, as for `dcp.convert`. The default of ``target_root`` is the source's root;
+    ``tags`` are set on the target.
 
-    ``map`` is the name of a ready weight map, or its data; ``inverse``, ``below``, ``config`` (the content of
-    a model's ``config.json``, if it is not beside the source) and ``sizes`` are as for `dcp.weight_map`. The
-    folder ``hf_key`` of ``hf_root`` (None: the source's root) has the files that ``from_pretrained`` needs
-    besides weights, as ``hf`` and ``hf_also`` of `dcp.convert`.
+    ``map`` is the name of a built-in weight map, or its data. ``inverse``, ``below``, ``config`` (the content
+    of a model's ``config.json``, unless stored beside the source), and ``sizes`` are options of
+    `dcp.weight_map`. The folder ``hf_key`` of ``hf_root`` (default: the source's root) has the files that
+    ``from_pretrained`` needs besides weights, like ``hf`` and ``hf_also`` of `dcp.convert`.
     """
 
     to: TargetFormat
@@ -157,8 +157,8 @@ def _check_rename(expressions: Mapping[str, str]) -> None:
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """Return an expression with the same groups that matches at once, to try a replacement with: the original
-    may run forever even on an empty text, where nothing interrupts it."""
+    """Return an expression with the same groups that matches quickly, to test a replacement. The original can
+    run forever on an empty text, without a chance to interrupt."""
     names = {number: name for name, number in pattern.groupindex.items()}
     groups = (
         f"(?P<{names[number]}>)" if number in names else "()" for number in range(1, pattern.groups + 1)
@@ -167,10 +167,10 @@ def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
 
 
 class TargetParams(ConvertOptions, ABC):
-    """Options, and the key of the target, where nothing may be yet.
+    """Options, and the key of the new target.
 
-    ``target_key`` ends in ``.pt`` or another suffix of torch.save files for "torch", in ``.safetensors`` for
-    one file of "safetensors"; without a suffix it is a folder, of shards for "safetensors".
+    ``target_key`` ends in a suffix of torch.save files such as ``.pt`` for "torch", or in ``.safetensors``
+    for a single file of "safetensors". A key without a suffix is a folder, of shards for "safetensors".
     """
 
     target_key: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -178,7 +178,7 @@ class TargetParams(ConvertOptions, ABC):
     @property
     @abstractmethod
     def source_ids(self) -> Sequence[int]:
-        """The sources; without a ``target_root`` the root of the first one is that of the target."""
+        """Ids of the sources. The default of ``target_root`` is the root of the first source."""
 
     @model_validator(mode="after")
     def _found_again(self) -> Self:
@@ -191,7 +191,7 @@ class TargetParams(ConvertOptions, ABC):
 
 
 class ConvertParams(TargetParams):
-    """A checkpoint of the catalog, and its conversion."""
+    """Checkpoint of the catalog, and its conversion."""
 
     checkpoint_id: CheckpointId
 
@@ -205,12 +205,12 @@ class ConvertParams(TargetParams):
 
 
 LIMIT_SECONDS: Final = 10.0
-"""Processor time; a million names through a dozen plain expressions take a few seconds."""
+"""Processor seconds. A million names with a dozen simple expressions take a few seconds."""
 
 _MAX_NAME_CHARACTERS: Final = 16_384
 _MAX_IN_SETS: Final = 1 << 21
-"""Characters in the ranges of all expressions together. `re` goes through each when it compiles them, some
-ten million a second; all that there are are a million."""
+"""Characters in the ranges of all expressions. `re` compiles about ten million a second; Unicode has a
+million."""
 
 _TOKEN: Final = re.compile(
     r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\([0-7]{1,3})|\\N\{[^}]*\}|\\.|.",
@@ -228,7 +228,7 @@ def check_sets(expressions: Iterable[str]) -> None:
 
 
 def _characters_in_ranges(expression: str) -> int:
-    """At least as many as there are, whatever is before and after a hyphen, be it in a set or not."""
+    """Return an upper bound of the characters in ranges, inside or outside of sets."""
     tokens = list(_TOKEN.finditer(expression))
     return sum(
         max(0, _last_code(after) - _first_code(before) + 1)
@@ -238,7 +238,7 @@ def _characters_in_ranges(expression: str) -> int:
 
 
 def _code(token: re.Match[str]) -> int | None:
-    """None for a name, which may be of any character."""
+    """Return the code point; None for a name, which can mean any character."""
     x, u, long, octal = token.groups()
     if octal is not None:
         return int(octal, 8)
@@ -267,10 +267,10 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 class BoundedRename:
-    """A function for `dcp.convert`'s ``rename``: ``expressions`` in order, each on what those before it gave.
+    """Function for ``rename`` of `dcp.convert`: applies ``expressions`` in order.
 
-    For the main thread of a process that does nothing else. Raises PlanError, which names the expression,
-    where all calls together take more than `LIMIT_SECONDS`, or a name grows beyond all measure.
+    For the main thread of a process without other work. Raises PlanError with the expression if all calls
+    together take more than `LIMIT_SECONDS`, or a name becomes too long.
     """
 
     def __init__(self, expressions: Mapping[str, str]) -> None:

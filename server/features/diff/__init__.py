@@ -1,4 +1,4 @@
-"""Differences of two checkpoints, whatever their formats, roots and shardings, by a job (kind ``diff``)."""
+"""Differences of two checkpoints of any formats, roots, and shardings, by a job (kind ``diff``)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 Basis = Literal["values", "checksums", "structure"]
-"""values: as the last job "diff" found them. checksums: by the CRC-32s in both indexes. structure: names,
-shapes and dtypes alone."""
+"""values: by the last job "diff". checksums: by CRC-32 in both indexes. structure: by names, shapes, and
+dtypes."""
 
 
 DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 
 
 DifferenceOrder = Literal["name", "relative_l2", "changed", "nonfinite", "weights"]
-"""name: as they were saved. The others: the largest differences first."""
+"""name: order of the checkpoint. All others: largest differences first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDistance:
-    """Differences between the values of a tensor. ``relative_l2``: the L2 norm of the differences divided by
-    that of the tensor before."""
+    """Differences between the values of a tensor. ``relative_l2``: L2 norm of the differences, divided by the
+    norm of the earlier tensor."""
 
     elements: int
     differing: Annotated[int, Shown("That are not the same.")]
@@ -60,8 +60,8 @@ class ValueDistance:
 
 @dataclass(frozen=True, slots=True)
 class DifferingTensor:
-    """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
-    ``values``: the differences, where that job has compared them."""
+    """Tensor that differs. "undecided": the job "diff" can compare the values. ``values``: differences found
+    by the job."""
 
     fqn: str
     kind: Annotated[str, OneOf(DifferenceKind)]
@@ -74,7 +74,7 @@ class DifferingTensor:
 
 @dataclass(frozen=True, slots=True)
 class DifferingObject:
-    """A value that is not the same on both sides: the first 200 characters of each, if it is plain data."""
+    """Value that differs: the first 200 characters on both sides for plain data."""
 
     fqn: str
     kind: Annotated[str, OneOf(DifferenceKind)]
@@ -84,8 +84,8 @@ class DifferingObject:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects` are the
-    first 500 of ``object_count``."""
+    """Differences. `counts` cover all tensors, `tensors` is a page of the requested tensors, `objects` has
+    the first 500 of ``object_count``."""
 
     a: int
     b: int
@@ -109,7 +109,7 @@ _MAX_TEXT: Final = 200
 
 
 class DiffParams(Parameters):
-    """``b`` is compared with ``a``, the one before; without ``values`` no payload is read."""
+    """Compare ``b`` with the earlier ``a``; without ``values`` no payload is read."""
 
     a: CheckpointId
     b: CheckpointId
@@ -119,7 +119,7 @@ class DiffParams(Parameters):
 
 
 class DiffKind(SimpleKind[DiffParams]):
-    """The difference of two checkpoints."""
+    """Difference of two checkpoints."""
 
     name: ClassVar[str] = "diff"
     about: ClassVar[str] = "Compare two checkpoints, value by value."
@@ -155,7 +155,7 @@ class DiffKind(SimpleKind[DiffParams]):
 
 
 def _document(found: compared.Difference) -> dict[str, Any]:
-    """Return the differences, up to 50,000 of each; ``is_cut``: there are more. ``counts`` are of all."""
+    """Return up to 50,000 differences of each kind. ``is_cut``: more exist. ``counts`` cover all."""
     return {
         "is_empty": found.is_empty,
         "tensors": [_plain(one) for one in found.tensors[:_MAX_DIFFERENCES]],
@@ -178,7 +178,7 @@ def _plain(one: compared.TensorDifference) -> dict[str, Any]:
 
 
 def with_texts(objects: Sequence[compared.ObjectDifference]) -> list[compared.ObjectDifference]:
-    """Return the differences with the beginnings of values as text."""
+    """Return the differences with the first characters of values."""
     return [replace(one, before=_text_of(one.before), after=_text_of(one.after)) for one in objects]
 
 

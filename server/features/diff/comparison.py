@@ -1,4 +1,4 @@
-"""Differences of two checkpoints, of their indexes at once or of values as a job found them: API and page."""
+"""Differences of two checkpoints by API and page: by indexes immediately, by values from a job."""
 
 from __future__ import annotations
 
@@ -58,19 +58,18 @@ _LONG_NAME: Final = 40
 _ROWS: Final = 100
 _OBJECTS: Final = 50
 _OFFERED: Final = 50
-"""Checkpoints that are offered where more than two were selected in a list."""
+"""Checkpoints offered after a selection of more than two."""
 
 
 class Differences:
-    """The last differences that requests of one process needed: ``service.own(Differences)``."""
+    """Latest differences of this process: ``service.own(Differences)``."""
 
     def __init__(self, _service: object) -> None:
         self._values = SharedValues[str, "ContentDifference"](count=8, kept_bytes=96 << 20)
 
     def of_indexes(self, ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference]:
-        """Return the difference as far as the indexes tell, and a mark of both contents. Raises as
-        `Data.open`."""
-        from dcp.server.features.diff.differences import compare  # only here, as all that reads checkpoints
+        """Return the difference by indexes, and a mark of both contents. Raises as `Data.open`."""
+        from dcp.server.features.diff.differences import compare  # imports numpy
 
         after, before = ask.data.open(b), ask.data.open(a)
         key = after.opened.etag(before.opened.etag("diff"), basis)
@@ -79,8 +78,8 @@ class Differences:
         return (before.opened.stamp, after.opened.stamp), found
 
     def kept(self, ask: Ask, a: int, b: int) -> tuple[Job, ContentDifference] | None:
-        """Return the last job that compared all values, and its result; None without one, and where a
-        checkpoint was replaced since. Raises MissingError and StateError."""
+        """Return the last job that compared all values, and its result. None without a job, or if a
+        checkpoint was replaced later. Raises MissingError and StateError."""
         from dcp.server.features.diff.differences import of_document
 
         with ask.reading() as connection:
@@ -116,7 +115,7 @@ def diff_checkpoints(
     glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
     order: Annotated[DifferenceOrder, Query(description=_ORDER)] = "name",
 ) -> Diff:
-    """Compare it with the checkpoint `before`. No tensor is read; values are compared by the job `diff`."""
+    """Compare the checkpoint with `before`. No tensor is read; the job `diff` compares values."""
     from dcp.server.features.diff.differences import chosen
 
     if glob is not None:
@@ -148,7 +147,7 @@ def _cleaned(found: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference, Job | None]:
-    """Return a mark of the content, the difference, and the job that has found it."""
+    """Return a mark of the content, the difference, and the job of the difference."""
     differences = ask.service.own(Differences)
     if basis != "values":
         return *differences.of_indexes(ask, a, b, basis), None
@@ -166,8 +165,8 @@ def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, Conte
 
 
 class DiffView(QueryModel):
-    """``b`` is compared with ``a``, the one before; ``of``: checkpoints that were selected in a list. The
-    others choose the tensors, the ``top`` of their names, their order, and one for histograms."""
+    """Query: ``b`` is compared with the earlier ``a``; ``of`` are checkpoints selected in a list. The other
+    fields select tensors, the ``top`` of their names, the order, and a tensor for histograms."""
 
     a: Id | None = None
     b: Id | None = None
@@ -182,7 +181,7 @@ class DiffView(QueryModel):
 
     @property
     def pattern(self) -> str | None:
-        """The pattern of names: the text is a part of a name, below ``top``."""
+        """Glob of names: the text as a part of a name below ``top``."""
         if self.top is None:
             return None if self.glob is None else f"*{self.glob}*"
         return f"{escape(self.top)}.*" + ("" if self.glob is None else f"{self.glob}*")
@@ -190,7 +189,7 @@ class DiffView(QueryModel):
 
 @feature.page("/diff", "diff.html")
 def diff_page(view: Annotated[DiffView, Query()], ask: Ask) -> dict[str, Any] | Response:
-    """Return the differences; without two checkpoints in the address a form that chooses them."""
+    """Show the differences; without two checkpoints, a form to select them."""
     ticked = [ask.find(get_checkpoint, one, ask.visible) for one in view.of[:_OFFERED]]
     ticked.sort(key=lambda one: (-1 if one.step is None else one.step, one.committed_at, one.id))
     if len(view.of) == 2:
@@ -230,7 +229,7 @@ def _differences(
 
 
 def _histograms(a: int, b: int, fqn: str, ask: Ask) -> dict[str, Any]:
-    """Return the histograms of one tensor before and after, on common edges; or why there are none."""
+    """Return histograms of one tensor on common edges, or the reason for their absence."""
     try:
         of_each = {
             name: (get_tensor_statistics(number, fqn, ask).statistics or {}).get("histogram")
@@ -242,8 +241,7 @@ def _histograms(a: int, b: int, fqn: str, ask: Ask) -> dict[str, Any]:
 
 
 def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[Diff, str]:
-    """Return the differences of values where a job has found them, else of the indexes; and the path of the
-    JSON."""
+    """Return differences of values if a job found them, or of the indexes; and the path of the JSON."""
     kinds = [view.kind] if view.kind else []
     rows = PageParams(_ROWS, view.cursor)
     given: dict[str, Any] = {"before": a, "kind": view.kind, "glob": view.pattern}
@@ -258,8 +256,7 @@ def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[Diff, str]:
 
 
 def _nonfinite(a: int, b: int, found: Diff, ask: Ask) -> DifferingTensor | None:
-    """Return the tensor with the most values that are not finite among those that changed; None without
-    any."""
+    """Return the changed tensor with the most NaN or infinite values, or None."""
     if found.basis != "values":
         return None
     worst = diff_checkpoints(b, a, ask, PageParams(1, None), "values", order="nonfinite").tensors
@@ -278,7 +275,8 @@ def _with_step_before(after: CheckpointDetail, ask: Ask) -> str:
 
 @feature.form("/diff/values", scope="read")
 def compare_values_form(form: FormDep, ask: Ask) -> str:
-    """Compare the values, as a job, and return to the form: on the page of both, or ``on`` that of ``b``."""
+    """Submit a job that compares values, and return to the form: the page of both, or ``on`` the page of
+    ``b``."""
     try:
         params = DiffParams(a=int(form.text("a")), b=int(form.text("b")))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Differences of two checkpoints: by their indexes, or from the result of a job that compared their values.
+"""Differences of two checkpoints by their indexes, or from the result of a job.
 
 No payload is read.
 """
@@ -29,13 +29,13 @@ from dcp.storage.formats.index import CheckpointIndex
 
 _KINDS: Final = ("added", "removed", "shape", "dtype", "changed", "undecided")
 _TENSOR_BYTES: Final = 1200
-"""Memory of a tensor that differs: its name, its facts on both sides, its values."""
+"""Memory of a differing tensor: name, facts of both sides, values."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ContentDifference:
-    """Tensors and values that differ. ``equal`` and ``equal_objects`` count the others. ``counts`` are of all
-    tensors that differ, by kind, of which ``tensors`` may be the first."""
+    """Tensors and values that differ. ``equal`` and ``equal_objects`` count the rest. ``counts`` cover all
+    differing tensors by kind; ``tensors`` can be the first of these only."""
 
     basis: Basis
     tensors: tuple[TensorDifference, ...]
@@ -47,19 +47,19 @@ class ContentDifference:
 
     @property
     def is_cut(self) -> bool:
-        """Check whether more tensors differ than ``tensors`` has."""
+        """True if ``tensors`` is incomplete."""
         return sum(self.counts.values()) > len(self.tensors)
 
     @property
     def held_bytes(self) -> int:
-        """The approximate memory of the differences."""
+        """Approximate memory of the differences in bytes."""
         return _TENSOR_BYTES * (len(self.tensors) + len(self.objects) + 1)
 
 
 def chosen(
     found: ContentDifference, kinds: Collection[str], glob: str | None, order: DifferenceOrder
 ) -> list[TensorDifference]:
-    """Return the tensors of these kinds (all if none is given) whose names match, in the given order."""
+    """Return tensors of the kinds (default: all) with matching names, in order."""
     tensors = [
         one
         for one in found.tensors
@@ -69,7 +69,7 @@ def chosen(
 
 
 def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[TensorDifference], float]:
-    """Return the largest first, unknown amounts last."""
+    """Return a sort key: largest first, unknown amounts last."""
 
     def key(one: TensorDifference) -> float:
         value = None if one.values is None else amount(one.values)
@@ -79,7 +79,7 @@ def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[Tensor
 
 
 def _distance(values: ValueDifference) -> float | None:
-    """Return the distance of a tensor; infinite where it cannot be measured because nothing is finite."""
+    """Return the distance of a tensor; infinite if no value is finite."""
     return math.inf if values.relative_l2 is None and values.nonfinite else values.relative_l2
 
 
@@ -102,7 +102,7 @@ def of_document(result: Mapping[str, Any]) -> ContentDifference:
 
 def _known_difference(one: Mapping[str, Any]) -> TensorDifference:
     before = _known_facts(one["before"])
-    # most have the same facts on both sides, and there are tens of thousands
+    # most tensors have equal facts on both sides, for tens of thousands of tensors
     after = before if one["before"] == one["after"] else _known_facts(one["after"])
     values = None if one["values"] is None else ValueDifference(**one["values"])
     return TensorDifference(one["fqn"], one["kind"], before, after, values)
@@ -113,7 +113,7 @@ def _known_facts(facts: Mapping[str, Any] | None) -> TensorFacts | None:
 
 
 def _counts(tensors: Collection[TensorDifference]) -> dict[str, int]:
-    """Return the counts by kind of difference; every kind is there."""
+    """Return counts for every kind of difference."""
     kinds: list[str] = [tensor.kind for tensor in tensors]
     return dict.fromkeys(_KINDS, 0) | Counter(kinds)
 
@@ -130,7 +130,7 @@ def _of_indexes(
 
 
 def compare(a: OpenCheckpoint, b: OpenCheckpoint, basis: Basis | None = None) -> ContentDifference:
-    """Compare ``b`` with ``a``, the one before; by checksums where both have those in their indexes.
+    """Compare ``b`` with the earlier ``a``, by checksums if both indexes contain checksums.
 
     Raises errors of the checkpoints, and of the storage.
     """
@@ -147,7 +147,7 @@ def compare(a: OpenCheckpoint, b: OpenCheckpoint, basis: Basis | None = None) ->
 
 
 def _has_checksums(index: CheckpointIndex) -> bool:
-    # other formats have a checksum in each record, which would have to be opened one by one
+    # other formats have a checksum in each record, and need one read per record
     return bool(len(index.crcs)) or not int(index.payload_lengths.sum())
 
 
@@ -187,8 +187,8 @@ _LEVELS: Final = 6
 
 @dataclass(slots=True)
 class WeightChange:
-    """Change of a tensor, or of all below a name. ``differing``, ``added`` and ``unbounded`` count tensors;
-    the last have no relative distance, since they had been all 0, are not finite, or have another shape."""
+    """Change of a tensor, or of all tensors below a name. ``differing``, ``added``, and ``unbounded`` count
+    tensors. Unbounded tensors have no relative distance: all 0 before, not finite, or of another shape."""
 
     total_bytes: int
     differing: int = 0
@@ -198,12 +198,12 @@ class WeightChange:
 
     @property
     def relative_l2(self) -> float:
-        """The root mean square of the tensors' relative L2 distances, weighed by bytes."""
+        """Root mean square of the relative L2 distances, weighted by bytes."""
         return math.sqrt(self._squares / self.total_bytes) if self.total_bytes else 0.0
 
     @property
     def colour(self) -> str:
-        """A class of CSS: a level for each power of ten, the last from 0.1 on."""
+        """CSS class: one level per power of ten, the last level from 0.1."""
         if self.added and self.added == self.differing:
             return "new"
         if self.unbounded:
@@ -213,7 +213,7 @@ class WeightChange:
         return f"q{min(_LEVELS, max(1, _LEVELS + 1 + math.floor(math.log10(self.relative_l2))))}"
 
     def add(self, one: TensorDifference, after: TensorFacts) -> None:
-        """Count a tensor that differs; ``after`` are its facts."""
+        """Count a differing tensor; ``after`` are its facts."""
         self.differing += 1
         if one.values is None:
             self.added += one.kind == "added"
@@ -226,7 +226,7 @@ class WeightChange:
 
 
 def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str, WeightChange]:
-    """Return the changes of the nodes of one level of the tree, by name."""
+    """Return the changes by name for one level of the tree."""
     start = f"{prefix}." if prefix else ""
     names = {node.name.partition(".")[0]: node.name for node in nodes}
 
@@ -244,7 +244,7 @@ def changes_of_list(found: ContentDifference, entries: Any) -> dict[str, WeightC
 def _changes(
     found: ContentDifference, sizes: dict[str, int], name_of: Callable[[str], str | None]
 ) -> dict[str, WeightChange]:
-    """Return the change of each name in ``sizes``, to one of which ``name_of`` assigns each tensor."""
+    """Return the change of each name in ``sizes``; ``name_of`` assigns tensors to names."""
     changes = {name: WeightChange(size) for name, size in sizes.items()}
     for one in found.tensors:
         name = None if one.after is None else name_of(one.fqn)

@@ -33,8 +33,8 @@ _MAX_LAYERS: Final = 512
 
 
 class DriftParams(Parameters):
-    """The committed steps of a run from ``min_step`` to ``max_step``, up to ``points`` of them as far apart
-    as they can be; of one ``format``, which is that of the last one if none is given."""
+    """Up to ``points`` evenly spaced committed steps of a run from ``min_step`` to ``max_step``, in one
+    ``format`` (default: the format of the last step)."""
 
     run_id: Id
     min_step: Step | None = None
@@ -60,7 +60,7 @@ class DriftKind(Kind[DriftParams]):
 
     @classmethod
     def result_key(cls, params: DriftParams) -> str:
-        """Return the run: whatever its last job has compared is shown."""
+        """Return a key per run: the page shows the last result of any parameters."""
         return f"drift:{params.run_id}"
 
     def specify(
@@ -89,7 +89,7 @@ class DriftKind(Kind[DriftParams]):
         return JobPlan(tasks=tasks, plan_data={"run_id": params.run_id})
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`. A step that cannot be read has a ``problem``; the others are compared."""
+        """As `Kind.run_task`. An unreadable step gets a ``problem``; other steps are compared."""
         a, b = Subject(**payload["a"]), Subject(**payload["b"])
         step = {"a": a.id, "b": b.id, "from_step": a.step, "step": b.step, "problem": None}
         try:
@@ -146,8 +146,8 @@ def _chosen(connection: Connection, params: DriftParams) -> list[int]:
 def _compare(
     context: JobContext, a: Subject, b: Subject, payload: Json, report_progress: ReportProgress
 ) -> tuple[Difference, Mapping[str, int], Mapping[str, int]]:
-    """Return the difference, the elements of each tensor of ``b``, and, of the first two steps, the elements
-    that are not finite in the tensors that are the same: no other task reads those."""
+    """Return the difference, the elements per tensor of ``b``, and for the first two steps the nonfinite
+    elements of unchanged tensors, which no other task reads."""
     from dcp.inspection.values.difference import diff
     from dcp.inspection.values.statistics import statistics_of_row
 
@@ -167,8 +167,8 @@ def _compare(
 
 
 def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str, int]:
-    """Return the numbers of elements that are not finite in the tensors of ``b``, which could not be compared
-    with the step before, for the step after it. Nothing if ``b`` itself cannot be read."""
+    """Return nonfinite elements of the tensors of ``b`` for the next step, after a failed comparison with the
+    previous step. Empty if ``b`` is unreadable."""
     try:
         return _compare(context, b, b, {**payload, "is_first": True}, lambda done: None)[2]
     except ProblemError as error:
@@ -177,7 +177,7 @@ def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str
 
 
 def _raise_passing(error: ProblemError) -> None:
-    """Raise an error that may pass, so that the task is tried again."""
+    """Raise a temporary error, to retry the task."""
     if error.status >= 500 or error.status == 429:
         raise error
 
@@ -205,7 +205,7 @@ def _add(sums: _Sums, **more: float) -> None:
 
 
 def _changed(sums: _Sums) -> float | None:
-    """Return the share of elements that changed."""
+    """Return the share of changed elements."""
     return sums["differing"] / sums["elements"] if sums["elements"] else None
 
 
@@ -217,7 +217,7 @@ def _relative_l2(sums: _Sums) -> float | None:
 
 
 def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, _Sums]:
-    """Return the sums by layer. A tensor that was all 0 has no relative L2."""
+    """Return sums by layer. A tensor of zeros has no relative L2."""
     layers: defaultdict[str, _Sums] = defaultdict(_no_sums)
     for fqn in found.equal:
         count = elements.get(fqn, 0)
@@ -234,8 +234,8 @@ def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, _Sums]:
 
 
 def _nonfinite(found: Difference) -> dict[str, int]:
-    """Return the numbers of elements that are not finite after the step, by name, of tensors that had or got
-    some; 0 of those that are not compared. Unchanged tensors have as many as before."""
+    """Return nonfinite elements after the step by name, for tensors with such elements before or after; 0 for
+    tensors without a comparison. Unchanged tensors keep their number."""
     return {
         one.fqn: 0 if one.values is None else one.values.nonfinite_after
         for one in found.tensors
@@ -244,8 +244,8 @@ def _nonfinite(found: Difference) -> dict[str, int]:
 
 
 def _carry_nonfinite(results: Sequence[Json]) -> None:
-    """Count elements that are not finite in later steps, too: a tensor that is NaN does not change any more,
-    and unchanged tensors are not read."""
+    """Carry nonfinite elements to later steps: a NaN tensor does not change, and unchanged tensors are not
+    read."""
     present: dict[str, int] = {}
     for result in results:
         if result["nonfinite"] is None:  # could not be compared
@@ -261,7 +261,7 @@ def _carry_nonfinite(results: Sequence[Json]) -> None:
 
 
 def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One layer, or several neighbouring ones, step by step."""
+    """One layer, or several adjacent layers, by step."""
     found = [_joined([layers[name] for name in names if name in layers]) for layers in steps]
     columns = {
         "relative_l2": [one and _relative_l2(one) for one in found],

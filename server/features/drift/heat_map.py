@@ -1,4 +1,4 @@
-"""The drift of a run: its JSON, and a heat map of some layers a row and two neighbouring steps a column."""
+"""Drift of a run: JSON, and a heat map with layers as rows and pairs of steps as columns."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ class DriftStep:
 
 @dataclass(frozen=True, slots=True)
 class DriftLayer:
-    """The tensors of one layer, or of ``layers`` neighbouring ones where there are very many, by step.
+    """Tensors of one layer, or of ``layers`` adjacent layers, by step.
 
-    ``relative_l2``: their root mean square, weighed by elements. ``changed``: the share of elements
-    that are not the same. ``nonfinite``: NaN or infinite elements after the step, also of tensors that are
-    as they were when these came in. A step after which all elements of the layer are such has no
-    ``relative_l2``.
+    ``relative_l2``: root mean square weighted by elements; None if all elements are NaN or infinite.
+    ``changed``: share of changed elements. ``nonfinite``: NaN or infinite elements after the step, including
+    unchanged tensors.
     """
 
     name: str
@@ -74,7 +73,7 @@ class RunDrift:
 
 @feature.get("/runs/{run_id}/drift", tag="runs")
 def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
-    """Return the result of the last job; not found before the first one, and once that job is forgotten."""
+    """Return the result of the last job. Not found before the first job, or after the job was deleted."""
     ask.find(get_run, run_id, ask.visible)
     found = _found(run_id, ask)
     if found is None:
@@ -91,12 +90,12 @@ def _found(run_id: int, ask: Ask) -> RunDrift | None:
 
 @feature.post("/runs/{run_id}/drift", tag="runs", scope="read", status=202, errors=(404, 409))
 def compute_run_drift(run_id: IdPath, ask: Ask) -> Job:
-    """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
+    """Submit a job for up to 50 steps; `POST /jobs` with the kind `drift` selects steps."""
     return ask.submit(DriftKind, DriftParams(run_id=run_id))
 
 
 class DriftView(QueryModel):
-    """The value that is shown, and the layers: ``count`` of them from ``first`` on."""
+    """Displayed value, and ``count`` layers starting at ``first``."""
 
     value: DriftValue = "relative_l2"
     of: Literal["weights", "all"] = "weights"
@@ -107,7 +106,7 @@ class DriftView(QueryModel):
 
 @feature.page("/runs/{run_id}/drift", "drift.html")
 def drift_page(run_id: IdPath, view: Annotated[DriftView, Query()], ask: Ask) -> dict[str, Any]:
-    """Return the result of the last job, and the progress of a running one."""
+    """Show the result of the last job, and the progress of a running job."""
     run = ask.find(get_run, run_id, ask.visible)
     drift = _found(run_id, ask)
     layers = _of(drift, view)
@@ -131,13 +130,13 @@ def _of(drift: RunDrift | None, view: DriftView) -> Sequence[DriftLayer]:
 
 
 def _weights(drift: RunDrift) -> list[DriftLayer]:
-    """Return the layers without optimizer states, whose changes are much larger than those of weights."""
+    """Return layers without optimizer states, which change much more than weights."""
     return [one for one in drift.layers if not is_of_optimizer(one.name)]
 
 
 @feature.form("/runs/{run_id}/drift", scope="read")
 def compute_drift_form(run_id: IdPath, ask: Ask) -> str:
-    """Compute it for up to 50 steps."""
+    """Submit a job for up to 50 steps."""
     compute_run_drift(run_id, ask)
     return f"/runs/{run_id}/drift"
 
@@ -148,7 +147,7 @@ _ROWS: Final = 64
 _GROUPS: Final = 16
 _LEVELS: Final = 8
 _DECADES: Final = 4
-"""Distances that are smaller than the maximum by more decades have the lowest level."""
+"""Distances more decades below the maximum have the lowest level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +166,9 @@ class DriftRow:
 
 @dataclass(frozen=True, slots=True)
 class DriftPicture:
-    """``paths``: the cells of each level, "l0" (nothing changed) to "l8", and those with NaN or infinity
-    ("nan"), as one path each, a unit a cell. ``edges`` are the minimum values of the levels from l1 on.
-    ``maximum`` and ``first_nonfinite``: row and column of the maximum, and of the first NaN or infinity."""
+    """Picture: ``paths`` has the cells of each level, "l0" (no change) to "l8", and "nan" cells, as one path
+    each with a unit per cell. ``edges`` are the minimum values of levels from l1. ``maximum`` and
+    ``first_nonfinite``: row and column of the maximum and of the first NaN or infinity."""
 
     rows: tuple[DriftRow, ...]
     height: int
@@ -220,7 +219,7 @@ def _paths(cells: Iterable[tuple[str, DriftRow, int]]) -> dict[str, str]:
 
 
 def _rows(layers: Sequence[Any], places: range, value: DriftValue) -> Iterable[DriftRow]:
-    """Yield the rows, with headings where names have a common beginning, and bins within those."""
+    """Yield rows, with headings for common prefixes of names, and bins below headings."""
     groups = [
         (group, [*members]) for group, members in groupby(places, key=lambda at: _parted(layers[at].name)[0])
     ]
@@ -281,7 +280,7 @@ def _edges(values: Sequence[float], value: DriftValue) -> tuple[float, ...]:
 
 
 def _level(value: float, edges: Sequence[float]) -> int:
-    """Return the level of a value: 0 of no change, then those of ``edges`` from 1 on."""
+    """Return the level of a value: 0 without change, then levels of ``edges`` from 1."""
     if not value or math.isnan(value):
         return 0
     return max(1, sum(value >= edge * (1 - 1e-9) for edge in edges))

@@ -1,4 +1,4 @@
-"""Destinations of handovers: settings, the facts that are handed over, and the reference they point to."""
+"""Destinations of handovers: settings, transferred facts, and the reference to a checkpoint."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Token = Annotated[SecretStr, AfterValidator(_check_header)]
 
 
 class MlflowSettings(_Destination):
-    """A tracking server. ``name`` is that of the registered model; ``token``, or a user and a password."""
+    """MLflow tracking server. ``name`` is the registered model; ``token``, or user and password, sign in."""
 
     url: str
     token: Token | None = None
@@ -93,8 +93,8 @@ class MlflowSettings(_Destination):
 
 
 class WandbSettings(_Destination):
-    """A project. ``name`` is that of the artifact. With ``folder`` runs are written there, for ``wandb sync``
-    by the operator, and nothing is sent."""
+    """W&B project. ``name`` is the artifact. With ``folder``, runs are written there for ``wandb sync`` by
+    the operator, and nothing is sent."""
 
     project: str = Field(min_length=1, max_length=128)
     entity: str | None = None
@@ -111,10 +111,9 @@ class WandbSettings(_Destination):
 
 
 class HandoverSettings(_Model):
-    """Settings of handovers. ``public_url`` is that of the service, for links back; ``urls`` are those of
-    roots as training sees them, where they differ from the service's; ``allow_private`` are networks and
-    hosts that may be reached although they are not public, and without TLS; ``when``: handovers that happen
-    automatically."""
+    """Settings of handovers. ``public_url``: URL of the service, for links back. ``urls``: URLs of roots as
+    seen by training, if different from the service's. ``allow_private``: private networks and hosts that are
+    allowed, also without TLS. ``when``: automatic handovers."""
 
     public_url: str | None = Field(default=None, pattern=r"^https?://[!-~]+$")
     urls: dict[str, str] = Field(default_factory=dict)
@@ -137,7 +136,7 @@ class HandoverSettings(_Model):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """The targets that are configured."""
+        """Configured targets."""
         return tuple(one for one in TARGETS if getattr(self, one) is not None)
 
     @property
@@ -150,14 +149,14 @@ class HandoverSettings(_Model):
         return [one.get_secret_value() for one in given if one is not None and one.get_secret_value()]
 
     def clean(self, text: str) -> str:
-        """Return ``text`` without credentials, in one line."""
+        """Return ``text`` without credentials in one line."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return " ".join(clean_text(str(redact(text))).split())[:500]
 
 
 def checked_url(options: HandoverSettings, target: Target, url: str) -> WebhookUrl:
-    """Parse the URL of a destination. Raises ValueError for one that is refused."""
+    """Parse the URL of a destination. Raises ValueError for a refused URL."""
     try:
         return parse_url(url, Allowed.parse(options.allow_private))
     except RefusedUrlError as error:
@@ -165,13 +164,13 @@ def checked_url(options: HandoverSettings, target: Target, url: str) -> WebhookU
 
 
 def refusal(error: RefusedUrlError) -> str:
-    """Say why a URL or address is refused, with the setting that may allow it."""
+    """Explain a refused URL or address, with the setting that can allow access."""
     return f"its URL is refused: {str(error).replace(*_REFUSED_HINT)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """A checkpoint as a destination gets to know it."""
+    """Facts of a checkpoint for a destination."""
 
     id: int
     root: str
@@ -193,18 +192,18 @@ class CheckpointFacts:
 
     @property
     def identity(self) -> str:
-        """A digest of the place and its content: another one after the checkpoint was replaced."""
+        """Digest of the location and content; a replaced checkpoint has another digest."""
         text = "\n".join((self.root, self.key, self.save_id or self.fingerprint or ""))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
     def content(self) -> dict[str, Any]:
-        """The facts that stay the same as long as the content does."""
+        """Facts that depend on the content only."""
         changing = ("metrics", "aliases", "tags", "state")
         return {name: value for name, value in asdict(self).items() if name not in changing}
 
     def pages(self, options: HandoverSettings) -> dict[str, str]:
-        """Return the addresses of its page and its run's, where the service has a public URL."""
+        """Return the page addresses of the checkpoint and run, if the service has a public URL."""
         if options.public_url is None:
             return {}
         url = options.public_url.rstrip("/")
@@ -213,8 +212,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The result of a handover: the ``version`` of the model or artifact ``name``, None where it is not known
-    before a synchronization."""
+    """Result of a handover: ``version`` of the model or artifact ``name``; None before a synchronization."""
 
     name: str
     version: str | None
@@ -233,8 +231,8 @@ def model_name(template: str, facts: CheckpointFacts) -> str:
 
 
 def reference_of(options: HandoverSettings, settings: Settings, root: str, key: str) -> str:
-    """Return the URL of a checkpoint as training sees it. Raises PermanentJobError for one of this machine
-    alone."""
+    """Return the URL of a checkpoint as seen by training. Raises PermanentJobError for a path of this
+    machine."""
     if root not in settings.roots and root not in options.urls:
         raise PermanentJobError(f"root {root} is not configured any more")
     url = options.urls.get(root) or str(redact(settings.roots[root].url))

@@ -1,4 +1,4 @@
-"""The job that hands a checkpoint over (kind ``handover``), and the table of what was handed over."""
+"""Job that hands a checkpoint over (kind ``handover``), and the table of finished handovers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ handovers: Final = Table(
     Column("id", ID, primary_key=True, autoincrement=True),
     Column("checkpoint_id", ID, ForeignKey("checkpoints.id"), nullable=False),
     Column("target", String(16), nullable=False),
-    Column("identity", String(32), nullable=False),  # of the content: another one after it was replaced
+    Column("identity", String(32), nullable=False),  # of the content: changes with a replacement
     Column("name", String(255), nullable=False),  # of the model or artifact
     Column("version", String(64)),
     Column("link", Text),
@@ -79,7 +79,7 @@ def rows_of(connection: Connection, checkpoint_id: int) -> dict[str, Row[Any]]:
 
 
 def targets_of(connection: Connection, checkpoint_id: int) -> set[str]:
-    """Return the targets that a checkpoint was handed over to, or that a job hands it over to."""
+    """Return targets of finished and queued handovers of a checkpoint."""
     query = select(jobs.c.params["target"].as_string()).where(
         jobs.c.checkpoint_id == checkpoint_id,
         jobs.c.kind == HandoverKind.name,
@@ -89,13 +89,13 @@ def targets_of(connection: Connection, checkpoint_id: int) -> set[str]:
 
 
 class HandoverParams(CheckpointParams):
-    """The checkpoint, and the target that gets its reference."""
+    """Checkpoint, and the target of its reference."""
 
     target: Target
 
 
 class HandoverKind(Kind[HandoverParams]):
-    """The handover of one checkpoint to one target; of one that is deleted, the mark that says so there."""
+    """Handover of a checkpoint to a target; for a deleted checkpoint, a mark at the target."""
 
     name: ClassVar[str] = "handover"
     about: ClassVar[str] = (
@@ -103,13 +103,13 @@ class HandoverKind(Kind[HandoverParams]):
     )
     scope: ClassVar[Scope] = "write"
     params = HandoverParams
-    needs_database: ClassVar[bool] = True  # so that only workers, and no Dask cluster, need to reach targets
+    needs_database: ClassVar[bool] = True  # only workers need to reach targets, not a Dask cluster
 
     def specify(
         self, connection: Connection, params: HandoverParams, caller: Principal, settings: Settings
     ) -> JobSpec:
-        """As `Kind.specify`. A deleted checkpoint is accepted if it was handed over, or is to be: the mark of
-        the deletion is a job of its own, also while one for the handover waits."""
+        """As `Kind.specify`. Accepts a deleted checkpoint after a finished or queued handover: the mark of
+        the deletion is a separate job."""
         found = get_checkpoint(connection, params.checkpoint_id, caller.roots)
         if params.target not in options_of(settings).targets:
             raise NotFoundError(f"{params.target} is not configured; set features.handover.{params.target}")
@@ -124,8 +124,8 @@ class HandoverKind(Kind[HandoverParams]):
         return JobPlan(tasks=[TaskSpec(payload=params.model_dump(mode="json"))])
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`. Repeating it makes nothing twice. The facts are those of now, since the job may
-        have waited for a day; a deletion meanwhile is marked."""
+        """As `Kind.run_task`. Repetitions create no duplicates. Uses the current facts, because jobs can wait
+        for a day; a deletion in the meantime is marked."""
         options, target = options_of(context.settings), payload["target"]
         facts, before = _read(context, payload)
         done = _hand_over(context, options, facts, target, before)
@@ -143,7 +143,7 @@ class HandoverKind(Kind[HandoverParams]):
         return dict(results[0])
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Keep what was handed over."""
+        """Store the result of the handover."""
         done, now = result["handed_over"], time.time()
         if done is None or job.checkpoint_id is None:
             return
@@ -159,7 +159,7 @@ class HandoverKind(Kind[HandoverParams]):
 
 
 def _read(context: JobContext, payload: Json) -> tuple[CheckpointFacts, tuple[str, str] | None]:
-    """Return the facts of now; and the name and identity with which it was handed over, if it was."""
+    """Return the current facts, and the name and identity of an earlier handover."""
     number = payload["checkpoint_id"]
     with open_database(context) as database, database.read() as connection:
         found = get_checkpoint(connection, number)

@@ -1,4 +1,4 @@
-"""Handovers of a checkpoint: by the API, and as a panel of its page."""
+"""Handovers of a checkpoint by the API, and a panel of its page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HandoverState = Literal["none", "waiting", "failed", "done"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """The handover of a checkpoint to one target, and the last job for it."""
+    """Handover of a checkpoint to one target, and its last job."""
 
     target: Annotated[str, OneOf(Target)]
     state: Annotated[str, OneOf(HandoverState), Shown("Of the last job; none: not handed over yet.")]
@@ -44,14 +44,14 @@ class Handover:
 
 
 class HandoverRequest(Request):
-    """The target that gets a reference to the checkpoint."""
+    """Target for a reference to the checkpoint."""
 
     target: Target
 
 
 @feature.get("/checkpoints/{checkpoint_id}/handovers", tag="data")
 def list_handovers(checkpoint_id: IdPath, ask: Ask) -> Items[Handover]:
-    """List the handovers to all targets that are configured, and to earlier ones."""
+    """List the handovers to all configured and earlier targets."""
     configured = options_of(ask.settings).targets
 
     def read(connection: Connection) -> list[Handover]:
@@ -70,7 +70,7 @@ def list_handovers(checkpoint_id: IdPath, ask: Ask) -> Items[Handover]:
     "/checkpoints/{checkpoint_id}/handovers", tag="data", scope="write", status=202, errors=(404, 409)
 )
 def hand_over(checkpoint_id: IdPath, body: HandoverRequest, ask: Ask) -> Job:
-    """Register the checkpoint at a target by its URL, by a job. Done again, it makes no second version."""
+    """Submit a job that registers the checkpoint at a target by URL. Repetitions create no second version."""
     return ask.submit(HandoverKind, HandoverParams(checkpoint_id=checkpoint_id, target=body.target))
 
 
@@ -85,7 +85,7 @@ def hand_over_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 @feature.panel("checkpoint", "handovers.html", order=45)
 def handovers_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Show the handovers, and buttons that hand over."""
+    """Show handovers, and buttons for new handovers."""
     items = list_handovers(found.id, ask).items
     options = options_of(ask.settings)
     unsent = ["wandb"] if options.wandb is not None and options.wandb.folder is not None else []

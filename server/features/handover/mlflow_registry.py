@@ -1,9 +1,9 @@
-"""MLflow: a model version whose source is the checkpoint's URL, by the registry's REST API.
+"""MLflow: model versions with the checkpoint's URL as source, by the REST API of the registry.
 
-A version is found again by the tag ``dcphub.identity``, so that a repeated handover makes no second one. A
-worker believed dead may wake between its search and its request, which MLflow cannot make conditional: so
-each looks again afterwards, the oldest version stays, and younger ones without an alias are deleted.
-Requests go to an address that the guard of webhooks has judged; redirects are not followed.
+The tag ``dcphub.identity`` finds a version again, so repeated handovers create no duplicates. MLflow has no
+conditional requests, and a stalled worker can resume between search and creation. Each worker therefore
+searches again afterwards: the oldest version stays, and younger versions without an alias are deleted.
+Requests go to addresses checked by the guard of webhooks; redirects are not followed.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SAFE: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01
 
 
 class MlflowRegistry:
-    """The model registry of a tracking server. A context manager.
+    """Model registry of a tracking server, a context manager.
 
-    Raises PermanentJobError for what it refuses, UnavailableJobError where it cannot be reached.
+    Raises PermanentJobError for refused requests, UnavailableJobError if the server is unreachable.
     """
 
     def __init__(self, options: HandoverSettings, mlflow: MlflowSettings) -> None:
@@ -71,7 +71,7 @@ class MlflowRegistry:
         )
 
     def _address(self, target: WebhookUrl) -> tuple[str, dict[str, Any], str]:
-        """Resolve the host once, judge its addresses, and return a base URL of the first one."""
+        """Resolve the host once, check its addresses, and return a base URL with the first address."""
         try:
             address, *_ = permitted_addresses(
                 target, Allowed.parse(self._options.allow_private), resolve_host
@@ -93,7 +93,7 @@ class MlflowRegistry:
     # -- handovers -------------------------------------------------------------------------------------------
 
     def hand_over(self, facts: CheckpointFacts, reference: str) -> HandedOver:
-        """Register the checkpoint as a version of the model of its run, or bring that version up to date."""
+        """Register the checkpoint as a version of its run's model, or update the version."""
         name = model_name(self._mlflow.name, facts)
         tags = self._tags(facts)
         versions = self._find(name, facts.identity)
@@ -112,11 +112,11 @@ class MlflowRegistry:
         return HandedOver(name, str(version), self._link(name, version))
 
     def mark_deleted(self, name: str, identity: str) -> HandedOver | None:
-        """Tag the version of a checkpoint that was deleted; None if there is no such version."""
+        """Tag the version of a deleted checkpoint; None without a version."""
         return self._mark(name, identity, DELETED)
 
     def mark_replaced(self, name: str, identity: str) -> None:
-        """Tag the version of what another save has replaced: its URL leads to that now."""
+        """Tag the version of a replaced save: its URL now leads to the new content."""
         self._mark(name, identity, REPLACED)
 
     def _mark(self, name: str, identity: str, tag: str) -> HandedOver | None:
@@ -129,7 +129,7 @@ class MlflowRegistry:
         return HandedOver(name, str(first), self._link(name, first), is_marked_deleted=True)
 
     def _find(self, name: str, identity: str) -> dict[int, bool]:
-        """Return the versions of this content; True for those that have an alias or a stage there."""
+        """Return the versions of this content; True marks versions with an alias or stage."""
         wanted = f"name = '{name}' AND tags.`{IDENTITY}` = '{identity}'"
         found = self._call("GET", "model-versions/search", {"filter": wanted, "max_results": "100"})
         versions = found.get("model_versions") or []
@@ -192,8 +192,8 @@ class MlflowRegistry:
     def _call(
         self, method: str, path: str, given: Mapping[str, Any], *, ignored: str = "", hidden: str = ""
     ) -> dict[str, Any]:
-        """Call an endpoint, and return its JSON; an empty object for the error code ``ignored``. No message
-        has the text ``hidden``."""
+        """Call an endpoint and return its JSON; an empty object for the error code ``ignored``. Messages
+        never contain the text ``hidden``."""
         url = f"{self._base}/api/2.0/mlflow/{path}"
         sent: dict[str, Any] = {"params": given} if method == "GET" else {"json": given}
         try:
@@ -249,7 +249,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _number(version: object) -> int:
-    """Return the number of a version in an answer. Raises PermanentJobError where it has none."""
+    """Return the version number of an answer. Raises PermanentJobError without a number."""
     number = str(version.get("version", "")) if isinstance(version, dict) else ""
     if not re.fullmatch("[0-9]{1,18}", number):
         raise PermanentJobError("mlflow: the answer names no model version")

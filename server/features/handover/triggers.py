@@ -1,5 +1,4 @@
-"""Handovers by settings: jobs submitted when an event meets a trigger, or a checkpoint that was handed over
-is deleted."""
+"""Automatic handovers: jobs for events that match a trigger, and for deletions of handed-over checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _CALLER = Principal("handover", ALL_SCOPES)
 def submit_handovers(
     connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext
 ) -> None:
-    """Submit the jobs that follow from the events."""
+    """Submit the jobs for the events."""
     options = options_of(context.settings)
     if not options.targets:
         return
@@ -62,7 +61,7 @@ def _meets(connection: Connection, event: CatalogEvent, trigger: Trigger) -> boo
 
 
 def _submit(connection: Connection, checkpoint_id: int, target: Target, context: ScheduleContext) -> None:
-    """Submit a job. A refusal is an entry of the audit log, and stops nothing else."""
+    """Submit a job. A refusal becomes an entry of the audit log and does not stop the consumer."""
     kind, params = HandoverKind(), HandoverParams(checkpoint_id=checkpoint_id, target=target)
     entry: tuple[str, str, dict[str, Any]]
     try:

@@ -1,9 +1,8 @@
-"""Weights & Biases: an artifact with a reference to the checkpoint's URL, by the package wandb.
+"""Weights & Biases: artifacts with a reference to the checkpoint's URL, by the package wandb.
 
-Runs in the subprocess of a job: the package starts threads and a process of its own. The reference is an
-entry of the manifest as `Artifact.add_reference` with ``checksum=False`` makes it, without the packages and
-credentials of the object store, which that looks for. A handover of the same content is the same run and,
-because W&B compares contents, the same version.
+Runs in the subprocess of a job, because wandb starts threads and a process. The manifest entry equals
+`Artifact.add_reference` with ``checksum=False``, without the packages and credentials of the object store. A
+repeated handover of the same content uses the same run and, because W&B compares contents, the same version.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def log_artifact(
         _check_address(options, project)
     folder = project.folder or work_folder / "wandb"
     folder.mkdir(parents=True, exist_ok=True)
-    # files that an artifact has beside its references wait there for their upload, also by ``wandb sync``
+    # wandb stages files other than references there for upload, also for ``wandb sync``
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
         os.environ[name] = str(folder)
     try:

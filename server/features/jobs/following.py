@@ -1,7 +1,7 @@
 """Events of jobs as server-sent events: replayed from the ledger, then followed.
 
-One look at the database serves all followers in this process: a thread looks as long as there are some. It
-skips those that have not taken the last news, so that a slow client costs one page of memory.
+One query serves all followers of a process, in a thread that runs while followers exist. Followers that have
+not consumed the last events are skipped, so a slow client costs one page of memory.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from dcp.server.records.jobs import FINAL_STATES, JobEvent, JobProgress, JobStat
 
 _PAGE: Final = 500
 _OVERLAP: Final = 200
-"""Events before the last one among which late ones are looked for: transactions of PostgreSQL do not end in
-the order in which they have numbered their events."""
+"""Earlier events to check for late arrivals: PostgreSQL transactions commit in another order than their
+numbers."""
 _KNOWN: Final = 4 * (_PAGE + _OVERLAP)
 
 
 @dataclass(eq=False, kw_only=True)
 class FollowingOne(Following):
-    """Follows one job."""
+    """Follower of one job."""
 
     job_id: int
 
 
 @dataclass(eq=False, kw_only=True)
 class FollowingAll(Following):
-    """Follows all visible jobs, with the scans that the service makes by itself or without."""
+    """Follower of all visible jobs, with or without scans submitted by the service."""
 
     own_scans: bool
-    known: deque[int] | None = None  # events before ``after_id`` that are old; None before a look
+    known: deque[int] | None = None  # old events before ``after_id``; None before the first query
 
 
 class JobFeed(Feed[FollowingOne]):
-    """For those who follow one job each."""
+    """Feed for followers of single jobs."""
 
     def _look(self, connection: Connection, some: Sequence[FollowingOne]) -> bool:
         after: dict[int, int] = {}
         for one in some:
             after[one.job_id] = min(one.after_id, after.get(one.job_id, one.after_id))
-        # States first: if a job is over, all of its events are there, also where each statement has its own
+        # States first: a finished job then has all of its events, also if statements have separate snapshots.
         # view.
         states = _states(connection, list(after))
         events, is_all = _events(connection, after)
@@ -80,7 +80,7 @@ class JobFeed(Feed[FollowingOne]):
 
 
 class AllJobsFeed(Feed[FollowingAll]):
-    """For those who follow all jobs: one look for each set of roots that may be seen."""
+    """Feed for followers of all jobs: one query per set of visible roots."""
 
     def _look(self, connection: Connection, some: Sequence[FollowingAll]) -> bool:
         has_more = False
@@ -93,15 +93,14 @@ class AllJobsFeed(Feed[FollowingAll]):
             progress = active_progress(connection, visible, own_scans=own_scans)
             is_cut = len(events) == _PAGE + _OVERLAP
             for one in alike:
-                if not (is_cut and events[-1].id < one.after_id):  # else others catch up first
+                if not (is_cut and events[-1].id < one.after_id):  # other followers catch up first
                     one.tell(News(None, new_events(one, events), progress))
             has_more |= is_cut
         return has_more
 
 
 def new_events(one: FollowingAll, events: Sequence[JobEvent]) -> list[JobEvent]:
-    """Return the events behind the last one, and those before it that have become visible since the look
-    before."""
+    """Return events after the last event, and earlier events that became visible since the last query."""
     if one.known is None:
         old = (event.id for event in events if event.id <= one.after_id)
         one.known = deque(old, maxlen=_KNOWN)
@@ -118,7 +117,7 @@ def _states(connection: Connection, job_ids: Sequence[int]) -> dict[int, JobStat
 
 
 def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEvent], bool]:
-    """Return those of jobs behind an event each, the first page; whether that is all."""
+    """Return the first page of events after the position of each job; and True if the page is complete."""
     wanted = [and_(job_events.c.job_id == job_id, job_events.c.id > last) for job_id, last in after.items()]
     if not wanted:
         return [], True
@@ -163,7 +162,7 @@ def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Respo
 
 
 class _Shown:
-    """Events of one stream; progress only where it has changed."""
+    """Events of one stream; progress only after a change."""
 
     def __init__(self) -> None:
         self._sent: Mapping[int, JobProgress] = {}

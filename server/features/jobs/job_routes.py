@@ -40,7 +40,7 @@ ACTIVE: Final[tuple[JobState, ...]] = ("queued", "planning", "running", "publish
 
 
 class _AnyJob(Request):
-    """Fields of all new jobs; each kind has its own ``kind`` and ``params``."""
+    """Common fields of new jobs; each kind has its own ``kind`` and ``params``."""
 
     priority: int = Field(
         default=0, ge=-100, le=100, description="The higher the sooner; above 0 needs the scope admin."
@@ -65,17 +65,17 @@ else:
     NewJob = Annotated[Union[_MODELS], Field(discriminator="kind")]  # noqa: UP007 - of a tuple
 
 
-# Submitting, cancelling and retrying a job need the scope of its kind: see `_check_scope`.
+# Submitting, cancelling, and retrying a job need the scope of its kind: see `_check_scope`.
 @feature.post("/jobs", tag="jobs", scope="read", status=202, errors=(403, 404, 409, 410))
 def submit_job(body: Annotated[NewJob, Body()], ask: Ask) -> Job:
-    """Submit a job. If an unfinished job does the same already, the answer is that one."""
+    """Submit a job. If an unfinished job has the same parameters, the answer is this job."""
     _check_scope(ask.caller, body.kind)
     return ask.submit(kinds()[body.kind], body.params, body.priority)
 
 
 @feature.post("/jobs/{job_id}/cancel", tag="jobs", scope="read", status=202, errors=(403, 404, 409))
 def cancel_job(job_id: IdPath, ask: Ask) -> Job:
-    """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
+    """Cancel the job and remove partial results. Repetitions are allowed; publication is not interrupted."""
 
     def cancel(connection: Connection) -> Job:
         job = _found(connection, job_id, ask)
@@ -89,7 +89,7 @@ def cancel_job(job_id: IdPath, ask: Ask) -> Job:
 
 @feature.post("/jobs/{job_id}/retry", tag="jobs", scope="read", status=202, errors=(403, 404, 409))
 def retry_job(job_id: IdPath, ask: Ask) -> Job:
-    """Begin a job anew that has failed or was cancelled."""
+    """Restart a failed or cancelled job."""
 
     def retry(connection: Connection) -> Job:
         _found(connection, job_id, ask)
@@ -108,7 +108,7 @@ def _found(connection: Connection, job_id: int, ask: Ask) -> Job:
 
 
 def may_change(caller: Principal, job: Job) -> bool:
-    """Return whether the caller may cancel and retry the job."""
+    """Return True if the caller may cancel and retry the job."""
     scope = _scope_of(job.kind)
     return caller.may_everywhere(scope) if job.root is None else caller.may(scope, job.root)
 
@@ -149,7 +149,7 @@ def list_jobs(
     created_by: Annotated[Name | None, Query()] = None,
     scans: Annotated[bool, Query(description="Also the scheduled scans, one a minute.")] = False,
 ) -> Page[Job]:
-    """Jobs, newest first. Of states and kinds, any of those that are given."""
+    """List jobs, newest first. Several states or kinds match any of them."""
     wanted = JobFilter(
         states=frozenset(state or ()),
         kinds=frozenset(kind or ()),
@@ -167,7 +167,7 @@ def list_jobs(
 
 
 def active_jobs(ask: Ask, limit: int, checkpoint_id: int | None = None) -> Sequence[Job]:
-    """Find the newest jobs that have not ended, of all or of one checkpoint."""
+    """Find the newest unfinished jobs, of all checkpoints or one."""
     with ask.reading() as connection:
         wanted = JobFilter(states=frozenset(ACTIVE), checkpoint_id=checkpoint_id, own_scans=False)
         return _listed(connection, wanted, ask, limit=limit).items
@@ -181,7 +181,7 @@ def _listed(connection: Connection, wanted: JobFilter, ask: Ask, **page: Any) ->
 
 
 def _check_kinds(connection: Connection, wanted: Iterable[str], ask: Ask) -> None:
-    """Refuse names that are no kind, unless there are jobs of it from when it was one."""
+    """Refuse unknown kinds, except kinds of stored jobs."""
     for kind in wanted:
         old = JobFilter(kinds=frozenset({kind}))
         if kind not in kinds() and not reading.list_jobs(connection, old, ask.visible, limit=1).items:
@@ -206,22 +206,22 @@ def watch_jobs(
     scans: Annotated[bool, Query(description="Also the scheduled scans.")] = False,
     last_event_id: LastEventId = None,
 ) -> Response:
-    """Events of all jobs, as server-sent events: from now on, or behind Last-Event-ID.
+    """Follow events of all jobs as server-sent events, from now on or after Last-Event-ID.
 
-    The first is `ready`, whose `id` is where the stream begins. Each event has an `id` and `job_id` in its
-    `data`. In between come `progress` events of running jobs, which have no `id`, and comments that keep the
-    connection alive. The stream may end at any time; reconnect with Last-Event-ID.
+    The first event is `ready`; its `id` is the start of the stream. Each event has an `id`, and a `job_id` in
+    `data`. `progress` events of running jobs have no `id`. Comments keep the connection alive. The stream can
+    end at any time: reconnect with Last-Event-ID.
     """
     return all_jobs_stream(ask, last_event_id, own_scans=scans)
 
 
 @feature.get("/jobs/{job_id}/events", tag="jobs", responses=_STREAM | _OVER)
 def watch_job(job_id: IdPath, ask: Ask, last_event_id: LastEventId = None) -> Response:
-    """Events of the job, as server-sent events: all from the beginning, or those behind Last-Event-ID.
+    """Follow events of the job as server-sent events, from the first event or after Last-Event-ID.
 
-    Each has an `id` and JSON as `data`. In between come `progress` events, which have no `id`, and comments
-    that keep the connection alive. When the job is over `end` comes, and the stream ends; it may also end
-    before: reconnect with Last-Event-ID.
+    Each event has an `id`, and JSON as `data`. `progress` events have no `id`. Comments keep the connection
+    alive. After the job has finished, `end` follows, and the stream ends. The stream can also end earlier:
+    reconnect with Last-Event-ID.
     """
     return job_stream(ask, job_id, last_event_id or 0)
 
@@ -231,13 +231,13 @@ def watch_job(job_id: IdPath, ask: Ask, last_event_id: LastEventId = None) -> Re
 
 @feature.get("/jobs/{job_id}", tag="jobs")
 def get_job(job_id: IdPath, ask: Ask) -> Job:
-    """One job, with its progress, and its result once it has succeeded."""
+    """Return a job with its progress, and the result after success."""
     return ask.job(job_id)
 
 
 @feature.get("/jobs/{job_id}/throughput", tag="jobs")
 def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
-    """Return the speed of its tasks, and an estimate of the time that is left."""
+    """Return the speed of the tasks, and the estimated remaining time."""
     with ask.reading() as connection:
         job = reading.get_job(connection, job_id, ask.visible)
         progress = rows.progress_of(connection, [job_id]).get(job_id)
@@ -247,7 +247,7 @@ def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
 
 @feature.get("/jobs/{job_id}/log", tag="jobs")
 def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
-    """Return the last events of the job as sentences, in their order; the next page has earlier ones."""
+    """Return the last events of the job as sentences in order; the next page has earlier events."""
     with ask.reading() as connection:
         reading.get_job(connection, job_id, ask.visible)
         found = reading.latest_events(connection, job_id, cursor=page.cursor, limit=page.limit)
@@ -256,7 +256,7 @@ def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
 
 @feature.get("/jobs/{job_id}/tasks", tag="jobs")
 def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobTask]:
-    """Return the tasks of the job by number, once it is planned."""
+    """List the tasks of a planned job by number."""
     with ask.reading() as connection:
         reading.get_job(connection, job_id, ask.visible)
         return reading.list_tasks(connection, job_id, cursor=page.cursor, limit=page.limit)
@@ -268,7 +268,7 @@ def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobTask]:
 def _throughput_of(
     job: Job, progress: JobProgress | None, begun_seconds: float | None, now: float
 ) -> JobThroughput:
-    """Return the throughput of a job whose tasks were begun then, if they were."""
+    """Return the throughput of a job with tasks started at ``begun_seconds``."""
     found = progress or JobProgress()
     until = now if job.finished_at is None else job.finished_at.timestamp()
     seconds = None if begun_seconds is None else max(0.0, until - begun_seconds)
@@ -336,7 +336,7 @@ def jobs_page(
 
 @feature.page("/jobs/{job_id}", "job.html")
 def job_page(job_id: IdPath, ask: Ask) -> dict[str, Any]:
-    """Show a job: its state, progress, subject, result and tasks."""
+    """Show a job: state, progress, subject, result, and tasks."""
     job = get_job(job_id, ask)
     tasks = list_job_tasks(job_id, ask, PageParams(_MAX_TASKS, None))
     kind = kinds().get(job.kind)
@@ -361,20 +361,20 @@ def job_page(job_id: IdPath, ask: Ask) -> dict[str, Any]:
 
 @feature.panel("checkpoint.notices", "active.html", order=40)
 def active_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
-    """Show the progress of jobs of the checkpoint that have not ended."""
+    """Show the progress of unfinished jobs of the checkpoint."""
     return {"jobs": active_jobs(ask, _ON_PAGE, found.id)}
 
 
 @feature.panel("checkpoint.actions", "buttons.html", order=10)
 def buttons_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Offer the kinds of jobs that have a button and that the caller may submit."""
+    """Offer the kinds of jobs with a button that the caller may submit."""
     offered = [kind for kind in kinds().values() if kind.button and ask.caller.may(kind.scope, found.root)]
     return {"kinds": offered} if offered else None
 
 
 @feature.form("/checkpoints/{checkpoint_id}/jobs/{kind}", scope="read")
 def button_form(checkpoint_id: IdPath, kind: str, ask: Ask) -> str:
-    """Submit a job of the checkpoint; the scope is that of its kind."""
+    """Submit a job for the checkpoint with the scope of its kind."""
     found = kinds().get(kind)
     if found is None or not found.button:
         raise NotFoundError("there is no such button")
@@ -384,7 +384,7 @@ def button_form(checkpoint_id: IdPath, kind: str, ask: Ask) -> str:
 
 @feature.form("/jobs/{job_id}/cancel", scope="read")
 def cancel_form(job_id: IdPath, ask: Ask) -> str:
-    """Cancel the job; the scope is that of its kind."""
+    """Cancel the job with the scope of its kind."""
     cancel_job(job_id, ask)
     return f"/jobs/{job_id}"
 
@@ -397,15 +397,15 @@ def retry_form(job_id: IdPath, ask: Ask) -> str:
 
 
 def _sources_of(job: Job) -> list[int]:
-    """Return the checkpoints that a merge joins."""
+    """Return the source checkpoints of a merge."""
     if job.kind != "merge":
         return []
-    made_of = (job.result or {}).get("sources", ())  # those of a run are not known before it is planned
+    made_of = (job.result or {}).get("sources", ())  # sources of a run are unknown before the plan
     return [one["id"] for one in made_of] or [*job.params.get("sources", ()), *job.params.get("adapters", ())]
 
 
 def _names(jobs: Sequence[Job], ask: Ask, also: Sequence[int] = ()) -> dict[int, str]:
-    """Return the names of the jobs' checkpoints and of those in ``also``."""
+    """Return the names of checkpoints of the jobs and in ``also``."""
     numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
     return ask.find(keys_of, numbers, ask.visible)
 
@@ -416,7 +416,7 @@ def _outcomes(jobs: Sequence[Job], ask: Ask) -> dict[int, str]:
 
 
 def _target_of(job: Job) -> str | None:
-    """Return the page of the checkpoint that a conversion or merge has made."""
+    """Return the page of the checkpoint made by a conversion or merge."""
     result = job.result or {}
     if job.kind not in ("convert", "merge") or not {"root", "key"} <= result.keys():
         return None

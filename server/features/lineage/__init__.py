@@ -1,4 +1,4 @@
-"""Lineage: the checkpoints that a checkpoint was made of, and those that were made of it."""
+"""Lineage: sources and results of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ feature: Final = Feature("lineage", __name__, web=["graph"])
 
 @dataclass(frozen=True, slots=True)
 class LineageNode:
-    """A checkpoint; ``distance`` is negative for ancestors of the requested one."""
+    """Checkpoint in a lineage; ``distance`` is negative for ancestors of the requested checkpoint."""
 
     id: int
     root: str
@@ -50,8 +50,8 @@ class LineageEdge:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Ancestors and descendants, nearest first; ``is_cut``: there are more. ``also_in``: what has the same
-    tensors under the same names, wherever it comes from, by their digests."""
+    """Ancestors and descendants, nearest first; ``is_cut``: more exist. ``also_in``: checkpoints with the
+    same tensors under the same names, by digest."""
 
     nodes: tuple[LineageNode, ...]
     edges: tuple[LineageEdge, ...]
@@ -62,7 +62,7 @@ class Lineage:
 
 
 LineageKind = Literal["converted_from", "merged_from"]
-"""Kinds that jobs note."""
+"""Kinds recorded by jobs."""
 
 MAX_NODES: Final = 500
 MAX_ALSO_IN: Final = 50
@@ -87,8 +87,8 @@ def add_lineage(
     map: str | None = None,
     now: float | None = None,
 ) -> None:
-    """``child`` was made of ``parent`` by a job, through a weight ``map``; once, however often it is said.
-    None is its own parent."""
+    """Record once that a job made ``child`` from ``parent``, through a weight ``map``. A checkpoint is never
+    its own parent."""
     if child_id == parent_id:
         raise InvalidQueryError("parent", "a checkpoint does not come from itself")
     row = {
@@ -103,9 +103,9 @@ def add_lineage(
 
 
 def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None) -> Lineage:
-    """Ancestors and descendants, nearest first. `MissingError` if the checkpoint may not be seen.
+    """Return ancestors and descendants, nearest first. Raises MissingError if the checkpoint is not visible.
 
-    What may not be seen is not there, and nor is what is only connected through it.
+    Leaves out invisible checkpoints, and checkpoints connected through invisible checkpoints only.
     """
     start = get_checkpoint(connection, checkpoint_id, visible)
     nodes = {start.id: _level(connection, [start.id], visible, 0)[0]}
@@ -133,7 +133,7 @@ def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[st
 def same_tensors(
     connection: Connection, found: CheckpointDetail, visible: frozenset[str] | None
 ) -> list[LineageNode]:
-    """Others whose tensors are the same, the newest first."""
+    """Return other checkpoints with the same tensors, newest first."""
     if found.content_digest is None:
         return []
     own = checkpoints.c.content_digest == found.content_digest

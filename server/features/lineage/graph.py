@@ -1,4 +1,4 @@
-"""The lineage of a checkpoint: as JSON, as a graph that the service draws, and in short on its page."""
+"""Lineage of a checkpoint: JSON, a drawn graph, and a summary on the checkpoint's page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BETWEEN_COLUMNS: Final = 76
 _BETWEEN_ROWS: Final = 18
 _MAX_ROWS: Final = 12
 _MAX_DISTANCE: Final = 6
-"""What is farther off, or more in a column, is in the table alone: a wall of boxes is not readable."""
+"""Limit for the graph. Checkpoints farther away, or more in a column, are in the table only."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeBox:
-    """A node of the graph with its corner, in pixels."""
+    """Node of the graph with its corner in pixels."""
 
     node: Any
     x: int
@@ -33,7 +33,7 @@ class NodeBox:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An edge as the path of an SVG, from the right of what was there to the left of what was made."""
+    """Edge as an SVG path, from the right of the source to the left of the result."""
 
     edge: Any
     path: str
@@ -76,8 +76,8 @@ def graph_of(nodes: Sequence[Any], edges: Sequence[Any]) -> Graph:
 
 
 def _columns(nodes: Sequence[Any], edges: Sequence[Any]) -> dict[int, list[Any]]:
-    """By distance, from the middle outwards: each node about as high as those that it hangs on, so that
-    lines seldom cross."""
+    """Return columns by distance, from the middle outwards. Each node is near the height of its neighbours,
+    so lines rarely cross."""
     by_distance: defaultdict[int, list[Any]] = defaultdict(list)
     for node in nodes:
         by_distance[node.distance].append(node)
@@ -118,7 +118,7 @@ def _path(start: NodeBox, end: NodeBox) -> str:
 
 @feature.get("/checkpoints/{checkpoint_id}/lineage", tag="checkpoints")
 def get_lineage(checkpoint_id: IdPath, ask: Ask) -> Lineage:
-    """All ancestors and descendants that the key may see, nearest first."""
+    """Return all visible ancestors and descendants, nearest first."""
     return ask.find(lineage_of, checkpoint_id, ask.visible)
 
 

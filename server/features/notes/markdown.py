@@ -1,7 +1,7 @@
-"""Markdown as HTML that is safe on a page: CommonMark with tables and strikethrough, without raw HTML.
+"""Markdown to safe HTML: CommonMark with tables and strikethrough, without raw HTML.
 
-The output of the parser is cleaned by an allow-list of tags and attributes: a mistake of either one runs no
-script. Images are links, because pages load nothing from other hosts.
+An allow-list of tags and attributes cleans the output of the parser, so a mistake in either runs no script.
+Images become links, because pages load nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS: Final = 16_000
 MAX_CELLS: Final = 10_000
-"""Of a table. The parser fills short rows up, so that a few characters may stand for a thousand cells."""
+"""Cells of a table. The parser fills short rows, so a few characters can create a thousand cells."""
 
 _TAGS: Final = (
     *("p", "br", "hr", "h3", "h4", "h5", "h6", "blockquote", "pre", "ul", "ol", "li"),
@@ -35,7 +35,7 @@ _FOCUSABLE: Final = {
     "div": {"role": "region", "aria-label": "Table", "tabindex": "0"},
     "pre": {"tabindex": "0"},
 }
-"""What scrolls can be reached with the keyboard."""
+"""Makes scrollable parts reachable with the keyboard."""
 _REL: Final = "nofollow noopener noreferrer"
 
 
@@ -44,8 +44,8 @@ _DELIMITERS: Final = re.compile(r"[|:\-\s>]*-[|:\-\s>]*")
 
 
 def check_markdown(text: str) -> str:
-    """Return the text of a note with line feeds at the ends of lines. Raises ValueError for one that cannot
-    be stored or rendered."""
+    """Return the text with line feeds as line ends. Raises ValueError for text that cannot be stored or
+    rendered."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").rstrip()
     if not text.strip():
         raise ValueError("a note needs some text")
@@ -63,7 +63,7 @@ def check_markdown(text: str) -> str:
 
 @lru_cache(maxsize=512)
 def html_of(text: str) -> Markup:
-    """Render a note. Characters that turn the direction of text are written out."""
+    """Render a note. Characters that change the direction of text are written as escapes."""
     import nh3
 
     found = nh3.clean(
@@ -79,7 +79,7 @@ def html_of(text: str) -> Markup:
 
 
 def plain_of(text: str, around: str = "", most: int = 120) -> str:
-    """One line of the Markdown, with the first place of ``around`` in it, whatever its case."""
+    """Return one line of plain text around the first match of ``around``, ignoring case."""
     line = " ".join(text.split())
     found = max(0, line.lower().find(" ".join(around.split()).lower()))
     begin = max(0, min(found - most // 3, len(line) - most))
@@ -101,7 +101,8 @@ def _parser() -> MarkdownIt:
 
 
 def _adapt(state: Any) -> None:
-    """Begin headings below those of the page, and align columns by attributes: pages refuse inline styles."""
+    """Lower headings below the page's headings, and align columns by attributes: pages refuse inline
+    styles."""
     for token in state.tokens:
         if token.type == "inline" and "://" in token.content:
             token.children = list(_with_links(token.children))

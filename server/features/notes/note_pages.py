@@ -1,4 +1,4 @@
-"""Pages of notes: the list of a subject, one note with its history, the form, and panels on other pages."""
+"""Pages of notes: the list of a subject, a note with its history, the form, and panels."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class NotesView(Query):
 
 @feature.panel("checkpoint", "panel.html", order=35)
 def checkpoint_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Show the newest notes on a checkpoint, and the form for another one."""
+    """Show the newest notes on a checkpoint, and a form."""
     return _panel(ask, NoteSubject(found.run_id, found.id), found.root)
 
 
 @feature.panel("run", "panel.html", order=10)
 def run_panel(ask: Ask, found: Run) -> dict[str, Any] | None:
-    """Show the newest notes on a run, and the form for another one."""
+    """Show the newest notes on a run, and a form."""
     return _panel(ask, NoteSubject(found.id), found.root)
 
 
@@ -74,7 +74,7 @@ def _listed(page: Page[Note]) -> dict[str, Any]:
 
 @feature.page("/runs/{run_id}/notes", "notes.html")
 def run_notes_page(run_id: IdPath, view: Annotated[NotesView, InQuery()], ask: Ask) -> dict[str, Any]:
-    """List the notes on a run, with those on its checkpoints where the address says so."""
+    """List the notes on a run, optionally with notes on its checkpoints."""
     page = list_run_notes(run_id, ask, PageParams(20, view.cursor), view.with_checkpoints)
     return {**_listed(page), **_about(ask, NoteSubject(run_id)), "view": view}
 
@@ -91,7 +91,7 @@ def checkpoint_notes_page(
 
 @feature.page("/notes/{note_id}", "note.html")
 def note_page(note_id: IdPath, ask: Ask) -> dict[str, Any]:
-    """Show a note with its history, and to its author the links that change it."""
+    """Show a note with its history, and links for changes to the author."""
     note = get_note(note_id, ask)
     return {
         "note": note,
@@ -104,7 +104,7 @@ def note_page(note_id: IdPath, ask: Ask) -> dict[str, Any]:
 
 @feature.page("/notes/{note_id}/edit", "write.html", scope="write")
 def edit_note_page(note_id: IdPath, ask: Ask) -> dict[str, Any]:
-    """Show the form that changes a note."""
+    """Show the form of a note."""
     note = get_note(note_id, ask)
     subject = NoteSubject(note.run_id, note.checkpoint_id)
     return _written(ask, subject, text=note.text, note=note, etag=note.etag)
@@ -116,7 +116,7 @@ def _may_change(note_id: int, ask: Ask) -> bool:
 
 
 def _about(ask: Ask, subject: NoteSubject) -> dict[str, Any]:
-    """Return the run, and the checkpoint if it is on one, for titles and breadcrumbs."""
+    """Return the run, and the checkpoint of a note, for titles and breadcrumbs."""
 
     def both(connection: Connection) -> dict[str, Any]:
         number = subject.checkpoint_id
@@ -140,7 +140,7 @@ def _written(
     fault: str = "",
     html: str | None = None,
 ) -> dict[str, Any]:
-    """Return the values of the form: what was typed, with its preview or what is wrong with it."""
+    """Return the values of the form: the typed text, with a preview or errors."""
     return {
         **_about(ask, subject),
         "text": text,
@@ -153,7 +153,7 @@ def _written(
 
 
 def _typed(ask: Ask, subject: NoteSubject, note: Note | None = None) -> NoteText | Response:
-    """Return the text that was sent; or the page with its preview, or with what is wrong with it."""
+    """Return the submitted text; or the page with a preview or errors."""
     typed = ask.form.text("text")
     etag = ask.form.text("etag")
     try:
@@ -173,13 +173,13 @@ def _typed(ask: Ask, subject: NoteSubject, note: Note | None = None) -> NoteText
 
 @feature.form("/runs/{run_id}/notes", scope="write")
 def create_run_note_form(run_id: IdPath, ask: Ask) -> str | Response:
-    """Add a note to a run, or preview it."""
+    """Add a note to a run, or preview the note."""
     return _created(ask, ask.find(subject_of, ask.visible, run_id=run_id))
 
 
 @feature.form("/checkpoints/{checkpoint_id}/notes", scope="write")
 def create_checkpoint_note_form(checkpoint_id: IdPath, ask: Ask) -> str | Response:
-    """Add a note to a checkpoint, or preview it."""
+    """Add a note to a checkpoint, or preview the note."""
     return _created(ask, ask.find(subject_of, ask.visible, checkpoint_id=checkpoint_id))
 
 

@@ -11,7 +11,7 @@ from dcp.server.records.declaring import Shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A note on a run, or on one of its checkpoints."""
+    """Note on a run or checkpoint."""
 
     id: int
     root: str
@@ -30,7 +30,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteVersion:
-    """A text that a note has or had."""
+    """Current or earlier text of a note."""
 
     version: int
     text: str

@@ -47,7 +47,7 @@ class NoteQuery(Query):
 
 @feature.get("/notes", tag="notes", errors=())
 def list_notes(query: Annotated[NoteQuery, InQuery()], ask: Ask) -> Page[Note]:
-    """List all notes that the key may see, newest first."""
+    """List visible notes, newest first."""
     with ask.reading() as connection:
         check_root(connection, query.root, ask.visible)
         return notes.list_notes(
@@ -129,7 +129,7 @@ def get_note(note_id: IdPath, ask: Ask) -> Note:
 
 @feature.get("/notes/{note_id}/versions", tag="notes")
 def list_note_versions(note_id: IdPath, ask: Ask) -> Items[NoteVersion]:
-    """List the texts of a note, the newest first: the present one, and up to 100 before it."""
+    """List the texts of a note, newest first: the current text, and up to 100 earlier texts."""
     return Items(tuple(ask.find(notes.history_of, note_id, ask.visible)))
 
 
@@ -144,5 +144,5 @@ def change_note(note_id: IdPath, body: NoteText, ask: Ask, match: IfMatch) -> No
 
 @feature.delete("/notes/{note_id}", tag="notes", scope="write", status=204, errors=(404, 412))
 def delete_note(note_id: IdPath, ask: Ask, match: IfMatch) -> None:
-    """Delete a note with all of its versions. Only the author and admins may."""
+    """Delete a note with all versions. Requires the author or an admin."""
     NOTES.delete(ask, note_id, match)

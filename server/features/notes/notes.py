@@ -26,10 +26,10 @@ from dcp.server.records.declaring import moment
 from dcp.server.records.lists import Page
 
 MAX_NOTES: Final = 1_000
-"""On one run or checkpoint."""
+"""Limit per run or checkpoint."""
 _KEPT_VERSIONS: Final = 100
 _SEARCHED: Final = 10_000
-"""The newest notes that a search looks at."""
+"""Newest notes examined by a search."""
 
 _QUERY: Final = (
     select(
@@ -52,7 +52,7 @@ def _note(row: Row[Any], etag: str) -> Note:
 
 
 def may_change(ask: Ask, row: Row[Any]) -> bool:
-    """Return whether the caller may edit and delete a note: its author and admins of the root may."""
+    """Return True if the caller may edit and delete a note: the author, or admins of the root."""
     is_author = ask.caller.owner[:256] == row.owner
     return ask.caller.may("write", row.root) and (is_author or ask.caller.may("admin", row.root))
 
@@ -80,7 +80,7 @@ NOTES: Final = Resource(
 
 
 class NoteSubject(NamedTuple):
-    """The run that a note is on, or one of its checkpoints."""
+    """Run or checkpoint of a note."""
 
     run_id: int
     checkpoint_id: int | None = None
@@ -100,7 +100,7 @@ def subject_of(
     run_id: int | None = None,
     checkpoint_id: int | None = None,
 ) -> NoteSubject:
-    """Find the subject by one of both. Raises MissingError if there is none that may be seen."""
+    """Find the subject by one of the ids. Raises MissingError unless a visible subject exists."""
     if checkpoint_id is not None:
         return NoteSubject(get_checkpoint(connection, checkpoint_id, visible).run_id, checkpoint_id)
     return NoteSubject(get_run(connection, run_id or 0, visible).id)
@@ -125,7 +125,7 @@ def list_notes(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Note]:
-    """List notes that may be seen, newest first: of a subject, with ``text`` in them in any case."""
+    """List visible notes, newest first, optionally of a subject or with ``text``, ignoring case."""
     query = _seen(visible)
     if subject is not None:
         query = query.where(*_on(subject, with_checkpoints))
@@ -153,7 +153,7 @@ def _has(connection: Connection, text: str) -> ColumnElement[bool]:
 def find_notes(
     connection: Connection, text: str, visible: frozenset[str] | None, limit: int
 ) -> Iterator[SearchHit]:
-    """Find notes for the search of the service, among the newest ones."""
+    """Find notes for the search of the service, among the newest notes."""
     newest = select(notes.c.id).order_by(notes.c.id.desc()).offset(_SEARCHED).limit(1)
     oldest = connection.execute(newest).scalar() or 0
     typed = text.strip()
@@ -174,7 +174,7 @@ def find_notes(
 
 
 def add_note(connection: Connection, ask: Ask, subject: NoteSubject, text: str) -> Row[Any]:
-    """Add a note, and emit its event. Raises ConflictError where there are too many."""
+    """Add a note, and emit its event. Raises ConflictError at the limit."""
     counted = select(func.count()).select_from(notes).where(*_on(subject))
     if connection.execute(counted).scalar_one() >= MAX_NOTES:
         raise ConflictError(f"there are {MAX_NOTES:,} notes, which is the maximum: delete some", state="full")
@@ -194,7 +194,7 @@ def add_note(connection: Connection, ask: Ask, subject: NoteSubject, text: str) 
 
 
 def change_text(connection: Connection, ask: Ask, number: int, match: Precondition, text: str) -> Row[Any]:
-    """Change the text, and keep the one before. The same text changes nothing."""
+    """Change the text, and keep the previous text. An equal text changes nothing."""
     row = NOTES.lock(connection, ask, number, match)
     if row.text == text:
         return row

@@ -1,7 +1,7 @@
 """People: sign-in by OpenID Connect, service accounts, and roles by root.
 
-`settings` says what an operator may set, `provider` speaks to the provider, `sign_in` has the two routes of
-the authorization code flow, `accounts` the resources, `web` their API and `pages` their pages.
+`settings` declares settings, `provider` calls the provider, `sign_in` has the two routes of the authorization
+code flow, `accounts` the resources, `web` their API, and `pages` their pages.
 """
 
 from __future__ import annotations

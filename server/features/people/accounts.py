@@ -1,4 +1,4 @@
-"""Accounts and grants: the resources, and the account of a person who signs in."""
+"""Accounts and grants: the resources, and the account of a person at sign-in."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Refusal:
 
 
 def sign_in_person(ask: Ask, claims: Mapping[str, Any], options: PeopleSettings) -> int | Refusal:
-    """Note who signs in, with the groups and names that the provider gives now. Returns the account's id."""
+    """Record the person at sign-in, with current groups and names from the provider. Returns the account's
+    id."""
     facts = _facts(claims, options)
     groups = facts["groups"]
     is_allowed = options.allowed_groups is None or not set(options.allowed_groups).isdisjoint(groups)
@@ -135,7 +136,7 @@ def _facts(claims: Mapping[str, Any], options: PeopleSettings) -> dict[str, Any]
 
 
 def _email(claims: Mapping[str, Any], options: PeopleSettings) -> str | None:
-    """Return the address, if the provider has verified it: others may be those of other people."""
+    """Return the address if the provider has verified it; unverified addresses can belong to other people."""
     email = claims.get("email")
     is_verified = claims.get("email_verified") in (True, "true") or options.trust_email
     return clean_text(email)[:320] if isinstance(email, str) and is_verified else None
@@ -169,7 +170,7 @@ def _create(
     options: PeopleSettings,
     ask: Ask,
 ) -> Row[Any] | None:
-    """Add the account of a person, by a name that no other has, also where the address is the same."""
+    """Add the account of a person with a unique name, also for equal addresses."""
     base = _base_name(claims, facts, options)
     values = {
         "kind": "person",
@@ -189,7 +190,7 @@ def _create(
                 made = connection.execute(
                     insert(accounts).values(name=name, **values).returning(accounts)
                 ).one()
-        except IntegrityError:  # another process signs the same person in, or one of the same name
+        except IntegrityError:  # a concurrent sign-in of the same person or name
             found = _find(connection, claims, options)
             if found is not None:
                 return found

@@ -1,6 +1,6 @@
-"""Sign-ins under way: what is known of one between the redirect to the provider and the way back.
+"""Pending sign-ins: state between the redirect to the provider and the return.
 
-They are rows, so that any process can end what another began, also after a restart, and each ends once.
+Stored as rows: any process can complete a sign-in, also after a restart, and each completes once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_FLOWS: Final = 20_000
 sign_ins: Final = Table(
     "sign_ins",
     metadata,
-    Column("state", LargeBinary(32), primary_key=True),  # SHA-256 of what the provider gives back
+    Column("state", LargeBinary(32), primary_key=True),  # SHA-256 of the provider's returned value
     Column("browser", LargeBinary(32), nullable=False),  # SHA-256 of the cookie of the browser
     Column("nonce", String(64), nullable=False),
     Column("verifier", String(64), nullable=False),
@@ -46,7 +46,7 @@ sign_ins: Final = Table(
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A sign-in under way; ``state`` and ``nonce`` go to the provider, ``verifier`` proves whose it is."""
+    """Pending sign-in; ``state`` and ``nonce`` go to the provider, ``verifier`` proves ownership."""
 
     state: str
     nonce: str
@@ -56,7 +56,8 @@ class Flow:
 
 
 class ProviderError(Exception):
-    """The provider does not answer, or not as it should: the fault of neither the person nor the browser."""
+    """The provider does not answer, or answers incorrectly; neither the person nor the browser can fix
+    this."""
 
 
 class RefusedError(Exception):
@@ -84,7 +85,7 @@ def begin_flow(connection: Connection, browser: str, redirect_url: str, target: 
 
 
 def end_flow(connection: Connection, state: str, browser: str, now: float) -> Flow | None:
-    """Take the sign-in with this state: once, by its own browser, within ten minutes; else None."""
+    """Take the sign-in with this state once, from the same browser within ten minutes; None otherwise."""
     row = connection.execute(
         delete(sign_ins)
         .where(sign_ins.c.state == _digest(state), sign_ins.c.browser == _digest(browser))
@@ -96,7 +97,7 @@ def end_flow(connection: Connection, state: str, browser: str, now: float) -> Fl
 
 
 def forget_old(context: ScheduleContext) -> None:
-    """Delete sign-ins that were not ended in time."""
+    """Delete expired sign-ins."""
     old = sign_ins.c.created_seconds < context.now - FLOW_SECONDS
     with context.database.read() as connection:
         has_old = connection.execute(select(sign_ins.c.state).where(old).limit(1)).first() is not None

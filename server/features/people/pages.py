@@ -1,4 +1,4 @@
-"""Pages of people: one's own account with its keys, all accounts, and one with its roles."""
+"""Pages of people: the own account with its keys, all accounts, and an account with its roles."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ALL_ROOTS: Final = "*"
 
 @feature.page("/account", "account.html", scope="any")
 def own_account_page(ask: Ask) -> dict[str, Any]:
-    """Show who is signed in, with groups, rights and keys."""
+    """Show the signed-in person with groups, rights, and keys."""
     return _own(ask)
 
 
@@ -81,7 +81,7 @@ def _key_form(
 
 @feature.form("/account/keys", scope="any")
 def create_own_key_form(ask: Ask) -> Response:
-    """Create a key of the person who is signed in; a key makes no others, since it may have fewer rights."""
+    """Create a key of the signed-in person. Keys cannot create keys, because a key can have fewer rights."""
     number = _person(ask)
     try:
         new = keys.ask_for_key(ask.form)
@@ -103,7 +103,7 @@ def create_own_key_form(ask: Ask) -> Response:
 
 @feature.form("/account/keys/{key_id}/revoke", scope="any")
 def revoke_own_key_form(key_id: IdPath, ask: Ask) -> str:
-    """End a key of one's own."""
+    """Revoke an own key."""
     number = _person(ask)
     with ask.service.database.write() as connection:
         key = get_key(connection, key_id)
@@ -169,7 +169,7 @@ def grant_group_form(ask: Ask) -> str:
 
 @feature.page("/people/{account_id}", "person.html", scope="admin")
 def person_page(account_id: IdPath, ask: Ask) -> dict[str, Any]:
-    """Show an account with its groups, roles, rights and keys."""
+    """Show an account with groups, roles, rights, and keys."""
     return _shown(account_id, ask)
 
 
@@ -215,7 +215,7 @@ def revoke_grant_form(grant_id: IdPath, ask: Ask) -> str:
 
 @feature.form("/people/{account_id}/state", scope="admin", all_roots=True)
 def change_state_form(account_id: IdPath, ask: Ask) -> str:
-    """Disable the account, or enable it again."""
+    """Disable or enable the account."""
     is_disabled = ask.form.is_checked("disable")
     web.change_account(account_id, web.AccountChange(is_disabled=is_disabled), ask, _ANY)
     return f"/people/{account_id}?done={'disabled' if is_disabled else 'enabled'}"
@@ -230,7 +230,7 @@ def sign_out_everywhere_form(account_id: IdPath, ask: Ask) -> str:
 
 @feature.form("/people/{account_id}/keys", scope="admin", all_roots=True)
 def create_service_key_form(account_id: IdPath, ask: Ask) -> Response:
-    """Create a key of a service account, and show it once."""
+    """Create a key of a service account, and show the key once."""
     try:
         new = keys.ask_for_key(ask.form)
         keys.check_roots(new.roots, ask)
@@ -262,7 +262,7 @@ def _roles(grants: Iterable[Grant], account_id: int) -> list[Grant]:
 
 
 def _configured(ask: Ask) -> list[tuple[str | None, Role, str | None]]:
-    """Return the roles of the settings in roots that the caller administers: group, role, root."""
+    """Return the configured roles (group, role, root) in roots administered by the caller."""
     return [
         (one.group, one.role, one.root)
         for one in role_settings(ask.settings).roles

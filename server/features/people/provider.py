@@ -1,7 +1,7 @@
-"""The provider of OpenID Connect: discovery, the exchange of a code, and the claims that it signs.
+"""OpenID Connect provider: discovery, exchange of a code, and signed claims.
 
-Answers have limits of size and time. Signatures are checked with the provider's public keys, by asymmetric
-algorithms alone; keys that are rotated are read again.
+Answers have limits of size and time. Public keys of the provider check signatures, with asymmetric algorithms
+only. Rotated keys are read again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dcp.server.features.people.flows import Flow, ProviderError, RefusedError
 from dcp.server.features.people.settings import PeopleSettings, is_safe_url
 
 _ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
-"""Never "none", nor one whose key is the client's secret."""
+"""Never "none", and never an algorithm with the client's secret as key."""
 _MAX_BYTES: Final = 1 << 20
 _DISCOVERY_SECONDS: Final = 3600.0
 _KEYS_SECONDS: Final = 3600.0
@@ -36,12 +36,12 @@ _KEYS_AGAIN_SECONDS: Final = 10.0
 _LEEWAY_SECONDS: Final = 60
 _AT_ONCE: Final = 4
 _WAITING: Final = 8
-"""Requests under way, and those that wait for their turn: a provider that hangs holds no more threads."""
+"""Limit of running and waiting requests: a hanging provider holds no more threads."""
 _log = structlog.get_logger(__name__)
 
 
 class Provider:
-    """The provider that the settings name; safe to use from many threads."""
+    """Configured provider; safe for use from many threads."""
 
     def __init__(self, options: PeopleSettings, clock: Callable[[], float] = time.time) -> None:
         self._options = options
@@ -53,7 +53,7 @@ class Provider:
         self._queue = threading.BoundedSemaphore(_AT_ONCE + _WAITING)
 
     def prepare(self) -> None:
-        """Read the configuration of the provider, if it is not known. Raises ProviderError."""
+        """Read the configuration of the provider if unknown. Raises ProviderError."""
         self._discovered()
 
     def address_of(self, flow: Flow) -> str:
@@ -83,7 +83,7 @@ class Provider:
             )
             if more.get("sub") != claims["sub"]:
                 raise RefusedError("the provider's userinfo is of another person")
-            if "email" not in claims:  # an address is verified by the document that has it
+            if "email" not in claims:  # the document that contains an address verifies the address
                 claims.pop("email_verified", None)
             else:
                 more.pop("email_verified", None)
@@ -117,7 +117,7 @@ class Provider:
         try:
             try:
                 decoded = jwt.decode(found, self._key_set(0.0), algorithms=_ALGORITHMS)
-            except (JoseError, ValueError):  # signed with a key that is new since?
+            except (JoseError, ValueError):  # possibly signed with a new key
                 decoded = jwt.decode(found, self._key_set(self._clock()), algorithms=_ALGORITHMS)
             claims = CodeIDToken(
                 decoded.claims,
@@ -198,7 +198,8 @@ class Provider:
         auth: tuple[str, str] | None = None,
         **sent: Any,
     ) -> dict[str, Any]:
-        """Return the JSON object that answers. Raises ProviderError, and RefusedError if it may refuse."""
+        """Return the JSON object of the answer. Raises ProviderError, and RefusedError if allowed by
+        ``may_refuse``."""
         try:
             with self._place():
                 status, body = self._answer(method, url, auth, sent)

@@ -1,4 +1,4 @@
-"""Settings of people: the provider of OpenID Connect, and the roles that groups have."""
+"""Settings of people: the OpenID Connect provider, and roles of groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def _parsed(value: Any) -> Any:
-    """Parse the JSON that an environment variable has."""
+    """Parse the JSON of an environment variable."""
     return json.loads(value) if isinstance(value, str) and value[:1] in ("[", "{") else value
 
 
@@ -28,15 +28,13 @@ _Names = Annotated[tuple[str, ...], BeforeValidator(_parsed)]
 
 
 class PeopleSettings(BaseModel):
-    """The provider at ``issuer``, and roles by group and root.
+    """Provider at ``issuer``, and roles by group and root.
 
-    ``redirect_url``: the callback as it is registered at the provider; default: made of the request.
-    ``groups_claim``: the claim with the groups, dots between levels. ``name_claim``: the claim that
-    names people in the audit log; ``email`` counts only if the provider has verified it, or with
-    ``trust_email``.
-    ``allowed_groups``: others may not sign in. ``default_role``: of each person, in all roots. ``roles``: by
-    group, then by root, ``*`` being all. ``absence_seconds``: keys of people who have not signed in for so
-    long do not work.
+    ``redirect_url``: callback registered at the provider; default: from the request. ``groups_claim``: claim
+    with the groups, dots between levels. ``name_claim``: claim with the name for the audit log; ``email``
+    counts only if verified by the provider, or with ``trust_email``. ``allowed_groups``: groups that may sign
+    in. ``default_role``: role of every person in all roots. ``roles``: by group, then by root, ``*`` for all.
+    ``absence_seconds``: keys of people without a sign-in for this time stop working.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,7 +72,7 @@ class PeopleSettings(BaseModel):
 
 
 def is_safe_url(url: str, *, with_query: bool = False) -> bool:
-    """Return whether what is sent to ``url`` cannot be read on the way: https, or loopback."""
+    """Return True if data sent to ``url`` is protected from eavesdropping: https, or loopback."""
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -86,7 +84,7 @@ def is_safe_url(url: str, *, with_query: bool = False) -> bool:
 
 
 def provider_settings(settings: Settings) -> PeopleSettings | None:
-    """Return the settings, if there is a provider to sign in at."""
+    """Return the settings if a provider is configured."""
     from dcp.server.features.people import feature
 
     found = cast(PeopleSettings, feature.options(settings))
@@ -94,7 +92,7 @@ def provider_settings(settings: Settings) -> PeopleSettings | None:
 
 
 def role_settings(settings: Settings) -> RoleSettings:
-    """Return the roles that the settings give. Raises FeatureError for a root that is not configured."""
+    """Return the roles of the settings. Raises FeatureError for an unknown root."""
     from dcp.server.features.people import feature
 
     options = cast(PeopleSettings, feature.options(settings))

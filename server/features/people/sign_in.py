@@ -1,4 +1,4 @@
-"""Sign-in at the provider: the redirect to it, and the way back (authorization code flow with PKCE)."""
+"""Sign-in at the provider: redirect and return (authorization code flow with PKCE)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_STORE: Final = {"Cache-Control": "no-store"}
 
 
 def _provider(service: Service) -> Provider:
-    # only here: it takes 9 MiB of memory, and most services have no provider
+    # imported here: takes 9 MiB of memory, and most services have no provider
     from dcp.server.features.people.provider import Provider
 
     options = provider_settings(service.settings)
@@ -50,7 +50,7 @@ def _options(ask: Ask) -> PeopleSettings:
 
 @feature.page("/sign-in/provider", "failed.html", scope="public", errors=())
 def go_to_provider(ask: Ask, next: Next = "/") -> dict[str, Any] | Response:
-    """Send the browser to the provider, and remember who it is by a cookie."""
+    """Send the browser to the provider, and remember the browser by a cookie."""
     options = _options(ask)
     redirect_url = options.redirect_url or f"{str(ask.request.base_url).rstrip('/')}{CALLBACK_PATH}"
     visit = ask.request.cookies.get(VISIT_COOKIE, "")
@@ -81,7 +81,7 @@ def come_back(
     error: _Text = "",
     iss: _Text = "",
 ) -> dict[str, Any] | Response:
-    """Begin a session of the person who signed in at the provider."""
+    """Begin a session of the signed-in person."""
     options = _options(ask)
     visit = ask.request.cookies.get(VISIT_COOKIE, "")
     flow = ask.service.database.transact(

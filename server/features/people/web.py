@@ -1,7 +1,7 @@
-"""``/accounts`` and ``/grants``: people, service accounts and roles by root.
+"""``/accounts`` and ``/grants``: people, service accounts, and roles by root.
 
-Admins of all roots change accounts and all grants; those of some roots see people, and change the grants of
-these roots alone.
+Admins of all roots change accounts and all grants. Admins of some roots see people, and change grants of
+these roots.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RootName = Annotated[str, StringConstraints(min_length=1, max_length=63)]
 
 
 class NewAccount(Request):
-    """A service account: programs act as it with its keys. It has no rights before roles are granted."""
+    """Service account for programs, which use its keys. New accounts have no rights before a grant."""
 
     name: AccountName
     title: Annotated[Text, Field(max_length=256, description="Its purpose.")] = ""
@@ -60,7 +60,7 @@ class AccountChange(Request):
 
 
 class NewGrant(Request):
-    """A role for an account or for a group, in one root or in all."""
+    """Role for an account or group, in one root or in all."""
 
     account_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     group: Group | None = None
@@ -115,7 +115,7 @@ def get_account(account_id: IdPath, ask: Ask) -> Account:
 
 @feature.patch(_ACCOUNT, **_ALL, errors=(404, 409, 412))
 def change_account(account_id: IdPath, body: AccountChange, ask: Ask, match: IfMatch) -> Account:
-    """Disable or enable an account. One that is disabled has neither sessions nor keys that work."""
+    """Disable or enable an account. Sessions and keys of a disabled account do not work."""
 
     def act(connection: Connection) -> Row[Any]:
         row = ACCOUNTS.lock(connection, ask, account_id, match)
@@ -138,7 +138,7 @@ def change_account(account_id: IdPath, body: AccountChange, ask: Ask, match: IfM
 
 @feature.post(_ACCOUNT + "/sign-out", **_ALL, status=204)
 def sign_out_account(account_id: IdPath, ask: Ask) -> None:
-    """End all sessions of an account. Its keys stay."""
+    """End all sessions of an account. Keys stay valid."""
 
     def act(connection: Connection) -> None:
         row = ACCOUNTS.find(connection, account_id)
@@ -150,7 +150,7 @@ def sign_out_account(account_id: IdPath, ask: Ask) -> None:
 
 @feature.get(_ACCOUNT + "/keys", **_ADMIN)
 def list_account_keys(account_id: IdPath, ask: Ask) -> Items[ApiKey]:
-    """List the keys of an account, revoked and expired ones too (in the roots of the admin)."""
+    """List the keys of an account, including revoked and expired keys (in the admin's roots)."""
     ask.find(ACCOUNTS.find, account_id)
     return Items(tuple(ask.find(list_keys, ask.visible, account_id=account_id)))
 
@@ -165,14 +165,14 @@ def list_grants(
     account_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
     group: Annotated[Text | None, Query()] = None,
 ) -> Page[Grant]:
-    """List grants by id; those in its roots alone for an admin of some."""
+    """List grants by id; admins of some roots see grants of these roots."""
     values: dict[str, Any] = {"account_id": account_id, "group_name": group}
     return GRANTS.page(ask, page, **{name: value for name, value in values.items() if value is not None})
 
 
 @feature.post("/grants", **_ADMIN, status=201, errors=(403, 404, 409))
 def create_grant(body: NewGrant, ask: Ask) -> Grant:
-    """Grant a role; an account or group has one in each root, and one for all roots beside."""
+    """Grant a role. An account or group has at most one role per root, and one for all roots."""
     if (body.account_id is None) == (body.group is None):
         raise UnprocessableError("name either account_id or group")
     _check_root(body.root, ask)
@@ -218,7 +218,7 @@ def change_grant(grant_id: IdPath, body: GrantChange, ask: Ask, match: IfMatch) 
 
 @feature.delete(_GRANT, **_ADMIN, status=204, errors=(404, 412))
 def delete_grant(grant_id: IdPath, ask: Ask, match: IfMatch) -> None:
-    """Revoke a role: it ends at once, also for keys and sessions."""
+    """Revoke a role immediately, also for keys and sessions."""
     GRANTS.delete(ask, grant_id, match)
 
 
@@ -227,13 +227,13 @@ def delete_grant(grant_id: IdPath, ask: Ask, match: IfMatch) -> None:
 
 @feature.get("/account", tag="people", scope="any", errors=(404,))
 def get_own_account(ask: Ask) -> Account:
-    """Get the account of the caller; `/whoami` has its rights."""
+    """Return the account of the caller; `/whoami` has the rights."""
     return ACCOUNTS.read(ask, own_account(ask))
 
 
 @feature.get("/account/keys", tag="people", scope="any", errors=(404,))
 def list_own_keys(ask: Ask) -> Items[ApiKey]:
-    """List the keys of the caller's account, revoked and expired ones too."""
+    """List the keys of the caller's account, including revoked and expired keys."""
     return Items(tuple(ask.find(list_keys, account_id=own_account(ask))))
 
 

@@ -22,21 +22,21 @@ from dcp.server.database.tables import resource_table
 __all__ = ["LIMITS", "LIMITS_OF", "MOST", "QuotaAllowances", "RateText", "feature", "quotas"]
 
 MOST: Final = 2**53 - 1
-"""The greatest number in JSON that every program reads exactly."""
+"""Largest integer that every JSON parser reads exactly."""
 LIMITS: Final[tuple[LimitName, ...]] = get_args(LimitName)
 LIMITS_OF: Final[Mapping[SubjectKind, tuple[LimitName, ...]]] = {
     "account": LIMITS,
     "key": tuple(name for name in LIMITS if not name.startswith("bytes_kept")),
     "root": tuple(name for name in LIMITS if name != "requests"),
 }
-"""The limits that a subject of each kind can have: bytes are kept for accounts, and requests have no root."""
+"""Limits by kind of subject: accounts limit stored bytes, roots have no limit of requests."""
 
 quotas: Final = resource_table(
     "quotas",
     Column("name", String(320), nullable=False, unique=True),  # of kind and subject: `LimitSubject.text`
     Column("kind", String(16), nullable=False),
     Column("subject", String(192), nullable=False),
-    Column("limits", JSON_DOCUMENT, nullable=False),  # by name; null: no limit; not there: the default
+    Column("limits", JSON_DOCUMENT, nullable=False),  # by name; null: no limit; absent: the default
     Column("note", Text, nullable=False, server_default=""),
 )
 
@@ -53,8 +53,8 @@ _Speed = Annotated[ByteSize, Field(ge=16 << 10, le=MOST)]
 
 
 class _Limits(BaseModel):
-    """Limits that an operator sets; those that are not set are not limited, or as the settings of the service
-    say. Bytes may be written as "20TB"."""
+    """Limits set by an operator. Absent limits are unlimited or follow the service's settings. Sizes can be
+    texts such as "20TB"."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -90,7 +90,7 @@ class QuotaSettings(BaseModel):
 
 
 class QuotaAllowances(Allowances):
-    """The defaults of the settings, and in their place what the table `quotas` has for a subject."""
+    """Allowances from the table `quotas`, with the settings as defaults."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -122,7 +122,7 @@ class QuotaAllowances(Allowances):
         return _changed(found, self._defaults[subject.kind])
 
     def refresh(self, database: Database) -> None:
-        """As `Allowances.refresh`. One thread reads; others go by the last reading meanwhile."""
+        """As `Allowances.refresh`. One thread reads; other threads use the previous values."""
         if time.monotonic() < self._fresh_until or not self._lock.acquire(blocking=False):
             return
         try:
@@ -139,7 +139,7 @@ class QuotaAllowances(Allowances):
 
 _FRESH_SECONDS: Final = 1.0
 _MAX_NAMED: Final = 500
-"""Subjects that one statement names; for more of them all that are stored are read."""
+"""Subjects named by one statement; above this, all stored subjects are read."""
 
 
 def _stored(connection: Connection, names: list[str] | None = None) -> dict[str, Mapping[str, Any]]:

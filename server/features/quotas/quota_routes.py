@@ -1,4 +1,4 @@
-"""Quotas by the API and by pages of admins, and a page of one's own use."""
+"""Quotas: API and pages for admins, and a page of the own use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _Speed = Annotated[int, Field(ge=16 << 10, le=MOST)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Limits that an admin has stored for an account, a key or a root, in place of the defaults."""
+    """Stored limits for an account, key, or root, in place of the defaults."""
 
     id: int
     kind: Annotated[str, OneOf(SubjectKind)]
@@ -89,7 +89,7 @@ QUOTAS: Final = Resource(
 
 
 class QuotaLimits(Request):
-    """Limits by name: null lifts one, and one that is not given is as the defaults say."""
+    """Limits by name: null removes a limit, and absent limits follow the defaults."""
 
     jobs_running: _Jobs | None = Field(default=None, description="Jobs at work at a time, of all workers.")
     jobs_queued: _Count | None = Field(default=None, description="Jobs in the queue.")
@@ -106,12 +106,12 @@ class QuotaLimits(Request):
     )
 
     def given(self) -> dict[str, Any]:
-        """Return the limits that are given, by name."""
+        """Return the given limits by name."""
         return self.model_dump(exclude_unset=True)
 
 
 class NewQuota(Request):
-    """The limits of one account, key or root."""
+    """Limits of an account, key, or root."""
 
     kind: SubjectKind
     subject: Annotated[Text, Field(min_length=1, max_length=192, examples=["main"])]
@@ -120,7 +120,7 @@ class NewQuota(Request):
 
 
 class QuotaChange(Request):
-    """The fields to change; ``limits`` takes the place of all that were there."""
+    """Fields to change; ``limits`` replaces all stored limits."""
 
     limits: QuotaLimits = QuotaLimits()
     note: Text = ""
@@ -147,12 +147,12 @@ def create_quota(body: NewQuota, ask: Ask) -> Quota:
 
 @feature.get("/quotas", **_ADMIN, errors=())
 def list_quotas(ask: Ask, page: PageQuery) -> Page[Quota]:
-    """List the stored quotas, by id. Others have the defaults of the settings."""
+    """List the stored quotas by id. Other subjects have the defaults of the settings."""
     return QUOTAS.page(ask, page)
 
 
 class UseQuery(Query):
-    """Subjects of one kind, whose names contain ``q``."""
+    """Subjects of one kind with names that contain ``q``."""
 
     kind: SubjectKind = "account"
     q: Annotated[Text, Field(max_length=128, description="Part of the name.")] = ""
@@ -161,12 +161,12 @@ class UseQuery(Query):
 
 @feature.get("/quotas/usage", **_ADMIN, errors=())
 def list_quota_usage(query: Annotated[UseQuery, InQuery()], ask: Ask) -> Items[SubjectUse]:
-    """List use and limits of accounts, keys or roots: those nearest to a limit first, then by bytes."""
+    """List use and limits of accounts, keys, or roots: nearest to a limit first, then by bytes."""
     return Items(tuple(_found(query, ask)[0]))
 
 
 def _found(query: UseQuery, ask: Ask) -> tuple[list[SubjectUse], int]:
-    """Find the use of the subjects that are shown, and count all that match."""
+    """Find the use of the displayed subjects, and count all matches."""
     with ask.reading() as connection:
         subjects = known_subjects(connection, query.kind)
         if query.q:
@@ -193,7 +193,7 @@ def get_quota(quota_id: IdPath, ask: Ask) -> Quota:
 
 @feature.patch(_QUOTA, **_ADMIN, errors=(404, 412))
 def change_quota(quota_id: IdPath, body: QuotaChange, ask: Ask, match: IfMatch) -> Quota:
-    """Change the given fields; limits that are given take the place of all that were stored."""
+    """Change the given fields; given limits replace all stored limits."""
     values = body.model_dump(exclude_unset=True)
 
     def act(connection: Connection) -> Quota:
@@ -261,7 +261,7 @@ _NO_LIMIT: Final = "none"
 
 @feature.page("/usage", "usage.html", scope="any", tag="quotas", errors=())
 def get_usage(ask: Ask) -> Usage:
-    """Return use and limits of the caller's account and key, and of the roots that it may see."""
+    """Return use and limits of the caller's account and key, and of visible roots."""
     own = subjects_of(ask.caller.owner, ask.caller.key_id)
     visible = [root.name for root in ask.roots if ask.caller.may_see(root.name)]
     with ask.reading() as connection:
@@ -272,7 +272,7 @@ def get_usage(ask: Ask) -> Usage:
 
 
 class QuotasView(Query):
-    """The address of the page: one kind of subjects, whose names contain ``q``."""
+    """Query of the page: one kind of subjects with names that contain ``q``."""
 
     kind: SubjectKind = "account"
     q: Annotated[Text, Field(max_length=128)] = ""
@@ -281,7 +281,7 @@ class QuotasView(Query):
 
 @feature.page("/quotas", "quotas.html", scope="admin", all_roots=True)
 def quotas_page(view: Annotated[QuotasView, InQuery()], ask: Ask) -> dict[str, Any]:
-    """Show what accounts, keys or roots use, those nearest to a limit first."""
+    """Show the use of accounts, keys, or roots, nearest to a limit first."""
     found, count = _found(UseQuery(kind=view.kind, q=view.q, limit=_SHOWN), ask)
     return {
         "twin": f"/api/v1/quotas/usage?kind={view.kind}",
@@ -306,7 +306,7 @@ class SubjectView(Query):
 
 @feature.page("/quotas/edit", "quota.html", scope="admin", all_roots=True)
 def quota_page(view: Annotated[SubjectView, InQuery()], ask: Ask) -> dict[str, Any]:
-    """Show the form with the limits of one subject."""
+    """Show the form with the limits of a subject."""
     return _form_values(LimitSubject(view.kind, view.subject), ask)
 
 
@@ -414,13 +414,13 @@ def _store(connection: Connection, subject: LimitSubject, limits: dict[str, Any]
 
 @feature.panel("run.notices", "notice.html", order=1)
 def run_notice(ask: Ask, found: Run) -> dict[str, Any] | None:
-    """Warn on the page of a run whose root keeps more bytes than it should."""
+    """Warn on the page of a run if its root exceeds the limit of bytes."""
     return _notice(found.root, ask)
 
 
 @feature.panel("root", "notice.html", order=1)
 def root_notice(ask: Ask, found: Root) -> dict[str, Any] | None:
-    """Warn in the card of a root that keeps more bytes than it should."""
+    """Warn in the card of a root above the limit of bytes."""
     return _notice(found.name, ask)
 
 
@@ -440,7 +440,7 @@ _ACCOUNTS: Final = 20
 
 @feature.samples
 def read_samples(connection: Connection, service: Service) -> Iterator[Metric]:
-    """Read how full the limits of bytes are, and who keeps the most."""
+    """Read the use of byte limits, and the largest users."""
     kept = kept_by_account(connection)
     most = sorted(kept, key=lambda name: kept[name], reverse=True)[:_ACCOUNTS]
     labels = labels_of(connection, [LimitSubject("account", name) for name in most])

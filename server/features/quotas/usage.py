@@ -1,4 +1,4 @@
-"""Use of accounts, keys and roots, beside what they may use."""
+"""Use and limits of accounts, keys, and roots."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from dcp.server.features.quotas import LIMITS_OF, quotas
 from dcp.server.records.declaring import OneOf, Shown
 
 Level = Literal["ok", "warning", "full"]
-"""full: as much as is allowed, or more. warning: nine tenths of it, or more than the warning says."""
+"""full: at the limit or above. warning: at nine tenths, or above the warning."""
 _NEAR: Final = 0.9
 _FEW: Final = 20
-"""Subjects whose bytes are summed up one by one, so that a page of one's own use reads no others."""
+"""Subjects summed individually; a page of the own use reads no others."""
 TITLES: Final[Mapping[str, str]] = {
     "jobs_running": "Jobs running",
     "jobs_queued": "Jobs queued",
@@ -50,7 +50,7 @@ TITLES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitUse:
-    """One limit of a subject, and how much of it is used."""
+    """Limit of a subject, and its use."""
 
     limit: Annotated[str, OneOf(LimitName)]
     used: Annotated[int | None, Shown("null for a rate of bytes, which is not measured.")]
@@ -68,7 +68,7 @@ class LimitUse:
 
     @property
     def share(self) -> float:
-        """The part that is used, from 0 to 1."""
+        """Used part from 0 to 1."""
         if not self.allowed:
             return 1.0 if self.allowed == 0 else 0.0
         return min(1.0, (self.used or 0) / self.allowed)
@@ -76,8 +76,7 @@ class LimitUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubjectUse:
-    """An account, a key or a root: its limits and their use. ``quota_id``: the limits that are stored for it,
-    in place of the defaults."""
+    """Limits and use of an account, key, or root. ``quota_id``: stored limits, in place of the defaults."""
 
     kind: Annotated[str, OneOf(SubjectKind)]
     subject: Annotated[str, Shown("As in a quota: account#3 or key#3; the id of a key; the name of a root.")]
@@ -87,13 +86,13 @@ class SubjectUse:
     warnings: tuple[str, ...] = ()
 
     def of(self, limit: str) -> LimitUse:
-        """Return the use of one limit."""
+        """Return the use of a limit."""
         return next(one for one in self.limits if one.limit == limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The use of the caller's account and key, and of the roots that it may see."""
+    """Use of the caller's account and key, and of visible roots."""
 
     account: SubjectUse
     key: Annotated[SubjectUse | None, Shown("null: the caller has no key.")]
@@ -101,7 +100,7 @@ class Usage:
 
 
 def known_subjects(connection: Connection, kind: SubjectKind) -> list[LimitSubject]:
-    """Return all subjects of a kind that are known: also those that use nothing now."""
+    """Return all known subjects of a kind, including unused subjects."""
     stored = select(quotas.c.subject).where(quotas.c.kind == kind)
     names = set(connection.execute(stored).scalars())
     if kind == "root":
@@ -122,7 +121,7 @@ def known_subjects(connection: Connection, kind: SubjectKind) -> list[LimitSubje
 
 
 def labels_of(connection: Connection, subjects: Iterable[LimitSubject]) -> dict[LimitSubject, str]:
-    """Return the names of subjects; those that do not exist are left out."""
+    """Return the names of existing subjects."""
     wanted = set(subjects)
     of_accounts = select(accounts.c.id, accounts.c.kind, accounts.c.name)
     owner = (accounts.c.kind.label("account_kind"), accounts.c.name.label("account_name"))
@@ -150,11 +149,11 @@ def labels_of(connection: Connection, subjects: Iterable[LimitSubject]) -> dict[
 
 
 _MAX_NAMED: Final = 500
-"""Subjects that one statement names; for more of them all that are known are read."""
+"""Subjects named by one statement; above this, all known subjects are read."""
 
 
 def _numbers(subjects: Iterable[LimitSubject], prefix: str) -> set[int]:
-    """Return the numbers of the subjects whose names are ``prefix`` and a number that may be an id."""
+    """Return the numbers of subjects with names made of ``prefix`` and a valid id."""
     texts = (one.name.removeprefix(prefix) for one in subjects if one.name.startswith(prefix))
     return {int(text) for text in texts if text.isdecimal() and text.isascii() and len(text) <= 15}
 
@@ -162,10 +161,10 @@ def _numbers(subjects: Iterable[LimitSubject], prefix: str) -> set[int]:
 def foremost(
     connection: Connection, service: Service, subjects: Sequence[LimitSubject], most: int
 ) -> list[LimitSubject]:
-    """Choose those of very many subjects of one kind that may be among the ``most`` that are nearest to their
-    limits: with limits of their own, with jobs, downloads or requests, and that keep the most bytes.
+    """Choose subjects of one kind that can be among the ``most`` nearest to a limit: subjects with own
+    limits, with jobs, downloads, or requests, and with the most bytes.
 
-    All others have the same limits and use none of them, and follow by their names.
+    All other subjects have equal limits and no use, and follow by name.
     """
     if len(subjects) <= 2 * most + _MAX_NAMED:
         return list(subjects)

@@ -1,4 +1,4 @@
-"""Retention: policies and their previews, deletion with grace, parts that are dropped, purges."""
+"""Retention: policies and previews, deletion with a grace period, dropped parts, and purges."""
 
 from __future__ import annotations
 

@@ -53,16 +53,16 @@ from dcp.storage.stores.base import Store
 
 
 def purge_dedup_key(checkpoint_id: int) -> str:
-    """Key of the job that purges a checkpoint, of which there is one at a time."""
+    """Return the key of a purge job; a checkpoint has at most one purge."""
     return f"purge:{checkpoint_id}"
 
 
 def delete_softly(
     connection: Connection, checkpoint_id: int, grace_seconds: float, change: Change
 ) -> CheckpointDetail:
-    """Mark it as deleted; its bytes stay for ``grace_seconds``. Deleting it again changes nothing.
+    """Mark the checkpoint as deleted; the bytes stay for ``grace_seconds``. A repetition changes nothing.
 
-    Raises MissingError, ChangedError, and StateError if it is pinned, an alias names it, or it is purged.
+    Raises MissingError, ChangedError, and StateError for a pinned, aliased, or purged checkpoint.
     """
     row = lock_checkpoint(connection, checkpoint_id, change.visible, change.expected_version)
     if row["state"] == "deleted":
@@ -85,13 +85,13 @@ def delete_softly(
 
 
 def alias_of(connection: Connection, checkpoint_id: int) -> str | None:
-    """Return the first of the aliases that name a checkpoint, which keep it whole."""
+    """Return the first alias of a checkpoint; aliases protect checkpoints."""
     query = select(aliases.c.name).where(aliases.c.checkpoint_id == checkpoint_id).order_by(aliases.c.name)
     return connection.execute(query).scalars().first()
 
 
 def kept_by(connection: Connection, checkpoint_id: int) -> list[allowances.LimitSubject]:
-    """Return the root that keeps the bytes of a checkpoint, and the account, if one has registered it."""
+    """Return the root that stores a checkpoint, and the account that registered the checkpoint, if any."""
     query = select(roots.c.name, checkpoints.c.owner).join_from(checkpoints, roots)
     row = connection.execute(query.where(checkpoints.c.id == checkpoint_id)).one_or_none()
     if row is None:
@@ -101,9 +101,10 @@ def kept_by(connection: Connection, checkpoint_id: int) -> list[allowances.Limit
 
 
 def restore(connection: Connection, checkpoint_id: int, change: Change) -> CheckpointDetail:
-    """Undo a deletion whose purge has not begun. The next scan looks at its bytes.
+    """Undo a deletion before its purge. The next scan examines the bytes.
 
-    Raises MissingError, ChangedError, and StateError if it is not deleted, or is being purged.
+    Raises MissingError, ChangedError, and StateError unless the checkpoint is deleted and its purge has not
+    begun.
     """
     row = lock_checkpoint(connection, checkpoint_id, change.visible, change.expected_version)
     if row["state"] != "deleted":
@@ -119,14 +120,14 @@ def restore(connection: Connection, checkpoint_id: int, change: Change) -> Check
 
 
 class DeleteParams(Parameters):
-    """Committed checkpoints of one root, and for how long they can be restored; None: as is configured."""
+    """Committed checkpoints of one root, and their grace period; None: the configured period."""
 
     checkpoint_ids: Annotated[tuple[CheckpointId, ...], Field(min_length=1, max_length=1000, strict=False)]
     grace_seconds: Annotated[float, Field(ge=0, le=10 * 366 * 86_400.0)] | None = None
 
 
 class DeleteKind(Kind[DeleteParams]):
-    """Deletion of several checkpoints, in the transaction that completes the job: there are no tasks."""
+    """Deletion of several checkpoints in the transaction that completes the job, without tasks."""
 
     name: ClassVar[str] = "delete"
     about: ClassVar[str] = "Delete checkpoints; they can be restored until their grace is over."
@@ -166,7 +167,7 @@ class DeleteKind(Kind[DeleteParams]):
         return {"checkpoint_ids": sorted(set(plan_data["checkpoint_ids"]))}
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """As `Kind.record`. Checkpoints that are pinned or gone by now stay as they are."""
+        """As `Kind.record`. Pinned or missing checkpoints do not change."""
         params = DeleteParams.model_validate(job.params)
         change = Change(actor=job.created_by, now=time.time())
         for number in result["checkpoint_ids"]:
@@ -180,8 +181,8 @@ class DeleteKind(Kind[DeleteParams]):
 
 
 class PruneParams(Parameters):
-    """The checkpoint, and the parts to drop: "optimizer", or globs on names. With ``rewrite`` files that also
-    hold other data are written anew, so that all bytes of the parts are freed."""
+    """Checkpoint, and parts to drop: "optimizer", or globs of names. ``rewrite`` also rewrites files with
+    other data, to free all bytes of the parts."""
 
     checkpoint_id: CheckpointId
     parts: Globs = ("optimizer",)
@@ -200,7 +201,7 @@ class PruneKind(SimpleKind[PruneParams]):
 
     @classmethod
     def dedup_key(cls, params: PruneParams) -> str:
-        """As `Kind.dedup_key`: a checkpoint has one at a time."""
+        """As `Kind.dedup_key`: one per checkpoint at a time."""
         return f"prune:{params.checkpoint_id}"
 
     @classmethod
@@ -211,15 +212,16 @@ class PruneKind(SimpleKind[PruneParams]):
     def specify(
         self, connection: Connection, params: PruneParams, caller: Principal, settings: Settings
     ) -> JobSpec:
-        """As `Kind.specify`. StateError for a checkpoint that is held, or that another job uses."""
-        lock_checkpoint(connection, params.checkpoint_id, caller.roots)  # behind a promotion, or before it
+        """As `Kind.specify`. Raises StateError for a protected checkpoint, or a checkpoint in use by another
+        job."""
+        lock_checkpoint(connection, params.checkpoint_id, caller.roots)  # serialized with promotions
         subject = find_subject(connection, params.checkpoint_id, caller.roots)
         if subject.root not in settings.writable_roots:
             raise ForbiddenError(f"root {subject.root} is read-only")
         _check_held(connection, subject.id)
         if in_use(connection, [subject.id]):
             raise StateError(
-                f"a job is about checkpoint {subject.id} now, and may be reading it: wait for that one",
+                f"a job is using checkpoint {subject.id}: wait for the job to end, and try again",
                 state="committed",
             )
         return self.of_subject(subject, params, caller.name)
@@ -263,13 +265,13 @@ class PruneKind(SimpleKind[PruneParams]):
         }
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Audit what was freed, and submit a scan of the run."""
+        """Record the freed bytes in the audit log, and submit a scan of the run."""
         subject, now = Subject(**result["subject"]), time.time()
         detail = {name: result[name] for name in ("outcome", "files", "freed_bytes", "rewritten_bytes")}
         detail |= {"parts": [part["name"] for part in result["parts"]], "job": job.id}
         about = f"checkpoint:{subject.id}"
         audit.record(connection, job.created_by, "checkpoint.prune", about, detail, now=now)
-        # So that the scan opens it, however quickly it was done.
+        # makes the scan open the checkpoint after quick changes, too
         changed = update(checkpoints).where(checkpoints.c.id == subject.id).values(fingerprint=None)
         if result["outcome"] == "dropped":
             connection.execute(changed)
@@ -277,7 +279,7 @@ class PruneKind(SimpleKind[PruneParams]):
 
 
 def in_use(connection: Connection, checkpoint_ids: Sequence[int]) -> set[int]:
-    """Return the checkpoints that a job which has not ended uses: it may be reading them."""
+    """Return checkpoints in use by unfinished jobs, which can be reading them."""
     query = select(jobs.c.checkpoint_id).where(
         jobs.c.checkpoint_id.in_(checkpoint_ids), jobs.c.state.not_in(FINAL_STATES)
     )
@@ -285,7 +287,7 @@ def in_use(connection: Connection, checkpoint_ids: Sequence[int]) -> set[int]:
 
 
 def is_pruned_now(connection: Connection, checkpoint_id: int) -> bool:
-    """Return True if a job that has not ended drops parts of the checkpoint."""
+    """Return True if an unfinished job drops parts of the checkpoint."""
     query = select(jobs.c.id).where(
         jobs.c.checkpoint_id == checkpoint_id,
         jobs.c.kind == PruneKind.name,
@@ -296,7 +298,7 @@ def is_pruned_now(connection: Connection, checkpoint_id: int) -> bool:
 
 @contextmanager
 def _lasting() -> Iterator[None]:
-    """Let a state that forbids the job end it: another attempt would find the same."""
+    """Turn a forbidden state into a permanent error: a retry would find the same state."""
     try:
         yield
     except StateError as error:
@@ -312,7 +314,7 @@ def _check_held(connection: Connection, checkpoint_id: int) -> None:
 
 
 def _is_meant(store: Store, subject: Subject, fingerprint: str) -> bool:
-    """Compare the checkpoint with the one that the catalog knows."""
+    """Compare the checkpoint with the catalog's content."""
     from dcp.steps import read_commit
 
     if subject.save_id is None:

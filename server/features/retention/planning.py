@@ -1,8 +1,8 @@
-"""Retention plans: the checkpoints that a policy keeps, deletes and drops parts of. Nothing is changed here.
+"""Retention plans: checkpoints that a policy keeps, deletes, and reduces. Planning changes nothing.
 
-The rules are those of `dcp.Retention` (`dcp.manager.retention`), applied to each run, and in it to each
-format by itself: a run's converted weights do not count as the newest of its training checkpoints.
-Checkpoints without a step, pinned ones, and those that an alias names are always kept.
+The rules are those of `dcp.Retention` (`dcp.manager.retention`), applied per run and format: converted
+weights of a run do not count as its newest training checkpoints. Checkpoints without a step, pinned
+checkpoints, and aliased checkpoints are always kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dcp.steps import OPTIMIZER, StepState
 from dcp.storage.formats.registry import DCP, TORCH_DCP
 
 _WITH_PARTS: Final = frozenset({format_in_catalog(one.name) for one in (DCP, TORCH_DCP)})
-"""Formats with a commit that can be replaced."""
+"""Formats with a replaceable commit."""
 _COLUMNS: Final = (
     *("id", "key", "step", "format", "state", "committed_seconds", "bytes", "verification", "is_pinned"),
     "structure_id",
@@ -35,8 +35,8 @@ _Checkpoint = Row[Any]
 
 @dataclass(frozen=True, slots=True)
 class RetentionDecision:
-    """A checkpoint with the reasons to keep it; it is deleted if there are none. Of one that is kept
-    ``drops`` are the parts to drop, with ``dropped_bytes`` of tensors."""
+    """Checkpoint with the reasons to keep; deleted without reasons. ``drops``: parts to drop from a kept
+    checkpoint, with ``dropped_bytes`` of tensors."""
 
     checkpoint_id: int
     key: str
@@ -51,9 +51,9 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPreview:
-    """A preview of a policy for one run; ``checkpoints``: up to 1,000, those to delete first.
+    """Preview of a policy for one run; ``checkpoints``: up to 1,000, deletions first.
 
-    ``unjudged``: a sentence on each rule by a metric that no checkpoint has, which therefore keeps all.
+    ``unjudged``: a sentence per rule with a metric that no checkpoint has; such a rule keeps all checkpoints.
     """
 
     run_id: int
@@ -86,9 +86,9 @@ class RetentionTotals:
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """Bytes of some tensors of older checkpoints of a run, which dropping them would free.
+    """Bytes of tensors in older checkpoints of a run, which a drop would free.
 
-    Of ``checkpoints`` committed ones, ``held`` are pinned or named by an alias, and count no bytes.
+    Of the committed ``checkpoints``, ``held`` are pinned or aliased, and are not counted in bytes.
     """
 
     run_id: int
@@ -101,9 +101,9 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The decisions on all committed and unreadable checkpoints of a run.
+    """Decisions on all committed and unreadable checkpoints of a run.
 
-    ``unjudged``: a sentence on each rule by a metric that no checkpoint has, where it alone keeps some.
+    ``unjudged``: a sentence per rule with an unknown metric, if the rule alone keeps checkpoints.
     """
 
     run_id: int
@@ -123,7 +123,7 @@ class RunPlan:
 
     @property
     def preview(self) -> RetentionPreview:
-        """The plan for people: those to delete come first, then those that lose parts."""
+        """Plan for people: deletions first, then checkpoints that lose parts."""
         whole = [one for one in self.decisions if one.reasons and not one.drops]
         return RetentionPreview(
             self.run_id,
@@ -141,7 +141,7 @@ class RunPlan:
 def runs_of(
     connection: Connection, root: str, run_glob: str, *, after: int | None = None, limit: int | None = None
 ) -> list[tuple[int, str]]:
-    """List (id, key) of the runs of a root whose keys match, by key, from behind the run ``after``."""
+    """List (id, key) of runs of a root with matching keys, by key, after the run ``after``."""
     query = (
         select(runs.c.id, runs.c.key)
         .join(roots, roots.c.id == runs.c.root_id)
@@ -185,7 +185,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
 def _taken(
     connection: Connection, rows: Iterable[_Checkpoint], drops: Mapping[int, Sequence[Part]]
 ) -> dict[int, tuple[tuple[str, ...], int]]:
-    """Return by checkpoint the names of the parts that it has and that are to be dropped, and their bytes."""
+    """Return the names and bytes of existing parts to drop, by checkpoint."""
     wanted = {row.id: row.structure_id for row in rows if row.id in drops and row.structure_id is not None}
     parts = {part.name: part for own in drops.values() for part in own}
     sizes = _bytes_of_parts(connection, wanted.values(), list(parts.values())) if wanted else {}
@@ -205,7 +205,7 @@ def _plan_group(
     named: dict[int, list[str]],
     measured: dict[int, dict[str, float]],
 ) -> tuple[dict[int, tuple[str, ...]], Iterable[str], dict[int, tuple[Part, ...]]]:
-    """Return reasons by checkpoint, sentences on rules that cannot be applied, and parts to drop."""
+    """Return reasons by checkpoint, sentences on inapplicable rules, and parts to drop."""
     by_step: defaultdict[int, list[_Checkpoint]] = defaultdict(list)
     for row in rows:
         by_step[row.step].append(row)
@@ -219,8 +219,8 @@ def _plan_group(
 def _state(
     same: Sequence[_Checkpoint], named: dict[int, list[str]], measured: dict[int, dict[str, float]]
 ) -> StepState:
-    """Return the state of a step. Of several checkpoints the newest good one counts; the others are kept or
-    deleted with it."""
+    """Return the state of a step. The newest good checkpoint of the step counts; the others share its
+    fate."""
     best = max(same, key=lambda row: (_is_good(row), row.committed_seconds, row.id))
     return StepState(
         best.step,
@@ -246,7 +246,7 @@ def _is_good(row: _Checkpoint) -> bool:
 
 
 def _rows(connection: Connection, run_id: int, *, with_dropped: bool) -> Sequence[_Checkpoint]:
-    """Read the checkpoints of a run; their provenance only where it is needed, since it may be large."""
+    """Read the checkpoints of a run; large provenance only if needed."""
     provenance = checkpoints.c.provenance if with_dropped else null()
     query: Select[Any] = (
         select(*(checkpoints.c[name] for name in _COLUMNS), provenance.label("provenance"))
@@ -266,8 +266,8 @@ def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:
 
 
 def _metrics(connection: Connection, run_id: int, keep: Retention) -> dict[int, dict[str, float]]:
-    """Return the metrics that the rules need by checkpoint; all metrics where one of these is missing, for
-    the sentence about it."""
+    """Return the metrics of the rules by checkpoint; all metrics if a rule's metric is missing, for the
+    sentence about the rule."""
     wanted = {rule.metric for rule in keep.bests}
     if not wanted:
         return {}
@@ -293,7 +293,7 @@ def _by_checkpoint(rows: Iterable[Any]) -> dict[int, dict[str, float]]:
 
 
 class _PartBytes(NamedTuple):
-    """Counts of one structure: tensors that match, their bytes, and the bytes of all tensors."""
+    """Counts of a structure: matching tensors, their bytes, and the bytes of all tensors."""
 
     tensors: int
     bytes: int
@@ -303,7 +303,7 @@ class _PartBytes(NamedTuple):
 def _part_bytes(
     connection: Connection, structures: Iterable[int], only: Sequence[str]
 ) -> dict[int, _PartBytes]:
-    """Sum the bytes of tensors whose names match one of the globs ``only``, by structure."""
+    """Sum the bytes of tensors that match a glob in ``only``, by structure."""
     table = structure_tensors.c
     globs = [matches(connection, table.fqn, check_pattern("only", glob)) for glob in only]
     is_one = case((or_(*globs), 1), else_=0)
@@ -318,8 +318,7 @@ def _part_bytes(
 def _bytes_of_parts(
     connection: Connection, structures: Iterable[int], parts: Sequence[Part]
 ) -> dict[str, dict[int, _PartBytes]]:
-    """Sum bytes by the part's name and by structure; a pattern also matches names below one that it
-    matches."""
+    """Sum bytes by part and structure; a pattern also matches names below a matching name."""
     numbers = sorted(set(structures))
     return {
         part.name: _part_bytes(
@@ -330,7 +329,7 @@ def _bytes_of_parts(
 
 
 def _dropped_patterns(provenance: Any) -> frozenset[str]:
-    """Return the patterns of parts that were dropped from a checkpoint, by its provenance in the catalog."""
+    """Return patterns of parts dropped from a checkpoint, by its provenance."""
     parts = provenance.get("dropped") if isinstance(provenance, Mapping) else None
     notes = parts if isinstance(parts, list) else []
     lists = (note.get("patterns") for note in notes if isinstance(note, Mapping))
@@ -343,7 +342,7 @@ def _dropped_patterns(provenance: Any) -> frozenset[str]:
 def retention_totals(
     connection: Connection, root: str, run_glob: str, keep: Retention, now: float
 ) -> RetentionTotals:
-    """Add up the plans of all runs whose keys match."""
+    """Sum the plans of all runs with matching keys."""
     totals = Counter({field.name: 0 for field in fields(RetentionTotals) if field.name != "is_cut"})
     for run_id, run in runs_of(connection, root, run_glob):
         plan = plan_run(connection, run_id, run, keep, now)
@@ -369,8 +368,8 @@ def tensor_bytes(
     only: Sequence[str] = OPTIMIZER,
     below_step: int | None = None,
 ) -> TensorBytes:
-    """Sum the bytes of tensors whose names match one of ``only``, in the committed checkpoints of a run, or
-    in those with a step below ``below_step``. `MissingError` for a run that may not be seen."""
+    """Sum the bytes of tensors that match ``only`` in committed checkpoints of a run, optionally with a step
+    below ``below_step``. Raises MissingError for an invisible run."""
     get_run(connection, run_id, visible)
     column = checkpoints.c
     own = [column.run_id == run_id, column.state == "committed"]

@@ -1,7 +1,7 @@
-"""Retention policies: as they are asked for and stored, and the job that applies one at its interval.
+"""Retention policies: requests, storage, and the job that applies a policy at its interval.
 
-The job ``retention`` applies a policy to all its runs. Checkpoints are deleted with the policy's grace; parts
-that are dropped cannot be restored.
+The job ``retention`` applies a policy to all its runs. Checkpoints are deleted with the policy's grace
+period; dropped parts cannot be restored.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class KeepBest(Request):
 
 
 class KeepPart(Request):
-    """The steps that keep a part, such as the optimizer: any of these rules keeps it, one at least."""
+    """Steps that keep a part, such as the optimizer. Each rule keeps steps; at least one rule is required."""
 
     last: _Count | None = Field(default=None, description="The newest n.")
     every_steps: _Count | None = Field(default=None, description="Steps that are multiples of it.")
@@ -146,8 +146,8 @@ class KeepPart(Request):
 
 
 class Keep(KeepPart):
-    """The steps that are kept: any of these rules keeps one. At least one rule is given, or rules for parts
-    alone, and then all steps are kept. The newest good one is always kept, whole."""
+    """Steps to keep. Each rule keeps steps; without rules for steps, rules for parts are required and all
+    steps are kept. The newest good step is always kept whole."""
 
     optimizer: KeepPart | None = Field(
         default=None, description="The steps that keep their optimizer; the others keep the rest."
@@ -162,7 +162,7 @@ class Keep(KeepPart):
         return self
 
     def document(self) -> dict[str, Any]:
-        """Return the members that are given, as they are stored."""
+        """Return the given members for storage."""
         return self.model_dump(exclude_none=True)
 
 
@@ -202,7 +202,7 @@ Policy = Row[Any]
 _RUNS: Final = 100
 _MAX_LISTED: Final = 200
 _TRIED_AGAIN_SECONDS: Final = 86_400.0
-"""A part that could not be dropped is tried again after this time."""
+"""Retry interval of a failed drop of a part."""
 
 _COUNTED: Final = ("runs", "kept", "deleted", "bytes", "dropped", "dropped_bytes")
 
@@ -225,7 +225,7 @@ class RetentionKind(Kind[RetentionParams]):
 
     @classmethod
     def dedup_key(cls, params: RetentionParams) -> str:
-        """As `Kind.dedup_key`: a policy has one at a time."""
+        """As `Kind.dedup_key`: one per policy at a time."""
         return f"retention:{params.policy_id}:{'dry' if params.dry_run else 'real'}"
 
     def specify(
@@ -287,8 +287,8 @@ def _policy(connection: Connection, policy_id: int) -> Policy:
 
 
 def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> dict[str, Any]:
-    """Apply the policy to one run. Returns counts, ``keys`` of what is deleted, and sentences on rules that
-    cannot be applied."""
+    """Apply the policy to one run. Returns counts, ``keys`` of deleted checkpoints, and sentences on
+    inapplicable rules."""
     policy, now = _policy(connection, payload["policy_id"]), time.time()
     if policy.version != payload["version"]:
         raise PermanentJobError(f"retention policy {policy.name} was changed meanwhile")
@@ -319,8 +319,8 @@ def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> dict
 def _drop(
     connection: Connection, wanted: Sequence[RetentionDecision], policy: Policy, now: float
 ) -> list[RetentionDecision]:
-    """Submit jobs that drop parts, one a checkpoint; not for checkpoints that another job uses, which are for
-    the next time, nor where it failed lately. Returns the checkpoints that lose something."""
+    """Submit jobs that drop parts, one per checkpoint. Skips checkpoints in use by other jobs, and recent
+    failures. Returns the checkpoints that lose parts."""
     numbers = [one.checkpoint_id for one in wanted]
     busy, tried = in_use(connection, numbers), _tried(connection, numbers, policy, now)
     begun = []
@@ -337,9 +337,8 @@ def _drop(
 def _tried(
     connection: Connection, numbers: Sequence[int], policy: Policy, now: float
 ) -> dict[int, list[tuple[str, ...]]]:
-    """Return by checkpoint the parts that jobs of the policy should have dropped and, as they are still
-    there, have not: they failed, or found it pinned in its folder. Jobs from before the last change of the
-    policy or the checkpoint, or older than a day, do not count."""
+    """Return parts by checkpoint that jobs of the policy failed to drop, or found pinned in storage. Ignores
+    jobs before the last change of the policy or checkpoint, and jobs older than a day."""
     since = max(policy.updated_seconds, now - _TRIED_AGAIN_SECONDS)
     query = (
         select(jobs.c.checkpoint_id, jobs.c.params)
@@ -362,14 +361,14 @@ def _actor(policy: Policy) -> str:
 
 
 def is_policy_due(connection: Connection, context: ScheduleContext) -> bool:
-    """Find out whether `submit_policies` has anything to do."""
+    """Return True if `submit_policies` has work."""
     names = [_schedule(policy) for policy in _active(connection, context)]
     query = select(func.count()).where(schedules.c.name.in_(names), schedules.c.due_seconds > context.now)
     return bool(names) and connection.execute(query).scalar_one() < len(names)
 
 
 def submit_policies(context: ScheduleContext) -> None:
-    """Submit the jobs of policies whose interval is over."""
+    """Submit jobs for policies with an elapsed interval."""
     context.database.transact(lambda connection: _submit(connection, context))
 
 

@@ -1,7 +1,7 @@
-"""The job ``purge``: removes the bytes of a deleted checkpoint whose grace is over; and its submission.
+"""Job ``purge``: removes the bytes of a deleted checkpoint after its grace period.
 
-It removes the files that the catalog knows; those of another checkpoint that was saved under the key since
-stay. Restoring the checkpoint cancels a purge that has not begun, and is refused afterwards.
+Removes files known to the catalog; files of a newer checkpoint with the same key stay. A restore cancels a
+queued purge, and is refused after the purge has begun.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ from dcp.storage.formats.opening import SourcePlace, index_at
 from dcp.storage.formats.registry import format_of, formats
 from dcp.storage.stores.base import FileInfo, Store
 
-if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
+if TYPE_CHECKING:  # imported lazily: the API process only creates the jobs
     from dcp.manager.removal import Removed
     from dcp.steps import Commit
 
 _MAX_PURGES: Final = 200
 _RETRY_SECONDS: Final = 3600.0
-"""A purge that has failed is submitted again after this time."""
+"""Interval before a failed purge is submitted again."""
 
 _Weight = tuple[str, int, float]
 """Name, size in bytes and time of the last change: they identify the content of a file."""
 
 
 class PurgeParams(Parameters):
-    """The deleted checkpoint; without ``now`` its grace must be over."""
+    """Deleted checkpoint; without ``now``, its grace period must be over."""
 
     checkpoint_id: CheckpointId
     now: bool = False
 
 
 class PurgeKind(Kind[PurgeParams]):
-    """Removal by one task, which may be repeated from any point on."""
+    """Removal by one task, repeatable from any point."""
 
     name: ClassVar[str] = "purge"
     about: ClassVar[str] = "Remove the files of a deleted checkpoint whose grace is over."
@@ -81,7 +81,7 @@ class PurgeKind(Kind[PurgeParams]):
 
     @classmethod
     def dedup_key(cls, params: PurgeParams) -> str:
-        """As `Kind.dedup_key`: a checkpoint has one at a time."""
+        """As `Kind.dedup_key`: one per checkpoint at a time."""
         return purge_dedup_key(params.checkpoint_id)
 
     @classmethod
@@ -161,7 +161,7 @@ class PurgeKind(Kind[PurgeParams]):
         return {**results[0], "checkpoint_id": plan_data["id"]}
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Mark it as purged; or, where it was pinned in its folder, as it was before it was deleted."""
+        """Mark the checkpoint as purged; restore its previous state if it was pinned in storage."""
         number, now = result["checkpoint_id"], time.time()
         detail = {name: result[name] for name in ("outcome", "files", "bytes")}
         audit.record(connection, job.created_by, "checkpoint.purge", f"checkpoint:{number}", detail, now=now)
@@ -176,7 +176,7 @@ class PurgeKind(Kind[PurgeParams]):
         set_state(
             connection,
             number,
-            state,  # type: ignore[arg-type]  # one of the four above
+            state,  # type: ignore[arg-type]  # one of the four states above
             actor=job.created_by,
             now=now,
             problem=problem,
@@ -197,8 +197,8 @@ def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
 
 
 def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
-    """Return the files of weights without a commit, the index first; an empty list if they are other files
-    than those of the subject, None if the checkpoint has a commit, or had one."""
+    """Return files of weights without a commit, the index first. Empty if the files differ from the
+    subject's; None if the checkpoint has or had a commit."""
     listing, known = {info.name: info for info in place.store.list()}, format_of(subject.format)
     if place.file is None and (
         (known is not None and known.has_commit) or any(is_commit_object(name) for name in listing)
@@ -214,7 +214,7 @@ def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
         return []
     try:
         names = list(index_at(place).files)
-    except CheckpointFormatError:  # which is why it was deleted
+    except CheckpointFormatError:  # the reason for its deletion
         names = [info.name for info in marks]
     indexes = [] if place.file is not None else [name for name in listing if _lists_others(name)]
     return [_weight(listing[name]) for name in dict.fromkeys([*indexes, *names]) if name in listing]
@@ -230,15 +230,15 @@ def _weight(info: FileInfo) -> _Weight:
 
 
 def _is_older(marks: Sequence[FileInfo], subject: Subject) -> bool:
-    """Find out whether nothing was written since it was deleted, where nothing else identifies it."""
+    """Return True if nothing was written since the deletion, for checkpoints without another identity."""
     newest = max((info.modified_seconds for info in marks), default=0.0)
     return subject.deleted_seconds is not None and newest <= subject.deleted_seconds
 
 
 def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
-    """Remove the first file on its own: without the index nothing loads that is incomplete.
+    """Remove the first file separately: without the index, nothing loads an incomplete checkpoint.
 
-    Files that were written since the job was planned stay: the next export has the same names and sizes.
+    Files written after the plan stay: the next export uses the same names and sizes.
     """
     from dcp.manager.removal import Removed
 
@@ -263,12 +263,12 @@ def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
 
 
 def is_purge_due(connection: Connection, context: ScheduleContext) -> bool:
-    """Find out whether `submit_purges` has anything to do."""
+    """Return True if `submit_purges` has work."""
     return connection.execute(_due(context).limit(1)).first() is not None
 
 
 def submit_purges(context: ScheduleContext) -> None:
-    """Submit purges of checkpoints whose grace is over."""
+    """Submit purges of checkpoints after their grace period."""
     context.database.transact(lambda connection: _submit(connection, context))
 
 
@@ -283,8 +283,8 @@ def _submit(connection: Connection, context: ScheduleContext) -> None:
 
 
 def _due(context: ScheduleContext) -> Select[Any]:
-    """Select deleted checkpoints of writable roots: those of other roots may wait for ever, and must not
-    stand before these. A purge that has failed lately is not repeated yet."""
+    """Select deleted checkpoints of writable roots; checkpoints of read-only roots could block the queue
+    forever. Recent failures wait."""
     lately = exists().where(
         jobs.c.checkpoint_id == checkpoints.c.id,
         jobs.c.kind == PurgeKind.name,

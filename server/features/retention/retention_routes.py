@@ -49,14 +49,14 @@ from dcp.steps import OPTIMIZER
 _MAX_GRACE_SECONDS: Final = 3660 * 86_400.0
 _MAX_RUNS: Final = 50
 _MAX_PLANNED: Final = 5_000
-"""Checkpoints after which a page of previews ends; a run with more has a page of its own."""
+"""Checkpoints per page of previews; a larger run has its own page."""
 
 _POLICY: Final = "/retention/policies/{policy_id}"
 
 
 @feature.post("/retention/policies", tag="retention", scope="delete", status=201, errors=(404, 409))
 def create_retention_policy(body: PolicyRequest, ask: Ask) -> RetentionPolicy:
-    """Create a policy. It is applied at once, and then at its interval; preview it first."""
+    """Create a policy, applied immediately and then at its interval. Preview the policy first."""
     check_visible(ask.caller, body.root)
     if body.root not in ask.settings.roots:
         raise NotFoundError(f"there is no root {body.root!r}")
@@ -74,7 +74,7 @@ def create_retention_policy(body: PolicyRequest, ask: Ask) -> RetentionPolicy:
 
 @feature.get("/retention/policies", tag="retention", errors=())
 def list_retention_policies(ask: Ask, page: PageQuery) -> Page[RetentionPolicy]:
-    """List the policies of the roots that the key may see, by id."""
+    """List the policies of visible roots by id."""
     return POLICIES.page(ask, page)
 
 
@@ -87,7 +87,7 @@ def preview_retention(body: PreviewRequest, ask: Ask, page: PageQuery) -> Page[R
 
 @feature.post("/retention/preview/totals", tag="retention", scope="read")
 def preview_retention_totals(body: PreviewRequest, ask: Ask) -> RetentionTotals:
-    """Add up what a policy would keep, delete and free; nothing is changed."""
+    """Preview the totals of a policy: kept, deleted, and freed. Changes nothing."""
     keep = _tried(body, ask)
     return ask.find(retention_totals, body.root, body.run_glob, keep, ask.now)
 
@@ -107,7 +107,7 @@ def preview_retention_policy(policy_id: IdPath, ask: Ask, page: PageQuery) -> Pa
 
 @feature.get(_POLICY + "/preview/totals", tag="retention")
 def preview_retention_policy_totals(policy_id: IdPath, ask: Ask) -> RetentionTotals:
-    """Add up what a policy would keep, delete and free; nothing is changed."""
+    """Preview the totals of a stored policy: kept, deleted, and freed. Changes nothing."""
     policy = ask.find(POLICIES.find, policy_id, ask.visible)
     keep = Retention.from_dict(policy.keep)
     return ask.find(retention_totals, policy.root, policy.run_glob, keep, ask.now)
@@ -117,7 +117,7 @@ def preview_retention_policy_totals(policy_id: IdPath, ask: Ask) -> RetentionTot
 def change_retention_policy(
     policy_id: IdPath, body: PolicyChange, ask: Ask, match: IfMatch
 ) -> RetentionPolicy:
-    """Change the given fields; a job of the policy that is running stops."""
+    """Change the given fields; a running job of the policy stops."""
     if body.run_glob is not None:
         check_pattern("run_glob", body.run_glob)
     return POLICIES.change(ask, policy_id, match, body.model_dump(exclude_none=True))
@@ -125,7 +125,7 @@ def change_retention_policy(
 
 @feature.delete(_POLICY, tag="retention", scope="delete", status=204, errors=(404, 412))
 def delete_retention_policy(policy_id: IdPath, ask: Ask, match: IfMatch) -> None:
-    """Delete a policy. Checkpoints that it has deleted stay deleted."""
+    """Delete a policy. Deleted checkpoints stay deleted."""
     POLICIES.delete(ask, policy_id, match)
 
 
@@ -173,9 +173,10 @@ def delete_checkpoint(
         ),
     ] = None,
 ) -> CheckpointDetail:
-    """Delete a checkpoint. Its bytes stay, and it can be restored, until its grace is over.
+    """Delete a checkpoint. The bytes stay until the end of the grace period, and the checkpoint can be
+    restored.
 
-    Refused if it is pinned, or an alias names it.
+    Pinned and aliased checkpoints are refused.
     """
     root = ask.find(get_checkpoint, checkpoint_id, ask.visible).root
     if root not in ask.settings.writable_roots:
@@ -196,9 +197,9 @@ def delete_checkpoint(
 
 @feature.post("/checkpoints/{checkpoint_id}/restore", tag="deletion", scope="delete", errors=(404, 409, 412))
 def restore_checkpoint(checkpoint_id: IdPath, ask: Ask, match: IfMatch) -> CheckpointDetail:
-    """Restore a deleted checkpoint, unless its bytes are being purged already.
+    """Restore a deleted checkpoint before its purge.
 
-    Its bytes count again: above a limit of its account or root only admins of all roots restore it.
+    The bytes count again: above a limit of the account or root, only admins of all roots can restore.
     """
     change = ask.change(match.version(f"c{checkpoint_id}"))
 
@@ -222,14 +223,14 @@ _Count = Annotated[int, Field(ge=1, le=10**12)]
 
 @feature.panel("checkpoint.notices", "notice.html", order=20)
 def deletion_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Say who deleted the checkpoint and when, by the audit log, with the form that restores it."""
+    """Show the time and author of the deletion from the audit log, and a form to restore."""
     is_gone = found.state in ("deleted", "purged")
     return {"removal": ask.find(last_removal, found.id) if is_gone else None}
 
 
 @feature.panel("checkpoint.actions", "delete.html", order=40)
 def delete_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Offer the deletion of a checkpoint whose root is not read-only."""
+    """Offer the deletion of a checkpoint in a writable root."""
     root = ask.settings.roots.get(found.root)
     is_writable = root is not None and not root.readonly
     return {} if is_writable and ask.caller.may("delete", found.root) else None
@@ -237,7 +238,7 @@ def delete_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
 
 @feature.form("/checkpoints/{checkpoint_id}/delete", scope="delete")
 def delete_form(checkpoint_id: IdPath, ask: Ask) -> str:
-    """Delete the checkpoint; until the grace period is over it can be restored."""
+    """Delete the checkpoint; a restore is possible during the grace period."""
     delete_checkpoint(checkpoint_id, ask, _seen(ask))
     return f"/checkpoints/{checkpoint_id}?{urlencode({'done': 'deleted'})}"
 
@@ -250,7 +251,7 @@ def restore_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 
 def _seen(ask: Ask) -> Precondition:
-    """Return the state that the page has shown: 412 if it was changed since."""
+    """Return the state shown by the page; the answer is 412 after a change."""
     return Precondition(ask.form.optional("etag"))
 
 
@@ -290,7 +291,7 @@ class PreviewQuery(BaseModel):
 
     @property
     def keep(self) -> Keep | None:
-        """The rules; None if there are none."""
+        """Rules, or None without rules."""
         given: dict[str, Any] = {"last": self.keep_last, "every_steps": self.keep_every}
         if self.keep_best and self.keep_metric:
             given["best"] = [{"metric": self.keep_metric, "count": self.keep_best, "mode": self.keep_mode}]

@@ -60,7 +60,7 @@ _EXAMPLE: Final = {"root": "r", "run": "a/b", "name": "step-1", "stem": "step-1"
 def is_within(
     condition: Mapping[str, Any], actions: Iterable[Mapping[str, Any]], visible: frozenset[str] | None
 ) -> bool:
-    """Return whether a rule reads and writes in ``visible`` roots alone."""
+    """Return True if a rule reads and writes in ``visible`` roots only."""
     roots = _roots(condition, actions)
     return visible is None or (roots is not None and visible.issuperset(roots))
 
@@ -82,13 +82,13 @@ rules: Final = resource_table(
     Column("event", String(64), nullable=False),
     Column("condition", JSON_DOCUMENT, nullable=False),  # root, run glob, tag, format, every n steps
     Column("actions", JSON_DOCUMENT, nullable=False),  # jobs to make
-    Column("maker", String(256)),  # `Principal.answerable` of the admin who made or last changed it
+    Column("maker", String(256)),  # `Principal.answerable` of the last admin to change the rule
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: ``actions`` are jobs to submit on ``event``, for checkpoints that meet ``condition``."""
+    """Rule: submit jobs (``actions``) on ``event`` for checkpoints that meet ``condition``."""
 
     id: int
     name: str
@@ -119,10 +119,10 @@ RULES: Final = Resource(
 
 
 class Condition(Parameters):
-    """The checkpoints that a rule is for: all that is given must hold.
+    """Checkpoints of a rule: all given members must match.
 
-    ``run`` is a glob on the key of the run. ``tag``: it has the tag, or gets it later. ``every_steps``: its
-    step is a multiple.
+    ``run``: glob of the run's key. ``tag``: the checkpoint has the tag, or receives the tag later.
+    ``every_steps``: the step is a multiple.
     """
 
     root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
@@ -147,8 +147,8 @@ class StatsAction(Parameters):
 
 
 class ConvertAction(ConvertOptions):
-    """Convert it to ``target_key``, with the fields ``{run}``, ``{name}``, ``{stem}`` (the name without its
-    suffix), ``{step}``, ``{root}`` and ``{id}``. Results of conversions are not converted again."""
+    """Convert the checkpoint to ``target_key`` with the fields ``{run}``, ``{name}``, ``{stem}`` (name
+    without suffix), ``{step}``, ``{root}``, and ``{id}``. Results of conversions are not converted again."""
 
     kind: Literal["convert"]
     target_key: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -159,8 +159,8 @@ class ConvertAction(ConvertOptions):
         return self
 
     def params(self, checkpoint_id: int, fields: Mapping[str, object]) -> ConvertParams:
-        """Make the parameters of the job for this checkpoint. Raises ValueError for a field that is missing,
-        and as the parameters do."""
+        """Make the job's parameters for this checkpoint. Raises ValueError for a missing field or invalid
+        parameters."""
         given: dict[str, Any] = self.model_dump(exclude={"kind", "target_key"}, exclude_unset=True)
         key = _expanded(self.target_key, fields)
         return ConvertParams.model_validate({**given, "checkpoint_id": checkpoint_id, "target_key": key})
@@ -192,7 +192,7 @@ def _expanded(template: str, fields: Mapping[str, object]) -> str:
     "automation", kinds=get_args(RuleEvent), is_needed=partial(RULES.has, is_enabled=True), batch=100
 )
 def apply_rules(connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
-    """Submit the jobs of all enabled rules that the events concern."""
+    """Submit the jobs of enabled rules for the events."""
     rules = RULES.rows(connection, is_enabled=True)
     for rule in without_admin(connection, rules, _roots_of, role_settings(context.settings)):
         rules.remove(rule)
@@ -220,7 +220,7 @@ def _is_for(rule: Row[Any], event: CatalogEvent) -> bool:
     has_tag = tag is None or tag in event.data.get("tags", ())
     if event.kind == rule.event:
         return rule.event != "checkpoint.tagged" or has_tag
-    # A tag that comes after the commit makes the checkpoint one that the rule is for.
+    # a tag added after the commit can make the checkpoint match
     is_late_tag = event.kind == "checkpoint.tagged" and rule.event == "checkpoint.committed"
     return is_late_tag and tag is not None and has_tag
 
@@ -258,7 +258,7 @@ def _holds(connection: Connection, condition: Condition, found: CheckpointDetail
 def _act(
     connection: Connection, rule: Row[Any], action: Action, found: CheckpointDetail, context: ScheduleContext
 ) -> None:
-    """Submit a job. A refusal is an entry of the audit log, and stops nothing else."""
+    """Submit a job. A refusal becomes an entry of the audit log and does not stop the consumer."""
     caller = Principal(f"rule:{rule.name}", ALL_SCOPES)
     kind = kinds()[action.kind]
     try:
@@ -282,7 +282,8 @@ def _act(
 
 
 def _is_converted(connection: Connection, found: CheckpointDetail) -> bool:
-    """Return whether it is, or becomes, the target of a conversion: rules would convert without end."""
+    """Return True for a target of a conversion, also a planned target: rules would otherwise convert
+    endlessly."""
     made = select(lineage.c.child_id).where(
         lineage.c.child_id == found.id, lineage.c.kind == "converted_from"
     )

@@ -29,7 +29,7 @@ _ADMIN: Final[dict[str, Any]] = {"tag": "rules", "scope": "admin"}
 
 
 class RuleRequest(Request):
-    """A rule: on an event, for checkpoints that meet the condition, submit these jobs."""
+    """Rule: on an event, submit these jobs for checkpoints that meet the condition."""
 
     name: Name
     event: RuleEvent = "checkpoint.committed"
@@ -58,7 +58,7 @@ def create_rule(body: RuleRequest, ask: Ask) -> Rule:
 
 @feature.get("/rules", **_ADMIN, errors=())
 def list_rules(ask: Ask, page: PageQuery) -> Page[Rule]:
-    """List the rules by id; those of its roots alone for a key of some roots."""
+    """List the rules by id; a key for some roots lists rules of these roots."""
     return RULES.page(ask, page)
 
 
@@ -83,12 +83,12 @@ def change_rule(rule_id: IdPath, body: RuleChange, ask: Ask, match: IfMatch) -> 
 
 @feature.delete("/rules/{rule_id}", **_ADMIN, status=204, errors=(404, 412))
 def delete_rule(rule_id: IdPath, ask: Ask, match: IfMatch) -> None:
-    """Delete a rule. Its jobs continue."""
+    """Delete a rule. Running jobs continue."""
     RULES.delete(ask, rule_id, match)
 
 
 def _values(body: RuleRequest | RuleChange, ask: Ask) -> dict[str, Any]:
-    """Check the given fields, which would else be refused at each event, and return their columns."""
+    """Validate the given fields, to report errors before the first event, and return their columns."""
     _check_roots(body, ask)
     values = {name: value for name, value in body if value is not None} | {"maker": ask.caller.answerable}
     if body.condition is not None:
@@ -101,7 +101,7 @@ def _values(body: RuleRequest | RuleChange, ask: Ask) -> dict[str, Any]:
 
 
 def _check_own(condition: dict[str, Any], actions: list[dict[str, Any]], ask: Ask) -> None:
-    """Raises ForbiddenError for a rule that reads or writes where the caller is no admin."""
+    """Raise ForbiddenError for a rule that reads or writes roots not administered by the caller."""
     if not is_within(condition, actions, ask.visible):
         raise ForbiddenError(
             "this needs the scope 'admin' for all roots: a rule of one root names it in condition.root, "

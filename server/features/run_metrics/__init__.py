@@ -1,6 +1,6 @@
-"""Runs by their metrics: filtered, sorted and compared, over values that are kept by run.
+"""Runs by metrics: filters, sorting, and comparison over stored values per run.
 
-The tables hold nothing that the catalog does not have, and may be emptied at any time: a worker fills them.
+The tables contain derived data only, and can be emptied at any time: a worker fills them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINK: Final = Link("run", "Compare with others", "/runs?run={id}")
 feature: Final = Feature(
     "run_metrics", __name__, web=["listing", "comparison"], work=["summing"], links=[_LINK]
 )
-"""The list of runs, and pages that compare some. A worker keeps the values that the list is sorted by."""
+"""List and comparison pages of runs. A worker stores the values for sorting."""
 
 
 def _run() -> Column[int]:
@@ -29,10 +29,10 @@ run_summaries: Final = Table(
     "run_summaries",
     metadata,
     _run(),
-    Column("seen_seconds", Float, nullable=False),  # ``updated_seconds`` of the run as it was summed up
+    Column("seen_seconds", Float, nullable=False),  # ``updated_seconds`` at the time of the summary
     Column("due_seconds", Float, nullable=False),  # no sooner again: runs of many checkpoints take their time
 )
-"""Runs that have been summed up."""
+"""Runs with a summary."""
 
 run_metrics: Final = Table(
     "run_metrics",
@@ -53,7 +53,7 @@ run_metrics: Final = Table(
     Index(None, "name", "min", "run_id"),
     Index(None, "name", "max", "run_id"),
 )
-"""Values of a metric over the committed checkpoints of a run; ``last`` is that of the highest step."""
+"""Values of a metric over the committed checkpoints of a run; ``last``: value of the highest step."""
 
 run_metadata: Final = Table(
     "run_metadata",

@@ -1,4 +1,4 @@
-"""Runs side by side: a metric of all in one chart, and their metadata and facts; as JSON and as a page."""
+"""Comparison of runs: one chart of a metric, metadata, and facts; as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RunId = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """A run of a comparison. ``metric`` and ``series`` are None where it does not have the metric."""
+    """Run of a comparison. ``metric`` and ``series`` are None without the metric."""
 
     run: Run
     newest_id: Annotated[int | None, Shown("Its newest committed checkpoint, of which the facts are.")]
@@ -75,8 +75,8 @@ class ComparisonQuery(Query):
 
 @feature.get("/runs/compare", tag="runs")
 def compare_runs(query: Annotated[ComparisonQuery, InQuery()], ask: Ask) -> RunComparison:
-    """Up to ten runs side by side: a metric over their steps, the best checkpoints, and metadata and facts of
-    the newest ones with what differs."""
+    """Compare up to ten runs: a metric over steps, best checkpoints, and metadata and facts of the newest
+    checkpoints with differences."""
     return _comparison(query.run, query.metric, query.points, ask)
 
 
@@ -131,7 +131,7 @@ def _fact(name: str, is_metadata: bool, values: Sequence[str | None]) -> Compare
 
 
 def _own_facts(run: Run, last: CheckpointDetail | None) -> dict[str, str | None]:
-    """Of the run and its newest checkpoint, in the words of their pages."""
+    """Return facts of the run and its newest checkpoint in the words of their pages."""
     noted = last.provenance if last is not None and isinstance(last.provenance, Mapping) else {}
     seconds = save_seconds_of(noted.get("slowest_rank_seconds"))
     return {

@@ -1,4 +1,4 @@
-"""Metrics of one run in one pass over its checkpoints, and metadata as names and texts."""
+"""Metrics of a run in one pass over its checkpoints, and metadata as names and texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_LIST: Final = 8
 
 
 def metrics_of_run(connection: Connection, run_id: int, name: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a run in `tables.run_metrics`, from its committed checkpoints; ``name``: of one
+    """Return the rows of a run for `tables.run_metrics` from its committed checkpoints; ``name`` selects a
     metric."""
     column = checkpoints.c
     query = (
@@ -53,9 +53,8 @@ def metrics_of_run(connection: Connection, run_id: int, name: str | None = None)
 
 
 def flattened(metadata: Any) -> dict[str, str]:
-    """Return the members of metadata by name, ``optimizer.lr`` for nested ones: up to `MAX_NAMES`, texts of
-    up to 256 characters. Short lists are one text. Metrics are left out, which the catalog has of their
-    own."""
+    """Flatten metadata to names such as ``optimizer.lr``: up to `MAX_NAMES`, texts of up to 256 characters.
+    Short lists become one text. Metrics are left out: the catalog stores them separately."""
     if not isinstance(metadata, Mapping):
         return {}
     own = {name: value for name, value in metadata.items() if name != "metrics"}
@@ -79,7 +78,7 @@ def _text(value: Any) -> str:
 
 
 def number_of(text: str) -> float | None:
-    """Return the finite number that a text is; None for any other."""
+    """Parse a finite number; None for other texts."""
     try:
         found = float(text)
     except ValueError:

@@ -53,7 +53,7 @@ _ORDERS: Final[Mapping[str, tuple[Column[Any], type]]] = {
 
 @dataclass(frozen=True, slots=True)
 class MetricPlace:
-    """A value of a metric, and the checkpoint that has it."""
+    """Value of a metric, and its checkpoint."""
 
     value: float
     step: int | None
@@ -62,7 +62,7 @@ class MetricPlace:
 
 @dataclass(frozen=True, slots=True)
 class RunMetric:
-    """A metric over the committed checkpoints of a run. ``last`` is that of the highest step."""
+    """Metric over the committed checkpoints of a run. ``last``: value of the highest step."""
 
     name: str
     count: Annotated[int, Shown("Checkpoints that have it as a finite number.")]
@@ -73,7 +73,7 @@ class RunMetric:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run with the requested metric, if it has it, and the requested members of its metadata."""
+    """Run with the requested metric, if present, and requested members of metadata."""
 
     run: Run
     metric: RunMetric | None
@@ -84,7 +84,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class MetadataCondition:
-    """The newest checkpoint's metadata has the member, and its value compares so."""
+    """Condition on a member of the newest checkpoint's metadata."""
 
     name: str
     comparison: str
@@ -92,7 +92,7 @@ class MetadataCondition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Such as "optimizer.lr<0.01" or "model=7b". Raises InvalidQueryError."""
+        """Parse a condition such as "optimizer.lr<0.01" or "model=7b". Raises InvalidQueryError."""
         found = _CONDITION.fullmatch(text.strip())
         if found is None:
             raise InvalidQueryError("metadata", "name, comparison and value are needed: optimizer.lr=0.001")
@@ -102,7 +102,7 @@ class MetadataCondition:
         return cls(found[1], comparison, found[3].strip())
 
     def test(self) -> ColumnElement[bool]:
-        """Return the test of a row of `runs`. Numbers are compared as such, however they are written."""
+        """Return the SQL test for `runs`. Numbers compare by value in any notation."""
         own, number = run_metadata.c, number_of(self.value)
         same = own.value == self.value
         if number is not None:
@@ -119,7 +119,7 @@ def _has(table: Any, test: ColumnElement[bool]) -> ColumnElement[bool]:
 
 
 class RunListFilter(Paged):
-    """Runs of a root, by their keys, metadata and metrics; all of what is given holds."""
+    """Filter of runs by root, key, metadata, and metrics; all given members must match."""
 
     root: RootName | None = None
     contains: Annotated[_Pattern | None, Field(description="A part of the key.")] = None
@@ -163,8 +163,8 @@ class RunListQuery(RunListFilter):
 
 @feature.get("/runs/summaries", tag="runs", errors=())
 def list_run_summaries(query: Annotated[RunListQuery, InQuery()], ask: Ask) -> NotedPage[RunSummary]:
-    """Runs with a metric's last value, minimum and maximum, sorted by one of these. What has changed is
-    summed up by a worker within a second or two."""
+    """List runs with the last value, minimum, and maximum of a metric, sorted by any of these. A worker
+    updates the values within two seconds of a change."""
     with ask.reading() as connection:
         check_root(connection, query.root, ask.visible)
         page = _page(connection, query, ask.visible)
@@ -232,7 +232,7 @@ def metric_of_row(row: Mapping[Any, Any]) -> RunMetric:
 
 
 class RunListView(RunListQuery):
-    """The address of the page: also the runs that are ticked."""
+    """Query of the page, including selected runs."""
 
     run: Annotated[tuple[_RunId, ...], Field(max_length=MAX_RUNS)] = ()
     done: Annotated[str, Field(max_length=32)] | None = None
@@ -246,7 +246,7 @@ def runs_page(view: Annotated[RunListView, InQuery()], ask: Ask) -> dict[str, An
         members = _names(connection, run_metadata, ask.visible)
         ticked = [get_run(connection, number, ask.visible) for number in dict.fromkeys(view.run)]
     view = view if view.metric else view.model_copy(update={"metric": loss_of(names)})
-    if view.metric is None and "metric" in view.sort:  # there is none yet
+    if view.metric is None and "metric" in view.sort:  # none exists yet
         view = view.model_copy(update={"sort": "-latest"})
     found = list_run_summaries(RunListQuery(**view.model_dump(exclude={"run", "done"})), ask)
     asked = [pair for pair in ask.request.query_params.multi_items() if pair[0] not in ("run", "done")]
@@ -269,15 +269,14 @@ def runs_page(view: Annotated[RunListView, InQuery()], ask: Ask) -> dict[str, An
 
 
 def without(request: Request, name: str, value: object) -> str:
-    """Return the address of this page without one of the values that a parameter has in it."""
+    """Return the address of this page without a value of a parameter."""
     asked = request.query_params.multi_items()
     kept = [pair for pair in asked if pair != (name, str(value)) and pair[0] not in ("cursor", "done")]
     return request.url.path + (f"?{urlencode(kept)}" if kept else "")
 
 
 def _names(connection: Connection, table: Any, visible: frozenset[str] | None) -> list[str]:
-    """Return the names of metrics, or of members of metadata, that runs have: by a step through the index
-    each."""
+    """Return names of metrics or members of metadata, with one step through the index per name."""
     found: list[str] = []
     last = ""
     for _ in range(_NAMES):

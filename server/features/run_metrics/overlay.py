@@ -1,6 +1,6 @@
-"""Series of several runs in one picture: lines, ticks and labels as coordinates, for SVG in a template.
+"""Chart of several runs: coordinates of lines, ticks, and labels for SVG in a template.
 
-The same points are in the table beside it, of which a script draws the chart anew with values under the
+The table beside the chart has the same points; a script redraws the chart from the table, with values at the
 pointer.
 """
 
@@ -16,18 +16,18 @@ from dcp.server.catalog.timeline import Series, SeriesPoint
 from dcp.server.core.pages.formatting import seconds_text
 
 Axis = Literal["step", "elapsed", "date"]
-"""``elapsed``: time since the run's first checkpoint that has the metric."""
+"""``elapsed``: time since the run's first checkpoint with the metric."""
 Scale = Literal["linear", "log"]
 
 _SIDE: Final = 1000.0
 _TICKS: Final = 5
 _LABEL_ROOM: Final = 5.0
-"""Per cent of the height that the letter at the end of a line takes."""
+"""Per cent of the height reserved for the letter at a line's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlayPoint:
-    """A point as its row of the table has it."""
+    """Point, as in its row of the table."""
 
     of: SeriesPoint
     elapsed_seconds: float
@@ -36,8 +36,8 @@ class OverlayPoint:
 
 @dataclass(frozen=True, slots=True)
 class OverlayLine:
-    """The line of the run at ``place``: ``points`` in a square of 1000, and per cent of the height at which
-    the run's letter stands, beside its end."""
+    """Line of the run ``place``: ``points`` in a square of 1000, and the height in per cent of the run's
+    letter at the line's end."""
 
     place: int
     points: str
@@ -46,8 +46,8 @@ class OverlayLine:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """``x_ticks`` and ``y_ticks``: places in per cent, and texts. ``left_out`` counts points that a
-    logarithmic axis does not have."""
+    """Chart: ``x_ticks`` and ``y_ticks`` are positions in per cent, and texts. ``left_out`` counts points
+    without a position on a logarithmic axis."""
 
     lines: tuple[OverlayLine, ...]
     rows: tuple[tuple[int, OverlayPoint], ...]
@@ -97,21 +97,21 @@ class _Range:
         self.low, self.high = min(values, default=0.0), max(values, default=0.0)
 
     def share(self, value: float) -> float:
-        """Return the place of a value from 0 to 1; the middle where all are the same."""
+        """Return the position of a value from 0 to 1; the middle for equal values."""
         half = self.high / 2 - self.low / 2  # the whole may be more than a float holds
         return (value / 2 - self.low / 2) / half if half else 0.5
 
 
 def _drawn(points: Sequence[tuple[float, float]]) -> str:
     places = [(x * _SIDE, y * _SIDE) for x, y in points]
-    if len(places) == 1:  # a dash, so that it is seen
+    if len(places) == 1:  # a visible dash
         (x, y), wide = places[0], _SIDE / 100
         places = [(max(0.0, x - wide), y), (min(_SIDE, x + wide), y)]
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
 def _labels(wanted: Mapping[int, float]) -> dict[int, float]:
-    """Places near the wanted ones such that none covers another."""
+    """Return positions near the wanted positions without overlaps."""
     found: dict[int, float] = {}
     last = -_LABEL_ROOM
     order = sorted(wanted, key=lambda place: wanted[place])

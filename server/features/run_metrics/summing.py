@@ -1,7 +1,7 @@
-"""Work of a worker: sum up the metrics of runs that have changed.
+"""Work of a worker: update metrics of changed runs.
 
-A run has changed where its ``updated_seconds`` is not the one that was seen. Each is read in a snapshot, and
-written in a short transaction; a run whose checkpoints took long to read has its turn less often.
+A changed ``updated_seconds`` marks a changed run. Each run is read in a snapshot and written in a short
+transaction; slow runs are read less often.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dcp.server.features.run_metrics.folding import BY_RUN, flattened, metrics_o
 _SECONDS: Final = 1.0
 _ALL_SECONDS: Final = 600.0
 _RECENT_SECONDS: Final = 900.0
-"""What has changed since then is looked for often; clocks of processes differ by less."""
+"""Recent changes are checked often; clocks of processes differ by less than this."""
 _REST: Final = 20.0
-"""A run rests so many times as long as it took to read."""
+"""A run rests for this multiple of its reading time."""
 _RUNS: Final = 100
-"""Runs that are written in one transaction."""
+"""Runs written in one transaction."""
 _MOST_SECONDS: Final = 60.0
 
 
@@ -53,13 +53,13 @@ def _are_recent(connection: Connection, context: ScheduleContext) -> bool:
 
 @feature.schedule("run-metrics", _SECONDS, is_needed=_are_recent)
 def sum_recent(context: ScheduleContext) -> None:
-    """Sum up the runs that have changed a moment ago."""
+    """Update runs with a recent change."""
     _sum_up(context, context.now - _RECENT_SECONDS)
 
 
 @feature.schedule("run-metrics-all", _ALL_SECONDS)
 def sum_all(context: ScheduleContext) -> None:
-    """Sum up all that have changed, whatever the clock was that says so."""
+    """Update all changed runs, regardless of clocks."""
     _sum_up(context, None)
 
 
@@ -82,7 +82,7 @@ def _sum_up(context: ScheduleContext, since: float | None) -> None:
 
 
 def _summary(connection: Connection, run_id: int) -> dict[str, Any]:
-    """Return the rows of a run, as it is in one snapshot."""
+    """Return the rows of a run from one snapshot."""
     seen = connection.execute(select(runs.c.updated_seconds).where(runs.c.id == run_id)).scalar_one()
     of_run = (checkpoints.c.run_id == run_id, checkpoints.c.state == "committed")
     newest = (
@@ -105,7 +105,7 @@ def _summary(connection: Connection, run_id: int) -> dict[str, Any]:
 
 
 def _write(connection: Connection, found: Sequence[dict[str, Any]]) -> None:
-    """Put the rows of runs in the place of those that are there."""
+    """Replace the rows of runs."""
     numbers = [one["run_id"] for one in found]
     if not numbers:
         return

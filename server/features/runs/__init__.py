@@ -1,4 +1,4 @@
-"""Runs: listed, and one over its steps."""
+"""Runs as a list, and a run over its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are training: when the next checkpoint is expected, and a stream that says when a run changes."""
+"""Running training: expected time of the next checkpoint, and a stream of changes of a run."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _FEWEST: Final = 3
 """Checkpoints of which an interval is made."""
 _STALLED: Final = 3.0
 _STALLED_MOST: Final = 1.5
-"""Times the longest of the recent intervals, for runs that save irregularly."""
+"""Multiple of the longest recent interval, for runs with irregular saves."""
 _ENDED: Final = 20.0
 _SOONEST_SECONDS: Final = 60.0
-"""No run counts as stalled before, however often it saves."""
+"""Shortest time without a save before a run counts as stalled."""
 
 Activity = Literal["training", "stalled", "ended", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunActivity:
-    """The intervals of a run's saves, from its newest checkpoints that no job has made.
+    """Intervals between saves of a run, from its newest checkpoints not made by jobs.
 
-    training: the next one is expected; stalled: it is overdue by three usual intervals; ended: by twenty;
-    unknown: there are fewer than three.
+    training: the next checkpoint is expected; stalled: overdue by three usual intervals; ended: by twenty;
+    unknown: fewer than three checkpoints.
     """
 
     run_id: int
@@ -53,7 +53,8 @@ class RunActivity:
 
 @feature.get("/runs/{run_id}/activity", tag="runs")
 def get_run_activity(run_id: IdPath, ask: Ask) -> RunActivity:
-    """Tell from its checkpoints whether a run is training: their interval, and the next expected one."""
+    """Return the state of training from the checkpoints of a run: their interval, and the next expected
+    checkpoint."""
     with ask.reading() as connection:
         get_run(connection, run_id, ask.visible)
         return activity_of(connection, run_id, ask.now)
@@ -94,7 +95,7 @@ def activity_of(connection: Connection, run_id: int, now: float) -> RunActivity:
 
 @dataclass(eq=False, kw_only=True)
 class _FollowingRun(Following):
-    """Follows a run; ``seen`` is the last change that it got."""
+    """Follower of a run; ``seen`` is its last delivered change."""
 
     run_id: int
     seen: float | None = None
@@ -102,7 +103,7 @@ class _FollowingRun(Following):
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A run as it is; ``id`` as events have one."""
+    """Change of a run; ``id`` is the id of the event."""
 
     id: int
     updated_seconds: float
@@ -110,13 +111,13 @@ class _Change:
     latest_step: int | None
 
     def to_json(self) -> str:
-        """Write the data of its event."""
+        """Write the data of the event."""
         data = {"run_id": self.id, "updated_at": rfc3339_of(moment(self.updated_seconds))}
         return json.dumps(data | {"checkpoint_count": self.checkpoint_count, "latest_step": self.latest_step})
 
 
 class RunFeed(Feed[_FollowingRun]):
-    """One look at the database for all who follow runs."""
+    """Feed for all followers of runs, with one query."""
 
     def _look(self, connection: Connection, some: Sequence[_FollowingRun]) -> bool:
         column = runs.c
@@ -140,11 +141,11 @@ _STREAM: Final = described_stream(
 
 @feature.get("/runs/{run_id}/events", tag="runs", responses=_STREAM, errors=(404, 503))
 def watch_run(run_id: IdPath, ask: Ask) -> Response:
-    """Changes of a run, as server-sent events: new checkpoints, labels, verdicts, deletions.
+    """Follow changes of a run as server-sent events: new checkpoints, labels, verdicts, deletions.
 
-    `ready` comes at once, `changed` with each change; `data` of both is JSON: `run_id`, `updated_at`,
-    `checkpoint_count`, `latest_step`. Comments keep the connection alive. The stream may end at any time;
-    reconnect, and read the run where `updated_at` is another one.
+    `ready` comes immediately, `changed` with each change; `data` of both is JSON with `run_id`, `updated_at`,
+    `checkpoint_count`, and `latest_step`. Comments keep the connection alive. The stream can end at any time:
+    reconnect, and read the run again if `updated_at` differs.
     """
     ask.find(get_run, run_id, ask.visible)
     kinds = chain(("ready",), repeat("changed"))

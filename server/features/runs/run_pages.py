@@ -1,4 +1,4 @@
-"""Runs by the API, and the page of one: its steps over time, a metric, its checkpoints."""
+"""Runs by the API, and the page of a run: steps over time, a metric, checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class RunQuery(Paged):
-    """Runs of a root, whose key has a part, or matches a glob."""
+    """Runs of a root with a key that contains a text or matches a glob."""
 
     root: RootName | None = None
     contains: _Pattern | None = None
@@ -48,7 +48,7 @@ class RunQuery(Paged):
 
 @feature.get("/runs", tag="runs", errors=())
 def list_runs(query: Annotated[RunQuery, InQuery()], ask: Ask) -> NotedPage[Run]:
-    """Runs, the one with the newest checkpoint first."""
+    """List runs, newest checkpoint first."""
     wanted = RunFilter(root=query.root, contains=query.contains, glob=query.glob)
     with ask.reading() as connection:
         check_root(connection, query.root, ask.visible)
@@ -59,7 +59,7 @@ def list_runs(query: Annotated[RunQuery, InQuery()], ask: Ask) -> NotedPage[Run]
 
 @feature.get("/runs/{run_id}", tag="runs")
 def get_run(run_id: IdPath, ask: Ask) -> Run:
-    """One run."""
+    """Return a run."""
     return ask.find(runs.get_run, run_id, ask.visible)
 
 
@@ -89,8 +89,8 @@ class TimelineQuery(Query):
 
 @feature.get("/runs/{run_id}/timeline", tag="runs")
 def get_run_timeline(run_id: IdPath, query: Annotated[TimelineQuery, InQuery()], ask: Ask) -> RunTimeline:
-    """Return the checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of
-    saving, metrics, states, aliases."""
+    """Return a run's checkpoints of all states over its steps, grouped into bins: bytes, seconds of saving,
+    metrics, states, aliases."""
     return ask.find(
         run_timeline,
         run_id,
@@ -103,14 +103,14 @@ def get_run_timeline(run_id: IdPath, query: Annotated[TimelineQuery, InQuery()],
 
 
 class RunView(ListView):
-    """The address of a run's page: which of its checkpoints are listed."""
+    """Query of a run's page: filters of its checkpoints."""
 
     sort: SortText = "-step"
 
 
 @feature.page("/runs/{run_id}", "run.html", panels="run")
 def run_page(run_id: IdPath, view: Annotated[RunView, InQuery()], ask: Ask) -> dict[str, Any]:
-    """Show the run over its steps, a metric, and the list of its checkpoints."""
+    """Show the run over its steps, a metric, and its checkpoints."""
     run = get_run(run_id, ask)
     steps = get_run_timeline(run_id, TimelineQuery(points=_BINS), ask)
     metric = view.metric or loss_of(steps.metric_names)
@@ -131,8 +131,8 @@ def run_page(run_id: IdPath, view: Annotated[RunView, InQuery()], ask: Ask) -> d
 
 
 def _ends(run_id: int, metric: str, ask: Ask) -> list[Checkpoint]:
-    """Return the committed checkpoints with the minimum and the maximum: which of them is the good one
-    depends on the metric."""
+    """Return the committed checkpoints with the minimum and maximum; the better value depends on the
+    metric."""
     wanted = CheckpointFilter(run_id=run_id)
     pages = [find_page(wanted, f"{sign}metric:{metric}", ask, limit=1) for sign in ("", "-")]
     found = [one for page in pages for one in page.items]

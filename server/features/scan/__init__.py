@@ -1,4 +1,4 @@
-"""The job ``scan``: brings the catalog up to date with a root, or with a folder in it."""
+"""Job ``scan``: updates the catalog from a root or a folder of a root."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = ["ScanKind", "ScanParams", "feature", "scans"]
 
 
 _PRIORITY: Final = 10
-"""Scans are short, and other jobs may depend on what they find."""
+"""Scans are short, and other jobs can depend on them."""
 _LOGGED: Final = ("new", "changed", "incomplete", "unreadable", "vanished", "lost")
 _log = structlog.get_logger(__name__)
 
 
 class ScanParams(Parameters):
-    """The root, and the folder ``below`` to scan; "" is all of it.
+    """Root, and the folder ``below`` to scan; "" for the whole root.
 
-    ``accept_lost``: believe that up to so many checkpoints are gone, however large a part of the root they
-    are, because a person has looked. That needs the scope delete.
+    ``accept_lost``: accept that up to this number of checkpoints is gone, regardless of their share of the
+    root. Set after a manual check; needs the scope delete.
     """
 
     root: Annotated[str, Field(min_length=1, max_length=63)]
@@ -50,26 +50,26 @@ class ScanParams(Parameters):
 
 
 class ScanKind(Kind[ScanParams]):
-    """A scan by one task, which writes what it finds as it proceeds."""
+    """Scan by one task, which writes results continuously."""
 
     name: ClassVar[str] = "scan"
     about: ClassVar[str] = "Bring the catalog up to date with the storage of a root."
     scope: ClassVar[Scope] = "write"
     params = ScanParams
     needs_database: ClassVar[bool] = True
-    waits: ClassVar[bool] = False  # the next one is submitted soon
+    waits: ClassVar[bool] = False  # the next scan follows soon
     has_own_slot: ClassVar[bool] = True  # conversions of hours must not keep new checkpoints from being found
 
     @classmethod
     def dedup_key(cls, params: ScanParams) -> str:
-        """As `Kind.dedup_key`: a folder has one at a time, whoever submits it."""
+        """As `Kind.dedup_key`: one per folder at a time, for all submitters."""
         accepted = f"\0{params.accept_lost}" if params.accept_lost else ""
         place = f"{params.root}/{params.below}{accepted}"
         return f"scan:{hashlib.sha256(place.encode()).hexdigest()[:40]}"
 
     @classmethod
     def of_folder(cls, root: str, below: str) -> JobSpec:
-        """Make the job of the service that looks at what another job has changed in a folder."""
+        """Make the service's scan of a folder after a change by another job."""
         return cls.new_job(ScanParams(root=root, below=below), SYSTEM.name, root=root)
 
     def specify(
@@ -110,7 +110,7 @@ class ScanKind(Kind[ScanParams]):
 
 
 def scans(settings: Settings) -> Iterable[PeriodicWork]:
-    """Make the periodic scans of all roots that have an interval."""
+    """Make the periodic scans of all roots with an interval."""
     for name, root in sorted(settings.roots.items()):
         if root.scan_seconds > 0:
             yield PeriodicWork(f"scan:{name}", root.scan_seconds, partial(_submit, root=name))

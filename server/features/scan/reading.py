@@ -1,11 +1,10 @@
-"""Reading candidates: their facts, for which little of a manifest is decoded; and registration by a trainer.
+"""Facts of candidates, read with little decoding of manifests; and registration by a trainer.
 
-Steps of one run have the same structure, so a structure is decoded once, and recognised by a digest of the
-manifest's encoded columns after that.
+Steps of a run share a structure, so a structure is decoded once and then recognised by a digest of the
+manifest's encoded columns.
 
-A trainer names a checkpoint, and the service reads it. Nothing that a trainer could be wrong about is taken
-from its request: the state, size and structure are read from storage, so that a registration that comes twice
-or late changes nothing.
+A trainer names a checkpoint, and the service reads state, size, and structure from storage. Repeated or late
+registrations therefore change nothing.
 """
 
 from __future__ import annotations
@@ -68,16 +67,16 @@ from dcp.storage.stores.posix.files import is_below, path_of_descriptor
 from dcp.storage.stores.posix.store import PosixStore
 
 _RACY_SECONDS: Final = 2.0
-"""A file this young may change again without another time: it is read again the next time."""
+"""Younger files can change without a new time, so the next scan reads them again."""
 _SKEW_SECONDS: Final = 60.0
 _SETTLED_SECONDS: Final = 60.0
-"""An unreadable file without a commit object that is younger than this is being written."""
+"""Younger unreadable files without a commit object count as being written."""
 _WHOLE_METADATA_BYTES: Final = 4 << 20
 _MEMO_TENSORS: Final = 500_000
 
 
 class _StructureMemo:
-    """Structures by the encoded columns that they were decoded from; bounded, and safe from any thread."""
+    """Structures by their encoded columns; bounded and safe for threads."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[bytes, StructureFacts] = OrderedDict()
@@ -85,7 +84,7 @@ class _StructureMemo:
         self._guard = threading.Lock()
 
     def get(self, key: bytes, decode: Callable[[], StructureFacts]) -> StructureFacts:
-        """Return the structure of ``key``, by ``decode`` if it is not known."""
+        """Return the structure of ``key``; call ``decode`` for an unknown key."""
         with self._guard:
             found = self._entries.get(key)
             if found is not None:
@@ -111,15 +110,15 @@ class Reader:
         self._base = root.url_of("")
 
     def facts(self, candidate: Candidate) -> CheckpointFacts | None:
-        """Return its facts; None if it is not there any more.
+        """Return the facts of the candidate; None if the candidate is gone.
 
-        Bytes that cannot be understood are a fact ("unreadable"). Raises OSError where the storage fails, and
-        then nothing is known about the checkpoint.
+        Invalid bytes are a fact ("unreadable"). Raises OSError if the storage fails, with no facts about the
+        checkpoint.
         """
         observed_seconds = self._clock()
         try:
             if candidate.kind == "incomplete":
-                # It may be committed by now, and registered by its trainer.
+                # possibly committed and registered by its trainer in the meantime
                 found = classify(
                     candidate.key, {info.name: info for info in self._store(candidate.key).list()}
                 )
@@ -134,7 +133,7 @@ class Reader:
             return None
         except (CheckpointError, OSError) as error:
             if isinstance(error, CheckpointConflictError):
-                return None  # replaced again and again just now: the next scan sees it
+                return None  # replaced repeatedly right now: the next scan reads it
             fingerprint = self.fingerprint(candidate)
             problem = self.root.problem(error).detail
             if isinstance(error, OSError):
@@ -164,7 +163,7 @@ class Reader:
         )
 
     def fingerprint(self, candidate: Candidate) -> str | None:
-        """Return its fingerprint, which changes with it; None while it is too young for that."""
+        """Return the fingerprint of the content; None for too young a candidate."""
         if self._is_young(candidate.marks, _RACY_SECONDS):
             return None
         return fingerprint_of(candidate.marks)
@@ -201,12 +200,11 @@ class Reader:
     def _from_manifest(
         self, candidate: Candidate, observed_seconds: float, fingerprint: str | None
     ) -> CheckpointFacts | None:
-        """Return the facts, if the manifest is that of the files in this folder and has them all; else
-        None."""
+        """Return the facts if the manifest belongs to the files of this folder; None otherwise."""
         key, sizes = candidate.key, {info.name: info.size_bytes for info in candidate.marks}
         if not 0 < sizes.get(MANIFEST_NAME, 0) <= MAX_MANIFEST_BYTES:
             return None
-        # One byte more than was listed, so that a larger one that has replaced it does not look truncated.
+        # One extra byte, so that a larger replacement does not look truncated.
         data = self._head(key, MANIFEST_NAME, sizes[MANIFEST_NAME] + 1, sizes[MANIFEST_NAME])
         if len(data) != sizes[MANIFEST_NAME]:
             return None
@@ -231,10 +229,10 @@ class Reader:
         )
 
     def _belongs(self, key: str, summary: ManifestSummary, size_bytes: int) -> bool:
-        """Return whether `.metadata` is the one published with the manifest, or the one that it replaced."""
+        """Return True if `.metadata` was published with the manifest, or before the manifest."""
         save_id = summary.provenance.get("save_id")
         if summary.torch_metadata_crc is not None and isinstance(save_id, str):
-            # Its first bytes name its save, and all of it is many times as large as the manifest.
+            # The first bytes name the save; the whole file is many times as large as the manifest.
             head = torch_metadata_head(save_id, size_bytes)
             if self._head(key, METADATA_NAME, len(head), size_bytes) == head:
                 return True
@@ -244,17 +242,17 @@ class Reader:
         return crc32(metadata) in (summary.torch_metadata_crc, summary.replaced_torch_metadata_crc)
 
     def _head(self, key: str, name: str, count: int, size_bytes: int) -> bytes:
-        """Read the first ``count`` bytes of a file that was listed with ``size_bytes``, or all if it has
-        fewer.
+        """Read the first ``count`` bytes of a file with the listed size ``size_bytes``, or the whole shorter
+        file.
 
-        A local file is read without `Store`, which takes longer than the file.
+        Reads local files without `Store`, which takes longer than the file.
         """
         if self.root.path is None:
             return self._remote_head(key, name, count, size_bytes)
         try:
             descriptor = os.open(f"{self._base}/{key}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)  # for its errors
+            return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)  # for the errors of the store
         try:
             place = path_of_descriptor(descriptor)  # a folder on the way may have become a link since
             if stat.S_ISREG(os.fstat(descriptor).st_mode) and (not place or is_below(place, self._base)):
@@ -264,7 +262,7 @@ class Reader:
         return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)
 
     def _remote_head(self, key: str, name: str, count: int, size_bytes: int) -> bytes:
-        """Read the same by one request, since the size is known from the listing."""
+        """Read the same bytes of a remote file by one request, with the size of the listing."""
         store = self._store(key)
         if name == MANIFEST_NAME:
             return store.read(name, limit_bytes=MAX_MANIFEST_BYTES)
@@ -285,10 +283,10 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
 
 class Registration(Request):
-    """A checkpoint that a trainer has saved, or (``deleted``) has deleted.
+    """Checkpoint saved or (``deleted``) deleted by a trainer.
 
-    The service reads it: whether it is committed, its size and structure are never taken from the request.
-    One of ``root`` and ``root_url`` (the URL of the folder that holds it) is needed.
+    The service reads the commit state, size, and structure itself. ``root`` or ``root_url`` (URL of the
+    parent folder) is required.
     """
 
     model_config = ConfigDict(
@@ -322,20 +320,20 @@ def observe(
     allowances: Allowances,
     clock: Callable[[], float] = time.time,
 ) -> Callable[[Connection], Registered]:
-    """Read the checkpoint. Returns a function that writes it to the catalog, in a transaction. A large
-    structure, which belongs to no checkpoint alone, is written here, in many short transactions. The function
-    raises ConflictError for more bytes than the account of ``caller`` or the root may keep.
+    """Read the checkpoint. Returns a function that writes the facts to the catalog in a transaction. A large
+    structure is written before, in many short transactions. The function raises ConflictError above the limit
+    of bytes of the account of ``caller`` or of the root.
 
-    Raises NotFoundError for a root that is missing or that the caller may not see, and where nothing is
-    stored, ConflictError where nothing is committed (the trainer may ask again), UnprocessableError for a key
-    that is not clean, UnavailableError where the storage does not answer, and the catalog's errors.
+    Raises NotFoundError for an unknown or invisible root, and for missing files; ConflictError without a
+    commit (the trainer can retry); UnprocessableError for an invalid key; UnavailableError if the storage
+    does not answer; and errors of the catalog.
     """
     visible = caller.roots
     if registration.root_url is None:
         root, key = _in_root(roots, registration.root or "", visible), check_key(registration.key)
     else:
         root, key = _at_url(roots, registration.root_url, registration.key, visible)
-    observed = clock()  # before reading: a checkpoint that appears meanwhile must not count as gone
+    observed = clock()  # before reading: a new checkpoint must not count as gone
     facts = _facts(root, key, clock)
     if registration.deleted and facts is None:
 
@@ -373,7 +371,7 @@ def _labelled(facts: CheckpointFacts, registration: Registration) -> CheckpointF
 
 
 def _facts(root: StorageRoot, key: str, clock: Callable[[], float]) -> CheckpointFacts | None:
-    """Read the facts of a checkpoint; None if there is none. Raises a ProblemError."""
+    """Read the facts of a checkpoint; None without files. Raises a ProblemError."""
     try:
         candidate = _candidate(root, key)
         return None if candidate is None else Reader(root, clock=clock).facts(candidate)
@@ -391,8 +389,7 @@ def _candidate(root: StorageRoot, key: str) -> Candidate | None:
 
 
 def place_of(roots: Roots, url: str, visible: frozenset[str] | None = None) -> tuple[str, str]:
-    """Find the name of the root that holds the path or URL ``url``, and the key in it. Raises NotFoundError,
-    UnprocessableError."""
+    """Find the root and key for the path or URL ``url``. Raises NotFoundError, UnprocessableError."""
     folder, _, name = url.rstrip("/").rpartition("/")
     root, key = _at_url(roots, folder, name, visible)
     return root.name, key
@@ -405,7 +402,7 @@ def _in_root(roots: Roots, name: str, visible: frozenset[str] | None) -> Storage
 
 
 def _at_url(roots: Roots, url: str, key: str, visible: frozenset[str] | None) -> tuple[StorageRoot, str]:
-    """Find the innermost root that holds the folder ``url``, and the key in it."""
+    """Find the innermost root that contains the folder ``url``, and the key in the root."""
     place = _normal(url)
     found = [
         (inner, root)
@@ -427,7 +424,7 @@ def _places_of(root: StorageRoot) -> set[str]:
 
 
 def _normal(url: str) -> str:
-    """Return a URL as text that can be compared: paths absolute and without links, ``s3a`` as ``s3``."""
+    """Return a URL in comparable form: absolute paths without links, ``s3a`` as ``s3``."""
     match = _URL.fullmatch(url)
     if match is None:
         return os.path.realpath(url) if Path(url).is_absolute() else ""
@@ -435,14 +432,13 @@ def _normal(url: str) -> str:
     if scheme == "file":
         try:
             return os.path.realpath(unquote(urlsplit(url).path))
-        except ValueError:  # such as file://[
+        except ValueError:  # for example file://[
             return ""
     return f"{'s3' if scheme == 's3a' else scheme}://{match[2].rstrip('/')}"
 
 
 def _below(place: str, root: str) -> str | None:
-    """Return the part of ``place`` that is below ``root``, "" for the root itself; None if it is
-    elsewhere."""
+    """Return the part of ``place`` below ``root``, "" for the root, None outside of the root."""
     root = root.rstrip("/")
     if place == root:
         return ""

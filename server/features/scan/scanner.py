@@ -1,10 +1,10 @@
-"""The scanner: brings the catalog up to date with the storage of a root.
+"""Scanner: updates the catalog from the storage of a root.
 
-Checkpoints that have not changed, by names, sizes and times, are not opened. The others are written in
-batches, each in a transaction of its own, so that a scan that is killed has only not finished, and several
-may run at once. A checkpoint has vanished once its folder has been listed without it, if its row has not been
-written since. Nothing vanishes from a folder or a root that cannot be listed, and not much at once without a
-person's word (`judge`).
+Unchanged checkpoints, by names, sizes, and times, are not opened. Changes are written in batches with
+separate transactions, so a killed scan is merely incomplete, and several scans can run at once. A checkpoint
+has vanished if a listing of its folder does not contain the checkpoint, and its row was not written since.
+Nothing vanishes from an unlistable folder or root, and many checkpoints vanish only after a manual
+confirmation (`judge`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOTED_TROUBLE: Final = 10
 _NOTED_RUNS: Final = 1000
 _MAX_EXAMPLE: Final = 200
 _MAX_TROUBLE: Final = 20
-"""After so many checkpoints that the storage fails to give, the scan fails: the storage is away."""
+"""After this number of unreadable checkpoints the scan fails, because the storage is away."""
 _SETTLED: Final = frozenset({"committed", "unreadable", "incomplete", "deleted"})
 _DELETED: Final = frozenset({"deleted", "purged"})
 _MANY: Final = 10
@@ -53,10 +53,9 @@ _SHARE: Final = 0.2
 
 @dataclass(slots=True)
 class ScanReport:
-    """The result of a scan. ``opened`` of the ``found`` checkpoints had changed; ``trouble`` lists places
-    that could not be read, and reasons for passing over others, with counts. Of ``known`` checkpoints
-    ``vanished`` are gone; ``lost`` were not found, and are kept as they were, because they are too many at
-    once."""
+    """Result of a scan. ``opened``: changed checkpoints of ``found``; ``trouble``: unreadable places and
+    reasons for skipped files, with counts. Of ``known`` checkpoints, ``vanished`` are gone; ``lost`` were not
+    found, but too many to accept automatically."""
 
     root: str
     is_first: bool = False
@@ -77,13 +76,12 @@ class ScanReport:
 def scan_root(
     database: Database, roots: Roots, root: str, *, below: str = "", accepted: int = 0
 ) -> ScanReport:
-    """Scan ``root``, or the folder ``below`` in it, whose report is not noted with the root.
+    """Scan ``root``, or the folder ``below`` without a report for the root.
 
-    A person has said that up to ``accepted`` checkpoints are gone: with more, none is believed to be.
+    A person has confirmed that up to ``accepted`` checkpoints are gone; a larger loss is not accepted at all.
 
-    Raises NotFoundError for a root that is not configured, UnavailableError and the storage's errors
-    (OSError) where it is not there or cannot be listed, which are noted with the root, and
-    `DatabaseUnavailableError`.
+    Raises NotFoundError for an unknown root; UnavailableError and OSError for a missing or unlistable root,
+    stored with the root; and DatabaseUnavailableError.
     """
     place = roots.get(root)
     row = _root_row(database, roots, root)
@@ -120,7 +118,7 @@ def _root_row(database: Database, roots: Roots, root: str) -> RootRow:
 
 
 class _Scan:
-    """One scan of one root."""
+    """Scan of one root."""
 
     def __init__(self, database: Database, root: StorageRoot, below: str) -> None:
         self._database = database
@@ -131,26 +129,25 @@ class _Scan:
         self._identity: tuple[int, int] | None = None
         self.report = ScanReport(root.name)
         self._known: dict[str, dict[str, Known]] = {}
-        """By run, checkpoints that have not been found yet; a run is here from its first candidate to its
-        last."""
+        """By run: known checkpoints not found yet; from the run's first candidate to its last."""
         self._living: dict[str, int] = {}
-        """By run, how many of the known checkpoints were there."""
+        """By run: number of known existing checkpoints."""
         self._done: set[str] = set()
         self._closed: list[str] = []
-        """Folders that could not be listed: of their contents nothing is known."""
+        """Unlistable folders; their contents are unknown."""
         self._waiting: list[Candidate] = []
         self._found: Counter[str] = Counter()
         self._missing: list[Missing] = []
         self.problem: str | None = None
-        """The first thing that an operator should know, None if all is well."""
+        """First problem to report to an operator, or None."""
         self._doubted: Losses | None = None
         self._passed_over: dict[str, tuple[int, str]] = {}
-        """By reason: how many, and one of them."""
+        """By reason: count and an example."""
         self._hidden: defaultdict[str, set[str]] = defaultdict(set)
-        """By run, names of which nothing is known any more."""
+        """By run: names of unknown state."""
 
     def noted(self) -> dict[str, Any]:
-        """Return what is kept with the root: the report, and the doubts for the next scan."""
+        """Return the data stored with the root: the report, and doubts for the next scan."""
         state = asdict(self.report) | {"trouble": self.report.trouble[:_NOTED_TROUBLE]}
         if self._doubted is not None:
             runs = [each.run for each in self._doubted.doubted[:_NOTED_RUNS]]
@@ -158,7 +155,7 @@ class _Scan:
         return state
 
     def run(self, accepted: int, before: RootRow) -> None:
-        """Scan; the arguments are those of `judge`."""
+        """Scan; arguments as for `judge`."""
         self._identity = self._root.identity()
         for found in walk(self._root, self._below):
             if isinstance(found, Candidate):
@@ -185,7 +182,7 @@ class _Scan:
             self.report.trouble.append(f"passed over: {why}: {count}, such as {example}")
 
     def _pass_over(self, passed: PassedOver) -> None:
-        """Count it; it is no problem of the scan, since it was that way at the scan before, too."""
+        """Count a skipped file. Not a problem: earlier scans skipped the file, too."""
         count, example = self._passed_over.get(passed.why, (0, ascii(passed.key)[:_MAX_EXAMPLE]))
         self._passed_over[passed.why] = count + 1, example
         if passed.hides:
@@ -215,7 +212,7 @@ class _Scan:
         return self._known[run]
 
     def _leave(self, run: str) -> None:
-        """Note the known checkpoints of a run that were not found, once all of it has been listed."""
+        """Record missing checkpoints of a completely listed run."""
         self._done.add(run)
         left = self._known_of(run)
         known, found = self._living.pop(run), self._found.pop(run, 0)
@@ -277,8 +274,8 @@ class _Scan:
             self.report.unreadable += one.state == "unreadable"
 
     def _check_same_place(self) -> None:
-        """Raise UnavailableError where another folder has taken the root's place since the scan began: the
-        checkpoints found are of both, and those not found may be in the first one."""
+        """Raise UnavailableError if another folder replaced the root during the scan: found and missing
+        checkpoints then belong to different folders."""
         if self._root.identity() != self._identity:
             raise UnavailableError(
                 f"the folder of root {self._root.name} was replaced by another one during the scan"
@@ -293,7 +290,7 @@ class _Scan:
     def _facts(self, candidate: Candidate) -> CheckpointFacts | None:
         try:
             return self._reader.facts(candidate)
-        except CatalogError as error:  # such as a name that the catalog does not take
+        except CatalogError as error:  # for example a name refused by the catalog
             self._trouble(candidate.key, str(error))
         except (CheckpointError, OSError) as error:
             if len(self.report.trouble) >= _MAX_TROUBLE:
@@ -310,8 +307,8 @@ class _Scan:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The ``names`` that are known of a run and were not found. ``known`` checkpoints of it were there,
-    ``found`` are there now, new ones too."""
+    """Known ``names`` of a run that were not found. ``known``: number of earlier checkpoints; ``found``:
+    number of checkpoints now, including new checkpoints."""
 
     run: str
     names: tuple[str, ...]
@@ -331,8 +328,8 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """A judgement: ``gone`` is to be marked as vanished, ``doubted`` stays as it is. ``is_other_place``:
-    nothing was found of what was known when the doubt began."""
+    """Judgement: ``gone`` checkpoints become vanished, ``doubted`` checkpoints do not change.
+    ``is_other_place``: none of the checkpoints known at the first doubt was found."""
 
     gone: Sequence[Missing]
     doubted: Sequence[Missing] = ()
@@ -340,19 +337,18 @@ class Losses:
 
     @property
     def count(self) -> int:
-        """The number of checkpoints that may be gone."""
+        """Number of checkpoints that can be gone."""
         return sum(len(each.names) for each in self.doubted)
 
 
 def judge(missing: Sequence[Missing], known: int, *, accepted: int, before: RootRow) -> Losses:
-    """Decide which of ``missing`` are believed to be gone, of a root that had ``known`` checkpoints in all.
+    """Decide about the ``missing`` checkpoints of a root with ``known`` checkpoints.
 
-    A disk that is not mounted, another folder in the place of the root or of a part of it, a mistyped
-    address: all of these look like checkpoints that were deleted. So much at once is believed only when a
-    person says so, for up to ``accepted`` checkpoints. Trainers that keep their last few steps lose nothing
-    here: as many come as go. As long as runs are smaller whose loss the scan ``before`` has doubted, it is
-    doubted, so that it does not become a small share while the root grows; and no other loss is believed
-    meanwhile.
+    An unmounted disk, another folder at the root's path, and a mistyped address all look like deletions. A
+    large loss is accepted only after confirmation by a person, for up to ``accepted`` checkpoints. Trainers
+    that keep the last few steps are unaffected: deletions and new checkpoints balance. A doubted loss of the
+    scan ``before`` stays doubted until the runs have recovered, so it cannot become a small share of a
+    growing root; meanwhile no other loss is accepted.
     """
     smaller = [each for each in missing if each.lost]
     lost = sum(each.lost for each in smaller)

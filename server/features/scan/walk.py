@@ -1,18 +1,17 @@
-"""The walk over a root: checkpoints found by names, sizes and times alone; nothing is opened.
+"""Walk over a root: find checkpoints by names, sizes, and times; open no file.
 
 Kinds of folders:
 
-- with a commit object it is a checkpoint;
-- with data files of dcp or stock torch and no commit it is an incomplete one;
-- with files that mark a folder of their format, as weights from model hubs (`model.safetensors`, an index,
-  numbered shards), it is one, too;
-- else its files that are named as single-file checkpoints are one each.
+- a folder with a commit object is a checkpoint;
+- a folder with data files of dcp or stock torch but no commit is an incomplete checkpoint;
+- a folder with marker files of a format, such as weights of model hubs (`model.safetensors`, an index,
+  numbered shards), is a checkpoint;
+- in other folders, each file named like a single-file checkpoint is a checkpoint.
 
-Subfolders are always walked, because trainers keep steps in the folder of the last model. The root itself is
-never a checkpoint, since it has no key. Hidden folders are skipped; names that no key can have are reported
-as passed over. Links are followed into the root only, as in the cache of a model hub, and files and folders
-that the walk finds anyway are not found by the name of a link. `.bin` alone says too little: such a file
-counts in a folder of weights only.
+Subfolders are always walked, because trainers store steps below the last model. The root is never a
+checkpoint, since its key would be empty. Hidden folders are skipped; names invalid as keys are reported as
+passed over. Links are followed within the root only, as in the cache of a model hub; targets found by the
+walk anyway are not found again by a link. `.bin` files count in folders of weights only.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@, -]{0,199}(?<!\.)"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A possible checkpoint. ``marks`` are the files that its fingerprint is of.
+    """Possible checkpoint. ``marks``: files of its fingerprint.
 
-    kind: "commit" (a folder with a commit object), "weights" (a folder of weights), "file" (``key`` is the
-    file), or "incomplete" (data without a commit; ``marks`` are all files of it).
+    kind: "commit" (folder with a commit object), "weights" (folder of weights), "file" (``key`` is the file),
+    or "incomplete" (data without a commit; ``marks`` are all files).
     """
 
     key: str
@@ -58,9 +57,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The end of a run: no further candidate of ``run_key`` comes.
+    """End of a run: no further candidate of ``run_key`` follows.
 
-    ``problem``: it could not be listed, so that nothing is known about checkpoints that were not found.
+    ``problem``: the run was not listed, so missing checkpoints are unknown.
     """
 
     run_key: str
@@ -69,8 +68,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A file or folder that is not looked at, and ``why``, in words that several share; ``key`` need not be a
-    clean one. ``hides``: nothing is known any more about checkpoints at this key or below."""
+    """Skipped file or folder, and ``why``, in words shared by several; ``key`` can be invalid. ``hides``: the
+    state of checkpoints at or below this key is unknown."""
 
     key: str
     why: str
@@ -81,10 +80,10 @@ WalkResult: TypeAlias = Candidate | Left | PassedOver
 
 
 def walk(root: StorageRoot, below: str = "") -> Iterator[WalkResult]:
-    """Walk ``below`` (a folder's key, or ""); each folder that may hold checkpoints ends with one `Left`.
+    """Walk ``below`` (a folder's key, or ""). Each folder of possible checkpoints ends with a `Left`.
 
-    Raises the store's errors: CheckpointNotFoundError if a local root is missing (its disk may be away, and
-    then nothing has vanished).
+    Raises errors of the store: CheckpointNotFoundError for a missing local root (possibly an unmounted disk;
+    nothing has vanished then).
     """
     if root.path is None:
         yield from _walk_listing(root, below)
@@ -96,7 +95,7 @@ def walk(root: StorageRoot, below: str = "") -> Iterator[WalkResult]:
 
 
 def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
-    """Return the candidates that a folder with these ``files`` is or has; the root (``key`` "") is none."""
+    """Return the candidates in a folder with these ``files``; none for the root (``key`` "")."""
     infos = list(files.values())
     commits = [info for info in infos if is_commit_object(info.name)]
     if key and commits:
@@ -116,17 +115,16 @@ def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
 
 
 class _FolderWalk:
-    """One walk over the root at ``base``."""
+    """Walk over the root at ``base``."""
 
     def __init__(self, base: str) -> None:
         self._base = os.path.realpath(base)
         self._entered: set[tuple[int, int]] = set()
 
     def walk(self, path: str, key: str, depth: int, *, linked: bool = False) -> Iterator[WalkResult]:
-        """Walk the folder ``path`` and all below it, under its ``key``.
+        """Walk the folder ``path`` and all folders below, under its ``key``.
 
-        ``linked``: it is behind a link, and is not found without it. Such folders are walked once, so that
-        there are no circles.
+        ``linked``: the folder is reachable by a link only. Such folders are walked once, to avoid cycles.
         """
         if linked and not self._enter(path):
             return
@@ -137,7 +135,7 @@ class _FolderWalk:
         except OSError as error:
             if depth == 0 and not key:
                 raise storage_error(error, "list", path) from error
-            # A folder that may not be listed must not keep the others from being found.
+            # An unlistable folder must not hide the others.
             yield Left(key, f"{type(error).__name__}: {os.strerror(error.errno or 0)}")
             return
         prefix = f"{key}/" if key else ""
@@ -158,7 +156,7 @@ class _FolderWalk:
         elif not linked and (marks := _commit_marks(path)):
             yield Candidate(key, "commit", marks)
             if _may_have_folders(path):
-                # but for itself, which is known to be one
+                # except itself, a known checkpoint
                 for found in self.walk(path, key, depth + 1):
                     if not isinstance(found, Candidate) or found.key != key:
                         yield found
@@ -208,7 +206,7 @@ class _FolderWalk:
                 found.add_folder(name, real, is_link=True)
 
     def _enter(self, path: str) -> bool:
-        """Return whether a folder behind a link has not been entered yet."""
+        """Return True at the first visit of a folder behind a link."""
         try:
             status = os.lstat(path)
         except OSError:
@@ -220,7 +218,7 @@ class _FolderWalk:
 
 @dataclass(slots=True)
 class _Listing:
-    """The contents of a folder that count. Folders are (name, path, is a link); ``passed_over`` has names for
+    """Relevant contents of a folder. Folders are (name, path, is a link); ``passed_over`` has names for
     keys."""
 
     files: dict[str, FileInfo] = field(default_factory=dict)
@@ -229,7 +227,7 @@ class _Listing:
     passed_over: list[PassedOver] = field(default_factory=list)
 
     def add_folder(self, name: str, path: str, *, is_link: bool = False) -> None:
-        """Add a folder, unless no key can name it."""
+        """Add a folder with a name valid for keys."""
         fault = _fault_of(name)
         if fault is None:
             self.folders.append((name, path, is_link))
@@ -237,7 +235,7 @@ class _Listing:
             self.passed_over.append(PassedOver(name, fault))
 
     def add_file(self, info: FileInfo, is_found_anyway: bool = False) -> None:
-        """Add a file. One that is a checkpoint needs a name that a key can have."""
+        """Add a file. Single-file checkpoints need a name valid for keys."""
         fault = _fault_of(info.name) if file_names().is_single(info.name) else None
         if fault is None:
             self.files[info.name] = info
@@ -255,7 +253,7 @@ class _Listing:
 
 
 def _is_found_anyway(key: str, *, is_file: bool) -> bool:
-    """Return whether the walk finds ``key``, of a folder or a single file, without any link."""
+    """Return True if the walk finds ``key``, a folder or single file, without a link."""
     folder, _, name = key.rpartition("/")
     if is_file and (not file_names().is_single(name) or name.startswith(".")):
         return False
@@ -270,14 +268,14 @@ def _is_found_anyway(key: str, *, is_file: bool) -> bool:
 
 def _may_have_folders(path: str) -> bool:
     try:
-        # Each subfolder links to its parent. File systems that do not count these say 1.
-        return os.stat(path).st_nlink != 2  # noqa: PTH116 - one for each checkpoint
+        # Each subfolder links to its parent. File systems without this count report 1.
+        return os.stat(path).st_nlink != 2  # noqa: PTH116 - one per checkpoint
     except OSError:
         return False
 
 
 def _commit_marks(folder: str) -> tuple[FileInfo, ...]:
-    """Find the commit objects that nearly every checkpoint has, by two requests and no listing."""
+    """Find the usual commit objects by two requests, without a listing."""
     found = []
     for name in (METADATA_NAME, MANIFEST_NAME):
         try:
@@ -290,7 +288,7 @@ def _commit_marks(folder: str) -> tuple[FileInfo, ...]:
 
 
 def _counts(name: str) -> bool:
-    """Return whether a file of this name says anything about its folder; others are not even looked at."""
+    """Return True if a file of this name is relevant for its folder; other files are skipped."""
     return (
         is_commit_object(name)
         or name.endswith(DATA_SUFFIX)
@@ -304,7 +302,7 @@ def _is_data_file(name: str) -> bool:
 
 
 def _fault_of(name: str) -> str | None:
-    """Return the reason why no key can have this part; None if one can."""
+    """Return the reason why this part is invalid in keys, or None."""
     if _PLAIN_NAME.fullmatch(name):
         return None
     fault = fault_of_key(name)
@@ -315,7 +313,7 @@ def _fault_of(name: str) -> str | None:
 
 
 def _walk_listing(root: StorageRoot, below: str) -> Iterator[WalkResult]:
-    """Walk by one listing, in an order in which everything below a folder comes together."""
+    """Walk by one listing, in an order that groups the contents of each folder."""
     runs: list[str] = []
     for folder in root.walk(below):
         while runs and not is_in(folder.key, runs[-1]):
@@ -346,5 +344,5 @@ def _why_not(key: str, parts: Sequence[str]) -> str | None:
 
 
 def is_in(key: str, folder: str) -> bool:
-    """Return whether ``key`` is that of ``folder`` or below it; "" is the root."""
+    """Return True if ``key`` is ``folder`` or below; "" is the root."""
     return not folder or key == folder or key.startswith(f"{folder}/")

@@ -41,7 +41,7 @@ feature: Final = Feature(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and the file with its bytes."""
+    """Box of a tensor, and the file with its bytes."""
 
     rank: int | None
     file: str
@@ -53,7 +53,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A tensor and the boxes that it is cut into; ``chunks`` are the first of ``chunk_count``."""
+    """Tensor and its boxes; ``chunks`` are the first of ``chunk_count``."""
 
     fqn: str
     dtype: str
@@ -64,7 +64,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a tensor, and the place of its bytes."""
+    """Box of a tensor, and the position of its bytes."""
 
     fqn: str
     dtype: str
@@ -79,7 +79,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The files of one rank; ``rank`` None: of files whose names have none."""
+    """Files of a rank; ``rank`` None: files without a rank in their names."""
 
     rank: Annotated[int | None, Shown("null: of files whose names have none.")]
     files: int
@@ -91,7 +91,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class ShardMapRow:
-    """Files of neighbouring ranks. ``rank`` None: of files whose names have none."""
+    """Files of adjacent ranks. ``rank`` None: files without a rank in their names."""
 
     first_rank: int | None
     last_rank: int | None
@@ -106,10 +106,10 @@ class ShardMapRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """A map of shards: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on.
+    """Map of shards: rows of files by rank, with bins of ``bin_bytes`` from ``begin``.
 
-    Cells with content are columns of one length: their row, bin, the bytes and chunks of tensors in
-    them, and the largest of these: its name in ``names`` and its dtype in ``dtypes``, by number.
+    Nonempty cells are columns of equal length: row, bin, bytes and chunks of tensors, and the largest tensor:
+    indexes of its name in ``names`` and its dtype in ``dtypes``.
     """
 
     rank_count: int
@@ -137,9 +137,9 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class SavePhase:
-    """A phase of a save, over all ranks that recorded it. ``within``: the phase that it is a part of.
+    """Phase of a save, over all ranks with a record. ``within``: the enclosing phase.
 
-    ``is_blocking``: training waited for it.
+    ``is_blocking``: training waited for the phase.
     """
 
     name: str
@@ -186,10 +186,10 @@ _PAGE_CHUNKS: Final = 20_000
 _ROWS: Final = 64
 _CHUNKS: Final = 100
 _LARGE: Final = 500_000
-"""Chunks: reading the index of so many takes too long for a page."""
+"""Chunks: an index with more takes too long to read for a page."""
 _SAME: Final = 1.005
 _EVEN: Final = 1.05
-"""Share of the mean up to which there is no imbalance."""
+"""Ratio to the mean that still counts as balanced."""
 
 
 class _Selection(QueryModel):
@@ -202,7 +202,7 @@ class _Selection(QueryModel):
     glob: Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None = None
 
     def check(self) -> None:
-        """Raise UnprocessableError or InvalidQueryError for a part that cannot be meant."""
+        """Raise UnprocessableError or InvalidQueryError for an impossible part."""
         if self.end is not None and self.end <= self.begin:
             raise UnprocessableError("the end is not behind the begin", field="end")
         if self.glob is not None:
@@ -210,7 +210,7 @@ class _Selection(QueryModel):
 
 
 class ShardMapQuery(_Selection):
-    """The ranks, bytes and tensors of a map, and the number of its cells."""
+    """Ranks, bytes, and tensors of a map, and the number of its cells."""
 
     rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
     bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
@@ -222,7 +222,7 @@ class StoredChunksQuery(_Selection, Paged):
 
 @dataclass(frozen=True, eq=False)
 class OpenChunks(Stamped):
-    """The chunks of a checkpoint, and what its writer noted of the save."""
+    """Chunks of a checkpoint, and the writer's notes on the save."""
 
     columns: Any
     provenance: Mapping[str, Any]
@@ -234,15 +234,15 @@ class OpenChunks(Stamped):
 
 
 class KeptChunks:
-    """The chunks of the checkpoints that were looked at last, also of those whose indexes are too large to
-    be kept: ``service.own(KeptChunks)``."""
+    """Chunks of recently shown checkpoints, also with indexes too large to keep:
+    ``service.own(KeptChunks)``."""
 
     def __init__(self, _service: object) -> None:
         # five million chunks take 90 MiB
         self._values = SharedValues[Stamped, OpenChunks](count=16, kept_bytes=128 << 20)
 
     def has(self, ask: Ask, checkpoint_id: int) -> bool:
-        """Check whether `get` answers at once. Raises as `Data.open` does."""
+        """Return True if `get` answers without a read. Raises as `Data.open`."""
         return self._values.find(ask.data.find(checkpoint_id).state) is not None
 
     def get(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
@@ -251,7 +251,7 @@ class KeptChunks:
         return self._values.get(state, lambda: self._read(ask, checkpoint_id))
 
     def _read(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
-        from dcp.server.features.shards.chunks import ChunkColumns  # only here, as all that needs numpy
+        from dcp.server.features.shards.chunks import ChunkColumns  # imports numpy
 
         opened = ask.data.open(checkpoint_id).opened
         columns = ChunkColumns(opened.index)
@@ -265,9 +265,9 @@ def list_shards(
     page: PageQuery,
     glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
 ) -> Page[ShardedTensor]:
-    """Tensors with the boxes that they are cut into, and the rank and file of each.
+    """List tensors with their boxes, and the rank and file of each box.
 
-    A page ends early where its tensors have many chunks.
+    A page ends early at tensors with many chunks.
     """
     from dcp.server.features.shards.chunks import sharded_tensors
 
@@ -307,8 +307,8 @@ def get_shard_map(checkpoint_id: IdPath, query: Annotated[ShardMapQuery, Query()
 
 
 def _map_of(found: OpenChunks, query: ShardMapQuery) -> ShardMap:
-    """Return the map of the part that ``query`` names."""
-    from dcp.server.features.shards.shard_map import shard_map  # only here, as all that needs numpy
+    """Return the map of the part in ``query``."""
+    from dcp.server.features.shards.shard_map import shard_map  # imports numpy
 
     return shard_map(found.columns, **query.model_dump())
 
@@ -317,7 +317,7 @@ def _map_of(found: OpenChunks, query: ShardMapQuery) -> ShardMap:
 def list_stored_chunks(
     checkpoint_id: IdPath, query: Annotated[StoredChunksQuery, Query()], ask: Ask
 ) -> Page[StoredChunk]:
-    """Chunks of the map one by one, by rank, file and place, with their numbers of copies."""
+    """List chunks of the map by rank, file, and position, with numbers of copies."""
     from dcp.server.features.shards.chunks import stored_chunks
 
     query.check()
@@ -345,20 +345,20 @@ class ShardsView(_Selection):
 
     @property
     def part(self) -> dict[str, Any]:
-        """The part, as the query of the API names it."""
+        """Part, in the names of the API's query."""
         given = self.model_dump(include={"first_rank", "last_rank", "begin", "end"}, exclude_none=True)
         given = {name: value for name, value in given.items() if value or name != "begin"}
         return given | ({"glob": f"*{self.glob}*"} if self.glob else {})
 
     def values(self, found: CheckpointDetail, path: str) -> dict[str, Any]:
-        """Return the values that both pages have, with the JSON of the part at ``path`` below the shards."""
+        """Return the common values of both pages; the JSON of the part is at ``path`` below the shards."""
         query = f"?{urlencode(self.part)}" if self.part else ""
         return {"found": found, "view": self, "twin": f"/api/v1/checkpoints/{found.id}/shards/{path}{query}"}
 
 
 @feature.page(_SHARDS, "shards.html")
 def shards_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask: Ask) -> dict[str, Any]:
-    """Return the map, drawn by a script that loads finer bins; the bytes of each rank, as text and as a
+    """Show the map, drawn by a script that loads finer bins; the bytes of each rank as text and as a
     table."""
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     shown = None
@@ -391,8 +391,8 @@ def chunks_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask
 
 
 def is_late(ask: Ask, found: CheckpointDetail, *, waits: bool, with_boxes: bool = False) -> bool:
-    """Check whether the content of the index is to follow the page, because reading it takes long: not with
-    ``waits``, and not in the request by which the page loads it."""
+    """Return True if the page loads the index's content later, because reading takes long; False with
+    ``waits``, and in the request for this content."""
     is_large = (found.tensor_count or 0) * (found.world_size or 1) > _LARGE
     if not is_large or waits or "hx-request" in ask.request.headers:
         return False
@@ -400,7 +400,7 @@ def is_late(ask: Ask, found: CheckpointDetail, *, waits: bool, with_boxes: bool 
 
 
 def _balance(found: ShardMap, world_size: int | None, *, is_whole: bool) -> list[str]:
-    """Sentences on the bytes of the ranks; on ranks that wrote nothing only where the map is whole."""
+    """Return sentences on the bytes of the ranks; ranks without bytes only for a whole map."""
     if found.largest_rank is None or not found.mean_rank_bytes:
         return ["The file names do not show which rank wrote them."] if found.rows else []
     sentences = [_share(found)]

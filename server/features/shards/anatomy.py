@@ -55,7 +55,7 @@ def get_phases(
     first_rank: Annotated[Rank | None, Query(description="Of the rows; phases are over all ranks.")] = None,
     last_rank: Annotated[Rank | None, Query(description="Of the rows; phases are over all ranks.")] = None,
 ) -> SavePhases:
-    """Return the seconds of each phase of its save, by rank, as far as the save recorded them."""
+    """Return the recorded seconds of each phase of the save by rank."""
     found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
     ask.tag(found.etag("phases", rows, first_rank, last_rank))
     return _save_phases(found.provenance, rows, first_rank, last_rank)
@@ -64,9 +64,9 @@ def get_phases(
 def _save_phases(
     provenance: Mapping[str, Any], rows: int, first_rank: int | None, last_rank: int | None
 ) -> SavePhases:
-    """Return the ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows of about as many
-    neighbours; all else is over all ranks."""
-    from dcp.inspection.checkpoints import figures_by_rank  # only here, as all that reads checkpoints
+    """Return the ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows of equally many ranks;
+    other values cover all ranks."""
+    from dcp.inspection.checkpoints import figures_by_rank  # imports numpy
 
     wanted = range(first_rank or 0, sys.maxsize if last_rank is None else last_rank + 1)
     ranks = figures_by_rank(provenance.get("rank_seconds"))
@@ -123,7 +123,7 @@ def _rows(
 
 
 class AnatomyView(QueryModel):
-    """The ranks that are shown."""
+    """Displayed ranks."""
 
     first_rank: Rank | None = None
     last_rank: Rank | None = None
@@ -132,7 +132,7 @@ class AnatomyView(QueryModel):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A phase of neighbouring ranks: ``shade`` tells how much longer than the median it took."""
+    """Phase of adjacent ranks; ``shade``: the excess over the median duration."""
 
     seconds: float | None
     shade: int
@@ -188,14 +188,14 @@ def _shade(seconds: float | None, phase: SavePhase) -> int:
 
 
 def _is_straggler(seconds: float | None, phase: SavePhase) -> bool:
-    """Check whether a rank took so much longer than most that the others had to wait for it."""
+    """Return True if a rank took so long that other ranks waited."""
     longest_seconds = max(_STRAGGLER * phase.median_seconds, phase.median_seconds + _SOON_SECONDS)
-    # with a median of 0 it is work of the coordinator alone
+    # with a median of 0, only the coordinator works in the phase
     return seconds is not None and phase.median_seconds > 0 and seconds > longest_seconds
 
 
 def _sentences(found: SavePhases) -> list[str]:
-    """Describe which phases took the time of a save, and for which rank the others waited."""
+    """Describe the longest phases of a save, and the rank that others waited for."""
     whole = [phase for phase in found.phases if phase.within is None]
     if not whole:
         return []

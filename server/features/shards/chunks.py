@@ -1,7 +1,7 @@
-"""Chunks of a checkpoint: as columns in the order of ranks, files and bytes, and as lists.
+"""Chunks of a checkpoint: columns sorted by rank, file, and position; and lists.
 
-Columns take a quarter of the memory of the index, so that they are kept where that is not. They are sorted,
-so that of some million chunks those in some bins of bytes are found by bisection.
+Columns take a quarter of the index's memory, so they stay in memory longer. Sorting allows bisection among
+millions of chunks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dcp.server.features.shards import Chunk, RankShare, ShardedTensor, StoredCh
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 
 NO_RANK: Final = np.iinfo(np.int64).max
-"""The rank of files whose names have none: after all others."""
+"""Rank of files without a rank in their names; sorts last."""
 _MAX_CHUNKS: Final = 4096
-"""Chunks of one tensor that are listed."""
+"""Listed chunks per tensor."""
 _MAX_COMPARED: Final = 1 << 16
-"""Chunks of a tensor whose boxes are compared."""
+"""Chunks per tensor with compared boxes."""
 _NAME_BYTES: Final = 80
 _RANK_FILE: Final = re.compile(r"__([0-9]{1,9})_[0-9]+(?:\.[0-9A-Za-z-]+)?\.distcp")
 
@@ -33,17 +33,17 @@ Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 
 def _rank_of(file: str) -> int | None:
-    """Return the rank that wrote a file, from its name in checkpoints of dcp and of stock DCP."""
+    """Return the rank of a file from its name in checkpoints of dcp or stock DCP."""
     match = _RANK_FILE.fullmatch(file)
     return None if match is None else int(match[1])
 
 
 class ChunkColumns:
-    """Files by rank: ``ranks``, ``files``, ``file_sizes``, ``file_ends`` (behind the last payload).
+    """Files by rank: ``ranks``, ``files``, ``file_sizes``, ``file_ends`` (end of the last payload).
 
-    The chunks of file i are ``starts[i]:starts[i + 1]``, by their first bytes: ``begins``, ``lengths``, and
-    their ``tensors`` and ``rows`` in the index. Of tensors: ``fqns``, ``dtype_codes``, the bytes that are
-    stored (``stored_bytes``), and whether these are more than the tensor has (``is_replicated``).
+    The chunks of file i are ``starts[i]:starts[i + 1]``, sorted by position: ``begins``, ``lengths``,
+    ``tensors``, and ``rows`` of the index. By tensor: ``fqns``, ``dtype_codes``, ``stored_bytes``, and
+    ``is_replicated`` (more stored bytes than elements).
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
@@ -79,7 +79,7 @@ class ChunkColumns:
         return sum(column.nbytes for column in columns) + _NAME_BYTES * (len(self.fqns) + 3 * len(self.files))
 
     def files_of(self, first_rank: int | None, last_rank: int | None) -> range:
-        """Return the files of these ranks; without a bound also those that have no rank."""
+        """Return the files of the ranks; without bounds, also files without a rank."""
         if first_rank is None and last_rank is None:
             return range(len(self.files))
         begin = 0 if first_rank is None else int(np.searchsorted(self.ranks, first_rank))
@@ -87,15 +87,15 @@ class ChunkColumns:
         return range(begin, max(begin, int(np.searchsorted(self.ranks, last, "right"))))
 
     def matching(self, glob: str | None) -> npt.NDArray[np.bool_] | None:
-        """By tensor whether its name matches; None: all do."""
+        """Return for each tensor if its name matches; None: all names match."""
         if glob is None:
             return None
         return np.array([fnmatchcase(fqn, glob) for fqn in self.fqns], bool)
 
 
 def _sorted(places: Unsigned, begins: Int64) -> Int64:
-    """Return the order by file and begin. Writers go through tensors in order, so that sorting by file often
-    does, which is quick where there are less than 65,536."""
+    """Return the order by file and position. Writers go through tensors in order, so sorting by file is often
+    enough, and fast below 65,536 files."""
     order = np.argsort(places, kind="stable")
     falls = np.diff(begins[order]) < 0
     if (falls & (np.diff(places[order].astype(np.int64)) == 0)).any():
@@ -104,7 +104,7 @@ def _sorted(places: Unsigned, begins: Int64) -> Int64:
 
 
 def _greatest(values: Int64, starts: Int64) -> Int64:
-    """Return the greatest of each group of values; 0 of those without any."""
+    """Return the maximum of each group of values; 0 for empty groups."""
     found = np.zeros(len(starts) - 1, np.int64)
     filled = np.flatnonzero(np.diff(starts))
     if len(filled):
@@ -113,7 +113,7 @@ def _greatest(values: Int64, starts: Int64) -> Int64:
 
 
 def _whole_bytes(index: CheckpointIndex) -> Int64:
-    """By tensor: what all of it takes, once."""
+    """Return the bytes of each whole tensor."""
     shapes = (index.shape(row) for row in range(index.tensor_count))
     return np.array([np.prod(shape, dtype=np.int64) for shape in shapes], np.int64) * index.itemsizes
 
@@ -126,7 +126,7 @@ def _unsigned(greatest: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def rank_shares(index: CheckpointIndex) -> list[RankShare]:
-    """Return the shares by rank; that of files without a rank is the last."""
+    """Return shares by rank; the share of files without a rank is last."""
     ranks = [_rank_of(name) for name in index.files]
     order = sorted(set(ranks), key=lambda rank: (rank is None, rank or 0))
     places = {rank: place for place, rank in enumerate(order)}
@@ -148,7 +148,7 @@ def rank_shares(index: CheckpointIndex) -> list[RankShare]:
 def sharded_tensors(
     index: CheckpointIndex, *, after_row: int = -1, glob: str | None = None
 ) -> Iterator[tuple[int, ShardedTensor]]:
-    """Tensors after ``after_row`` whose names match ``glob``, with their rows, in the order of the index."""
+    """Return tensors after ``after_row`` with matching names, with their rows, in index order."""
     ranks = [_rank_of(name) for name in index.files]
     for row in range(after_row + 1, index.tensor_count):
         fqn = index.fqns[row]
@@ -188,7 +188,7 @@ def stored_chunks(
     end: int | None = None,
     glob: str | None = None,
 ) -> list[tuple[int, StoredChunk]]:
-    """Up to ``limit`` of the chunks that `shard_map` sums, after the place ``after``, with their places."""
+    """Return up to ``limit`` chunks of `shard_map` after the position ``after``, with their positions."""
     matching = columns.matching(glob)
     places = (
         place
@@ -239,8 +239,7 @@ def _stored(columns: ChunkColumns, index: CheckpointIndex, place: int, file: int
 
 
 def _copies(index: CheckpointIndex, tensor: int, chunk: int) -> int | None:
-    """Return the number of times that its box is stored; None where its tensor has too many chunks to
-    compare."""
+    """Return the number of stored copies of the box; None for a tensor with too many chunks."""
     chunks = index.chunks(tensor)
     if len(chunks) > _MAX_COMPARED:
         return None

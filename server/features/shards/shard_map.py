@@ -22,7 +22,7 @@ from dcp.storage.formats.index import UNKNOWN
 
 MAX_CELLS: Final = 1 << 15
 _BLOCK: Final = 1 << 19
-"""Chunks that are summed at a time, and one file at least."""
+"""Chunks summed at a time, in at least one file."""
 _MAX_KEY: Final = 1 << 62
 
 Int64 = npt.NDArray[np.int64]
@@ -40,9 +40,9 @@ def shard_map(
     end: int | None = None,
     glob: str | None = None,
 ) -> ShardMap:
-    """Return the files of the ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows, and of
-    each row the bytes from ``begin`` to ``end`` (by default of the longest file) in ``bins`` bins; of tensors
-    whose names match ``glob``. Rows times bins are `MAX_CELLS` at most."""
+    """Return the files of ranks ``first_rank`` to ``last_rank`` in at most ``rows`` rows, and the bytes
+    ``begin`` to ``end`` (default: of the longest file) in ``bins`` bins, for tensors with names that match
+    ``glob``. Rows times bins are at most `MAX_CELLS`."""
     files = columns.files_of(first_rank, last_rank)
     own = slice(files.start, files.stop)
     if end is None:
@@ -74,14 +74,14 @@ def shard_map(
 
 
 def _rank_bytes(ranks: Int64, sizes: Int64) -> tuple[Int64, Int64]:
-    """Return the ranks, and the bytes of each; without files that have no rank."""
+    """Return the ranks and their bytes; without files that have no rank."""
     known = ranks != NO_RANK
     found, places = np.unique(ranks[known], return_inverse=True)
     return found, _sums(places, sizes[known], len(found))
 
 
 def _row(columns: ChunkColumns, files: range, sums: Int64) -> ShardMapRow:
-    """``sums`` are bytes, those of replicated tensors, and chunks, by file."""
+    """Return a row; ``sums`` are bytes, bytes of replicated tensors, and chunks, by file."""
     own = slice(files.start, files.stop)
     ranks, sizes = columns.ranks[own], columns.file_sizes[own]
     first, last = int(ranks[0]), int(ranks[-1])
@@ -101,7 +101,7 @@ def _row(columns: ChunkColumns, files: range, sums: Int64) -> ShardMapRow:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The chunks of ``count`` files from the ``first`` on; those of one are ``starts[i]:starts[i + 1]``."""
+    """Chunks of ``count`` files starting at ``first``; a file's chunks are ``starts[i]:starts[i + 1]``."""
 
     first: int
     starts: Int64
@@ -114,7 +114,7 @@ class _Files:
         return len(self.starts) - 1
 
     def sums(self, is_replicated: Bools) -> Int64:
-        """Return the sums by file: bytes, those of replicated tensors, and chunks."""
+        """Return sums by file: bytes, bytes of replicated tensors, and chunks."""
         again = np.where(is_replicated[self.tensors], self.lengths, 0) if is_replicated.any() else None
         counts = np.diff(self.starts)
         by_file = [
@@ -137,7 +137,7 @@ def _before(values: npt.NDArray[Any]) -> Int64:
 
 
 def _blocks(columns: ChunkColumns, files: range, matching: Bools | None, most_files: int) -> Iterator[_Files]:
-    """Yield the chunks of ``files``, some files at a time, so that memory is bounded."""
+    """Yield the chunks of ``files`` in groups of files, to bound memory."""
     first = files.start
     while first < files.stop:
         full = int(np.searchsorted(columns.starts, columns.starts[first] + _BLOCK, "right")) - 1
@@ -163,8 +163,8 @@ class _Pieces:
 
 
 class _Cells:
-    """The content of each cell: ``sums`` of bytes and of chunks, and the bytes of its largest chunk, which is
-    of the tensor ``largest`` (-1: the cell is empty)."""
+    """Contents of cells: ``sums`` of bytes and chunks, and the bytes and tensor (``largest``, -1: empty) of
+    the largest chunk."""
 
     def __init__(self, rows: int, bins: int, begin: int, end: int) -> None:
         self.begin = begin
@@ -175,8 +175,7 @@ class _Cells:
         self.largest = np.full(rows * self.bins, -1)
 
     def add(self, block: _Files, row_of_file: Int64) -> None:
-        """Add the chunks to the bins, cut at their ends: the first piece of each in runs of neighbours, then
-        the others."""
+        """Add chunks to the bins, cut at bin edges: first pieces in runs of neighbours, then the rest."""
         low = block.begins - self.begin
         edges = np.minimum(np.arange(self.bins + 1) * self.bin_bytes, self.span)
         counts = self._counts(block, low, edges)
@@ -195,8 +194,8 @@ class _Cells:
         self._put(self._rest(row_of_file[files], bin_ends[rest], reach[rest], block.tensors[rest]))
 
     def _counts(self, block: _Files, low: Int64, edges: Int64) -> Int64:
-        """Return the number of chunks that begin in each bin of each file: by bisection, since they are
-        sorted."""
+        """Return the number of chunks that begin in each bin of each file, by bisection of the sorted
+        chunks."""
         files = np.arange(block.count) * (self.span + 2)
         keys = np.repeat(files, np.diff(block.starts)) + np.clip(low, -1, self.span)
         places = np.searchsorted(keys, (files[:, None] + edges).reshape(-1))
@@ -217,7 +216,7 @@ class _Cells:
     def _put(self, pieces: _Pieces) -> None:
         for place, values in enumerate((pieces.bytes, pieces.chunks)):
             self.sums[place] += _sums(pieces.cells, values, len(self.largest))
-        order = np.argsort(pieces.most, kind="stable")  # of several pieces for one cell the last one stays
+        order = np.argsort(pieces.most, kind="stable")  # the last of several pieces for a cell wins
         most, largest = np.zeros_like(self.largest), np.full_like(self.largest, -1)
         most[pieces.cells[order]] = pieces.most[order]
         largest[pieces.cells[order]] = pieces.largest[order]
@@ -225,7 +224,7 @@ class _Cells:
         self.sums[2][is_more], self.largest[is_more] = most[is_more], largest[is_more]
 
     def answer(self, columns: ChunkColumns) -> dict[str, tuple[Any, ...]]:
-        """Return the fields of `ShardMap`, for the cells that hold something."""
+        """Return the fields of `ShardMap` for nonempty cells."""
         numbers = np.flatnonzero(self.largest >= 0)
         largest = self.largest[numbers]
         tensors, places = np.unique(largest, return_inverse=True)
@@ -247,7 +246,7 @@ class _Cells:
 
 
 def _runs(cells: Int64, counts: Int64, sizes: Int64, tensors: npt.NDArray[Any]) -> _Pieces:
-    """Consecutive chunks, ``counts`` of them in each cell, as one piece for each run."""
+    """Merge consecutive chunks, ``counts`` per cell, into a piece for each run."""
     starts = np.cumsum(counts) - counts
     most = np.maximum.reduceat(sizes, starts)
     is_most = np.flatnonzero(sizes == np.repeat(most, counts))

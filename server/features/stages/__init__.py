@@ -1,7 +1,7 @@
-"""Stages of checkpoints, such as production: requested, approved, and kept with their history.
+"""Stages of checkpoints, such as production: requests, approvals, and history.
 
-A stage is a protected alias of the run with rules about who may set it. So lookup by alias, search, filters
-and retention know stages: a checkpoint that is in one is neither deleted nor pruned.
+A stage is a protected alias of the run with rules for changes. Lookup by alias, search, filters, and
+retention therefore support stages: a checkpoint in a stage is neither deleted nor pruned.
 """
 
 from __future__ import annotations

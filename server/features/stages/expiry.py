@@ -1,4 +1,4 @@
-"""Expiry of requests for promotions that stay open too long."""
+"""Expiry of old requests for promotions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _expired(connection: Connection, before: float, limit: int) -> list[int]:
 
 @feature.schedule("stage-requests", 600.0, is_needed=_is_needed)
 def expire_requests(context: ScheduleContext) -> None:
-    """Close open requests that are older than the settings allow."""
+    """Close requests older than configured."""
     if (before := _oldest(context)) is not None:
         context.repeat(partial(_expire_some, before=before, now=context.now))
 

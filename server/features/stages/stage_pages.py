@@ -41,7 +41,7 @@ class HistoryView(Query):
 
 
 class RequestsView(Query):
-    """The address of the requests of all runs: the open ones, unless it says a state."""
+    """Query of the requests of all runs; default: open requests."""
 
     state: RequestState = "requested"
     cursor: Annotated[str, Field(max_length=2048)] | None = None
@@ -49,7 +49,7 @@ class RequestsView(Query):
 
 @feature.panel("checkpoint", "checkpoint.html", order=22)
 def checkpoint_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Show the stage of a checkpoint, its open requests, and the forms that the caller may send."""
+    """Show the stage of a checkpoint, its open requests, and the caller's forms."""
     rules = Rules(ask, found.root)
     holders = {one.stage: one for one in list_run_stages(found.run_id, ask).items}
     own = next((one for one in holders.values() if one.checkpoint_id == found.id), None)
@@ -73,7 +73,7 @@ def checkpoint_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None
 
 @feature.panel("checkpoint.notices", "notice.html", order=15)
 def stage_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
-    """Confirm what a form did, and say whether the checkpoint is another one than was promoted."""
+    """Confirm a submitted form, and warn about a checkpoint changed since its promotion."""
     holders = ask.find(stages.holders_of, found.run_id)
     changed = [one.stage for one in holders.values() if one.checkpoint_id == found.id and one.is_changed]
     return {"changed": changed}
@@ -81,14 +81,14 @@ def stage_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
 
 @feature.panel("run", "run.html", order=5)
 def run_panel(ask: Ask, found: Run) -> dict[str, Any] | None:
-    """Show the checkpoints of a run that are in stages, and open requests."""
+    """Show the checkpoints of a run in stages, and open requests."""
     holders = list_run_stages(found.id, ask).items[::-1]
     requests = _open(ask, run_id=found.id)
     return {"holders": holders, "requests": requests} if holders or requests else None
 
 
 def _open(ask: Ask, **of: Any) -> list[tuple[Any, int, dict[str, bool]]]:
-    """Open requests with the number of approvals that each needs, and what the caller may do with it."""
+    """Return open requests with the required number of approvals, and the caller's rights."""
     page = ask.find(stages.list_requests, ask.visible, state="requested", limit=_SHOWN, **of)
     return _with_rights(ask, page.items)
 
@@ -117,7 +117,7 @@ def run_stages_page(run_id: IdPath, view: Annotated[HistoryView, InQuery()], ask
 
 @feature.page("/stage-requests", "requests.html")
 def stage_requests_page(view: Annotated[RequestsView, InQuery()], ask: Ask) -> dict[str, Any]:
-    """List the requests of all runs that the caller may see."""
+    """List requests of all visible runs."""
     page = ask.find(stages.list_requests, ask.visible, state=view.state, cursor=view.cursor, limit=_SHOWN)
     return {"requests": _with_rights(ask, page.items), "next_cursor": page.next_cursor, "view": view}
 

@@ -11,8 +11,8 @@ from dcp.server.records.checkpoints import State, Verdict
 from dcp.server.records.declaring import OneOf, Shown
 
 RequestState = Literal["requested", "promoted", "rejected", "withdrawn", "outdated", "expired"]
-"""outdated: the content of the checkpoint changed, and another request was made; expired: it was open
-for longer than ``request_days``."""
+"""outdated: the content of the checkpoint changed, and a new request was made; expired: open for longer than
+``request_days``."""
 StageAction = Literal[
     "requested",
     "approved",
@@ -25,12 +25,12 @@ StageAction = Literal[
     "moved",
     "demoted",
 ]
-"""replaced: another checkpoint came in its place; moved: it was promoted to another stage."""
+"""replaced: another checkpoint took its place; moved: promoted to another stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage, with its rule, and what the caller may do."""
+    """Stage with its rule and the caller's rights."""
 
     name: str
     approvals: Annotated[int, Shown("Approvals that a promotion needs.")]
@@ -47,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHolder:
-    """The checkpoint of a run that is in a stage."""
+    """Checkpoint of a run in a stage."""
 
     stage: str
     checkpoint_id: int

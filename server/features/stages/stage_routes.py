@@ -32,7 +32,7 @@ _CHANGE: Final[dict[str, Any]] = {"tag": "stages", "scope": "write", "errors": (
 
 
 class PromotionRequest(Request):
-    """The stage to promote the checkpoint to, and the reason, for those who approve and for the history."""
+    """Stage to promote the checkpoint to, and the reason, for approvers and the history."""
 
     stage: Name
     reason: Reason | None = None
@@ -51,7 +51,7 @@ class Rejection(Request):
 
 
 class Demotion(Request):
-    """The checkpoint that is in the stage, so that no other one is demoted that came meanwhile."""
+    """Checkpoint in the stage, to protect a newer checkpoint from the demotion."""
 
     checkpoint_id: Annotated[int, Field(ge=1, le=MAX_ID)]
     reason: Reason | None = None
@@ -70,13 +70,13 @@ class StageRequestQuery(Query):
 
 @feature.get("/stages", tag="stages", errors=())
 def list_stages(ask: Ask) -> Items[Stage]:
-    """List the stages from the lowest to the highest, with their rules and what the caller may do."""
+    """List the stages from lowest to highest, with rules and the caller's rights."""
     return Items(tuple(Rules(ask).shown()))
 
 
 @feature.get("/runs/{run_id}/stages", tag="stages")
 def list_run_stages(run_id: IdPath, ask: Ask) -> Items[StageHolder]:
-    """List the checkpoints of a run that are in stages, those in the highest last."""
+    """List the checkpoints of a run in stages, highest stage last."""
     with ask.reading() as connection:
         get_run(connection, run_id, ask.visible)
         found = stages.holders_of(connection, run_id)
@@ -86,13 +86,13 @@ def list_run_stages(run_id: IdPath, ask: Ask) -> Items[StageHolder]:
 
 @feature.get("/runs/{run_id}/stages/history", tag="stages")
 def list_stage_history(run_id: IdPath, ask: Ask, page: PageQuery) -> Page[StageEntry]:
-    """List all that was requested, decided and changed about the stages of a run, newest first."""
+    """List requests, decisions, and changes of a run's stages, newest first."""
     return ask.find(stages.history_of, run_id, ask.visible, page.cursor, page.limit)
 
 
 @feature.get("/stage-requests", tag="stages", errors=())
 def list_stage_requests(query: Annotated[StageRequestQuery, InQuery()], ask: Ask) -> Page[StageRequest]:
-    """List requests, newest first. Those with the state `requested` are open."""
+    """List requests, newest first. The state `requested` means open."""
     return ask.find(stages.list_requests, ask.visible, **query.model_dump())
 
 
@@ -104,7 +104,7 @@ def get_stage_request(request_id: IdPath, ask: Ask) -> StageRequest:
 
 @feature.post("/checkpoints/{checkpoint_id}/stage-requests", status=201, **_CHANGE)
 def request_stage(checkpoint_id: IdPath, body: PromotionRequest, ask: Ask, match: IfMatch) -> StageRequest:
-    """Request that a checkpoint is promoted to a stage. If that needs no approval, it is promoted at once."""
+    """Request the promotion of a checkpoint to a stage. A stage without approvals promotes immediately."""
 
     def act(connection: Connection) -> StageRequest:
         made = stages.request_promotion(connection, ask, checkpoint_id, body.stage, body.reason, match)
@@ -116,20 +116,20 @@ def request_stage(checkpoint_id: IdPath, body: PromotionRequest, ask: Ask, match
 
 @feature.post(_REQUEST + "/approve", **_CHANGE)
 def approve_stage_request(request_id: IdPath, body: Decision, ask: Ask, match: IfMatch) -> StageRequest:
-    """Approve a request. The last approval that it needs promotes the checkpoint as it was requested: if its
-    content has changed since, the answer is 409."""
+    """Approve a request. The last required approval promotes the checkpoint. The answer is 409 if the content
+    has changed since the request."""
     return _decided(ask, lambda connection: stages.approve(connection, ask, request_id, body.reason, match))
 
 
 @feature.post(_REQUEST + "/reject", **_CHANGE)
 def reject_stage_request(request_id: IdPath, body: Rejection, ask: Ask, match: IfMatch) -> StageRequest:
-    """Reject a request. Who may approve it may."""
+    """Reject a request. Requires the right to approve."""
     return _decided(ask, lambda connection: stages.reject(connection, ask, request_id, body.reason, match))
 
 
 @feature.post(_REQUEST + "/withdraw", **_CHANGE)
 def withdraw_stage_request(request_id: IdPath, body: Decision, ask: Ask, match: IfMatch) -> StageRequest:
-    """Withdraw one's own request. Admins may withdraw any."""
+    """Withdraw an own request. Admins can withdraw any request."""
     return _decided(ask, lambda connection: stages.withdraw(connection, ask, request_id, body.reason, match))
 
 
@@ -139,8 +139,8 @@ def _decided(ask: Ask, act: Callable[[Connection], Row[Any]]) -> StageRequest:
 
 @feature.post("/runs/{run_id}/stages/{stage:path}/demote", status=204, **(_CHANGE | {"errors": (404, 409)}))
 def demote_checkpoint(run_id: IdPath, stage: NamePath, body: Demotion, ask: Ask) -> None:
-    """Take a checkpoint out of a stage; the alias of that name is removed. Who may approve may; without
-    approvals, who may request."""
+    """Take a checkpoint out of a stage, and remove the alias. Requires the right to approve; for stages
+    without approvals, the right to request."""
     ask.transact(
         lambda connection: stages.demote(connection, ask, run_id, stage, body.checkpoint_id, body.reason)
     )

@@ -1,4 +1,4 @@
-"""Settings of stages: their order, and who may request and approve each."""
+"""Settings of stages: order, and rights to request and approve."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _Names = tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
 class StageRule(BaseModel):
     """Conditions for the promotion to a stage.
 
-    Requests are for callers with ``request_scope``, or only for ``requesters``: accounts and keys by their
-    names as in the audit log, and ``group:NAME``; approvals in the same way. ``self_approval``: who requests
-    may be one of those who approve.
+    Requests need ``request_scope``, or membership in ``requesters``: names of accounts and keys as in the
+    audit log, and ``group:NAME``. The same applies to approvals. ``self_approval``: requesters may approve
+    their own requests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,7 +29,7 @@ class StageRule(BaseModel):
     approvers: _Names = ()
     self_approval: bool = False
     requires_verified: bool = False
-    requires_previous: bool = False  # it has to be in the stage before this one
+    requires_previous: bool = False  # required previous stage
 
     @model_validator(mode="after")
     def _can_be_met(self) -> Self:
@@ -49,9 +49,8 @@ _DEFAULTS: Final = {"production": StageRule(approvals=1, requires_verified=True)
 
 
 class StagesSettings(BaseModel):
-    """Stages from the lowest to the highest. ``reserved``: no alias of these names is set by hand in any run;
-    else only where one of them has been promoted. ``request_days``: age at which open requests
-    expire; 0: never."""
+    """Stages from lowest to highest. ``reserved``: aliases with these names are never set by hand; default:
+    only in runs with a promotion. ``request_days``: age at which open requests expire; 0: never."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -76,7 +75,7 @@ class StagesSettings(BaseModel):
         return now - self.request_days * 86_400.0 if self.request_days else None
 
     def rule(self, stage: str) -> StageRule:
-        """Return the rule of a stage. What the settings leave out is as `StageRule` has it, except for one
-        called production."""
+        """Return the rule of a stage, with the defaults of `StageRule`; a stage called production has other
+        defaults."""
         default, given = _DEFAULTS.get(stage, _ANY), self.rules.get(stage, _ANY)
         return default.model_copy(update={name: getattr(given, name) for name in given.model_fields_set})

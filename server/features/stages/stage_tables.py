@@ -16,11 +16,11 @@ stage_requests: Final = resource_table(
     Column("stage", String(128), nullable=False),
     Column("state", String(16), nullable=False),  # a `RequestState`
     Column("reason", Text),
-    Column("content", JSON_DOCUMENT, nullable=False),  # marks of what was requested
+    Column("content", JSON_DOCUMENT, nullable=False),  # marks of the requested content
     Column("approvals", JSON_DOCUMENT, nullable=False),  # [{"by": name, "owner", "maker", "key_id"}, ...]
     Column("requested_by", String(128), nullable=False),
-    Column("owner", String(256), nullable=False),  # identity of who requested, which is never used again
-    Column("maker", String(256)),  # `Principal.maker` of who requested
+    Column("owner", String(256), nullable=False),  # identity of the requester, never reused
+    Column("maker", String(256)),  # `Principal.maker` of the requester
     Index(None, "run_id", "id"),
     Index(None, "checkpoint_id", "id"),
     Index(None, "state", "id"),
@@ -37,7 +37,7 @@ stage_holders: Final = Table(
     Column("promoted_by", String(128), nullable=False),
     Column("promoted_seconds", Float, nullable=False),
 )
-"""The checkpoint of a run that is in a stage; the alias of that name is set with it."""
+"""Checkpoint of a run in a stage; set together with the alias of this name."""
 
 stage_entries: Final = Table(
     "stage_entries",

@@ -1,8 +1,8 @@
-"""Requests, promotions and demotions, each in one transaction.
+"""Requests, promotions, and demotions, each in a transaction.
 
-All changes of the stages and aliases of a run take turns (`dcp.server.catalog.labels.lock_aliases`). What was
-requested is remembered by marks of its content: a checkpoint that was saved anew or lost tensors is not
-promoted by approvals of what it was.
+Changes of a run's stages and aliases are serialized (`dcp.server.catalog.labels.lock_aliases`). Requests
+store marks of the content: a checkpoint saved again, or with dropped tensors, is not promoted by earlier
+approvals.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MARKS: Final = ("save_id", "fingerprint", "content_digest", "structure_id")
 
 
 class Rules:
-    """The rules of stages as they are for one caller, in one root or in any."""
+    """Rules of stages for a caller, in one root or in any."""
 
     def __init__(self, ask: Ask, root: str | None = None) -> None:
         self._ask = ask
@@ -62,30 +62,30 @@ class Rules:
         return self.settings.order
 
     def rule(self, stage: str) -> StageRule:
-        """Return the rule of a stage. Without keys there is one caller, who needs no approval."""
+        """Return the rule of a stage. A service without keys has a single caller, and needs no approvals."""
         found = self.settings.rule(stage)
         if not self._is_keyless:
             return found
         return found.model_copy(update={"approvals": 0, "requesters": (), "approvers": ()})
 
     def check_known(self, stage: str) -> None:
-        """Raises MissingError for a stage that the settings do not have."""
+        """Raise MissingError for a stage missing in the settings."""
         if stage not in self.order:
             raise MissingError("stage", f"{stage!r}: there are {', '.join(self.order)}")
 
     def may_request(self, stage: str) -> bool:
-        """Return whether the caller may request promotions to the stage."""
+        """Return True if the caller may request promotions to the stage."""
         rule = self.rule(stage)
         return self._is_one_of(rule.requesters) if rule.requesters else self._may(rule.request_scope)
 
     def may_approve(self, stage: str) -> bool:
-        """Return whether the caller may approve promotions to the stage."""
+        """Return True if the caller may approve promotions to the stage."""
         rule = self.rule(stage)
         return self._is_one_of(rule.approvers) if rule.approvers else self._may(rule.approve_scope)
 
     def may_demote(self, stage: str) -> bool:
-        """Return whether the caller may demote from the stage: who approves may, or without approvals who
-        requests; from one that the settings no longer have, admins."""
+        """Return True if the caller may demote from the stage: approvers, or requesters of stages without
+        approvals; admins for stages removed from the settings."""
         if stage not in self.order:
             return self._may("admin")
         return self.may_approve(stage) if self.rule(stage).approvals else self.may_request(stage)
@@ -123,10 +123,10 @@ def marks_of(row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def is_changed(before: Mapping[str, Any], row: Mapping[Any, Any]) -> bool:
-    """Return whether a checkpoint has another content than its marks say.
+    """Return True if the content differs from the marks.
 
-    A save is the same by its id, since metrics that are noted later change the fingerprint. What was not
-    known at one of both times is no sign.
+    The id identifies a save, since later metrics change the fingerprint. Marks unknown at either time are
+    ignored.
     """
     names = [name for name in _MARKS if name != "fingerprint" or before["save_id"] is None]
     return any(None not in (before[name], row[name]) and before[name] != row[name] for name in names)
@@ -182,7 +182,7 @@ def list_requests(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[StageRequest]:
-    """List the requests that may be seen, newest first."""
+    """List visible requests, newest first."""
     query = _QUERY if visible is None else _QUERY.where(roots.c.name.in_(sorted(visible)))
     given = {"run_id": run_id, "checkpoint_id": checkpoint_id, "stage": stage, "state": state}
     for name, value in given.items():
@@ -196,7 +196,7 @@ def list_requests(
 
 
 def holders_of(connection: Connection, run_id: int) -> dict[str, StageHolder]:
-    """Return the checkpoints of a run that are in stages, by stage."""
+    """Return the checkpoints of a run in stages, by stage."""
     query = (
         select(stage_holders, *_SHOWN, checkpoints.c.state, checkpoints.c.verification)
         .join(checkpoints, checkpoints.c.id == stage_holders.c.checkpoint_id)
@@ -240,7 +240,7 @@ def history_of(
 
 @feature.alias_guard
 def why_held(connection: Connection, settings: Settings, run_id: int, name: str) -> str | None:
-    """Say why an alias is not set or removed by hand: it is a stage, in use or reserved."""
+    """Explain why an alias cannot be set or removed by hand: a stage, in use or reserved."""
     options: StagesSettings = feature.options(settings)
     held = select(stage_holders.c.stage).where(
         stage_holders.c.run_id == run_id, stage_holders.c.stage == name
@@ -256,10 +256,10 @@ def why_held(connection: Connection, settings: Settings, run_id: int, name: str)
 def request_promotion(
     connection: Connection, ask: Ask, checkpoint_id: int, stage: str, reason: str | None, match: Precondition
 ) -> Row[Any]:
-    """Request the promotion of a checkpoint; without approvals it is promoted at once.
+    """Request the promotion of a checkpoint; a stage without approvals promotes immediately.
 
-    Raises MissingError; ForbiddenError; ChangedError; StateError where there is a request already, or the
-    checkpoint cannot be promoted.
+    Raises MissingError; ForbiddenError; ChangedError; StateError for a duplicate request, or a checkpoint
+    that cannot be promoted.
     """
     Rules(ask).check_known(stage)
     run_id = connection.execute(
@@ -295,10 +295,11 @@ def request_promotion(
 def approve(
     connection: Connection, ask: Ask, number: int, reason: str | None, match: Precondition
 ) -> Row[Any]:
-    """Approve a request; with the last approval that it needs the checkpoint is promoted.
+    """Approve a request; the last required approval promotes the checkpoint.
 
-    Raises MissingError, ChangedError; ForbiddenError for who may not, or has requested it; StateError where
-    it is closed, approved by the caller already, or the checkpoint has changed or cannot be promoted.
+    Raises MissingError, ChangedError; ForbiddenError for a caller without the right, or the requester;
+    StateError for a closed request, a second approval by the caller, or a checkpoint that has changed or
+    cannot be promoted.
     """
     rules, request = _locked(connection, ask, number, match)
     rule = rules.rule(request.stage)
@@ -332,7 +333,7 @@ def reject(connection: Connection, ask: Ask, number: int, reason: str, match: Pr
 def withdraw(
     connection: Connection, ask: Ask, number: int, reason: str | None, match: Precondition
 ) -> Row[Any]:
-    """Withdraw one's own request; admins may withdraw any. Raises as `approve`."""
+    """Withdraw an own request; admins can withdraw any. Raises as `approve`."""
     _, request = _locked(connection, ask, number, match)
     if ask.caller.owner[:256] != request.owner and not ask.caller.may("admin", request.root):
         raise ForbiddenError(
@@ -344,7 +345,8 @@ def withdraw(
 def demote(
     connection: Connection, ask: Ask, run_id: int, stage: str, checkpoint_id: int, reason: str | None
 ) -> None:
-    """Take a checkpoint out of a stage, and remove the alias. Raises MissingError if it is not in it."""
+    """Take a checkpoint out of a stage, and remove the alias. Raises MissingError if the stage has another
+    checkpoint."""
     get_run(connection, run_id, ask.visible)
     labels.lock_aliases(connection, run_id)
     holder = holders_of(connection, run_id).get(stage)
@@ -362,7 +364,7 @@ def demote(
 
 
 def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]:
-    """Return what the caller may do with an open request: approve, reject, withdraw."""
+    """Return the caller's options for an open request: approve, reject, withdraw."""
     request = REQUESTS.find(connection, number, ask.visible)
     rules, party = Rules(ask, request.root), _party(ask)
     is_open = (
@@ -383,20 +385,20 @@ def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]
 
 
 def _party(ask: Ask) -> dict[str, str | None]:
-    """Return who requests or decides: the account or key, and who made the key."""
+    """Return the requester or approver: the account or key, and the maker of the key."""
     return {"owner": ask.caller.owner[:256], "maker": ask.caller.maker}
 
 
 def _is_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """Return whether one account or key is behind both: a key counts for the one that made it, and keys that
-    one account made are the account's. Keys that another key made are different ones."""
+    """Return True if the same account or key is behind both: a key counts for its maker, and keys made by an
+    account count for the account. Keys made by another key are different."""
     if one["owner"] in (other["owner"], other["maker"]) or one["maker"] == other["owner"]:
         return True
     return one["maker"] == other["maker"] and (one["maker"] or "").startswith("account#")
 
 
 def _standing(connection: Connection, approvals: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the approvals that count: of keys that were not revoked and accounts that were not disabled."""
+    """Return the approvals that count: of active keys and accounts."""
     keys = keys_of(connection, [one["key_id"] for one in approvals if one["key_id"] is not None])
     revoked = {f"key#{key.id}" for key in keys.values() if key.revoked_at is not None}
     numbers = [one["owner"].removeprefix("account#") for one in approvals]
@@ -406,7 +408,7 @@ def _standing(connection: Connection, approvals: Sequence[Mapping[str, Any]]) ->
 
 
 def _locked(connection: Connection, ask: Ask, number: int, match: Precondition) -> tuple[Rules, Row[Any]]:
-    """Return the rules and an open request, locked behind its run, as all changes do it."""
+    """Return the rules and an open request, locked after its run like all changes."""
     labels.lock_aliases(connection, REQUESTS.find(connection, number, ask.visible).run_id)
     request = REQUESTS.lock(connection, ask, number, match)
     rules = Rules(ask, request.root)
@@ -419,7 +421,7 @@ def _locked(connection: Connection, ask: Ask, number: int, match: Precondition) 
 
 
 def _has_expired(rules: Rules, request: Row[Any], now: float) -> bool:
-    """Return whether it is to be closed, also before the next round of `expiry`."""
+    """Return True for an expired request, also before the next run of `expiry`."""
     before = rules.settings.expired_before(now)
     return before is not None and request.created_seconds < before
 
@@ -431,8 +433,8 @@ def _check_promotable(
     stage: str,
     content: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raises StateError if the checkpoint cannot be promoted to the stage, or is not the ``content`` that was
-    requested."""
+    """Raise StateError if the checkpoint cannot be promoted to the stage, or differs from the requested
+    ``content``."""
     number, rule = row["id"], rules.rule(stage)
     if row["state"] != "committed":
         raise StateError(f"checkpoint {number} is {row['state']}", state=row["state"])
@@ -460,8 +462,8 @@ def _check_promotable(
 def _close_outdated(
     connection: Connection, ask: Ask, rules: Rules, row: Mapping[Any, Any], stage: str
 ) -> None:
-    """Close an open request for what the checkpoint was, or that is too old. Raises StateError if there is
-    another one."""
+    """Close an open request for an earlier content, or an expired request. Raises StateError for another open
+    request."""
     query = _QUERY.where(
         stage_requests.c.checkpoint_id == row["id"],
         stage_requests.c.stage == stage,
@@ -487,7 +489,8 @@ def _close(
 def _promote(
     connection: Connection, ask: Ask, rules: Rules, request: Row[Any], action: str, approvals: list[Any]
 ) -> Row[Any]:
-    """Set the alias, and write who was in the stage and who is. The checkpoint is locked and was checked."""
+    """Set the alias, and record the previous and new checkpoint of the stage. The checkpoint is locked and
+    checked."""
     run_id, number, stage = request.run_id, request.checkpoint_id, request.stage
     holders = holders_of(connection, run_id)
     for name, holder in holders.items():

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint, and statistics of their values, which a job (kind ``stats``) computes in one pass.
+"""Tensors of a checkpoint, and statistics of their values from a job (kind ``stats``) in one pass.
 
-Marks of tensors that are dead or exploding follow from the statistics, by rules that pages state.
+Marks of dead and exploding tensors follow from the statistics, by rules documented on the pages.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 _HISTOGRAMS: Final = 512
-"""Tensors whose histograms are kept; those of more would be larger than some checkpoints."""
+"""Tensors with stored histograms; more would be larger than some checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of the values of all tensors together, and of those of this page."""
+    """Statistics of all tensors together, and of the tensors of this page."""
 
     is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
     created_at: datetime
@@ -46,13 +46,13 @@ class Statistics:
     tensor_count: int
     tensors: tuple[Any, ...] = ()
     next_cursor: str | None = None
-    document_id: Annotated[int, Hidden()] = 0  # of those of each tensor
+    document_id: Annotated[int, Hidden()] = 0  # for individual tensors
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTensor:
-    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else read
-    for this answer."""
+    """Statistics of a tensor. ``is_kept``: computed by a job at ``computed_at``; False: read for this
+    answer."""
 
     fqn: str
     dtype: str
@@ -67,10 +67,10 @@ GridValue = Literal["mean", "min", "max", "abs_max", "nonfinite"]
 
 @dataclass(frozen=True, slots=True)
 class TensorGrid:
-    """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row.
+    """Matrix, or a two-dimensional slice, as ``rows`` times ``columns`` cells in row order.
 
-    Cell (i, j) is of the rows from ``i * shape[0] // rows`` on and the columns from ``j * shape[1] //
-    columns`` on. What is not finite counts in ``nonfinite`` alone; a cell without finite values has None.
+    Cell (i, j) covers rows from ``i * shape[0] // rows`` and columns from ``j * shape[1] // columns``.
+    ``nonfinite`` counts NaN and infinity, which other values ignore; a cell without finite values has None.
     """
 
     fqn: str
@@ -88,7 +88,7 @@ class TensorGrid:
 
 
 class StatsParams(Parameters):
-    """The checkpoint, which tensors of it, and the bins of each histogram at most."""
+    """Checkpoint, selected tensors, and the maximum number of bins of each histogram."""
 
     checkpoint_id: CheckpointId
     only: Globs | None = None
@@ -97,7 +97,7 @@ class StatsParams(Parameters):
 
 
 class StatsKind(SimpleKind[StatsParams]):
-    """Statistics of one checkpoint; those of all its tensors are kept with it."""
+    """Statistics of a checkpoint; statistics of all tensors are stored with the checkpoint."""
 
     name: ClassVar[str] = "stats"
     about: ClassVar[str] = "Compute statistics and histograms of the tensors of a checkpoint."
@@ -148,14 +148,14 @@ class StatsKind(SimpleKind[StatsParams]):
 
 
 def finite(value: float | int | None) -> float | int | None:
-    """Return the number as JSON can hold it: None where it is not finite."""
+    """Return the number for JSON; None for NaN and infinity."""
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else float(value)
     return value if value is not None and math.isfinite(value) else None
 
 
 def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
-    """Return the statistics of one tensor as JSON; ``histogram``: include both of them."""
+    """Return the statistics of a tensor as JSON; ``histogram``: include both histograms."""
     if found is None:
         return None
     names = ("count", "nans", "infs", "zeros", "min", "max", "mean", "std", "norm")
@@ -171,7 +171,7 @@ def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict
 
 
 def _document(found: CheckpointStatistics) -> dict[str, Any]:
-    """Return the ``tensors`` in their order, and the ``total``; numbers that are not finite are null."""
+    """Return the ``tensors`` in order, and the ``total``; NaN and infinity become null."""
     histograms = len(found.tensors) <= _HISTOGRAMS
     return {
         "tensors": [
@@ -191,8 +191,8 @@ def _document(found: CheckpointStatistics) -> dict[str, Any]:
 def stored_statistics(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
 ) -> Statistics | None:
-    """Return the stored statistics without those of each tensor, None without any; `MissingError` for a
-    checkpoint that may not be seen."""
+    """Return the stored statistics without individual tensors; None without statistics. Raises MissingError
+    for an invisible checkpoint."""
     detail = get_checkpoint(connection, checkpoint_id, visible)
     row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
     if row is None:
@@ -214,7 +214,7 @@ def tensors_of(connection: Connection, found: Statistics, begin: int, end: int) 
 
 
 LARGE: Final = 10_000.0
-"""A magnitude that weights and their moments do not have where training goes well."""
+"""Magnitude above the weights and moments of healthy training."""
 
 Values = Mapping[str, Any]
 """Statistics of a tensor as the API has them."""
@@ -229,9 +229,9 @@ class Mark:
 
 
 def mark_of(dtype: str, values: Values | None, second_moment: Values | None = None) -> Mark | None:
-    """Return the mark of a tensor of floats with more than one element: exploding with NaN or infinite
-    elements, or one above `LARGE`; dead if all of it is 0, or its ``second_moment``, which is then what no
-    gradient has reached."""
+    """Return the mark of a floating-point tensor with several elements. "exploding": NaN, infinite, or above
+    `LARGE`. "dead": all zeros, or all zeros in its ``second_moment``, so no gradient has reached the
+    tensor."""
     if values is None or "float" not in dtype or values["count"] < 2:
         return None
     wrong = [
@@ -250,7 +250,7 @@ def mark_of(dtype: str, values: Values | None, second_moment: Values | None = No
 
 
 def largest_of(values: Values) -> float | None:
-    """Return the largest magnitude of the finite elements; infinite where JSON could not hold it."""
+    """Return the largest finite magnitude; infinite if JSON cannot represent the value."""
     if not values["count"] or values["nans"] + values["infs"] == values["count"]:
         return None
     ends = [values["min"], values["max"]]
@@ -258,7 +258,7 @@ def largest_of(values: Values) -> float | None:
 
 
 def norm_of(values: Values) -> float | None:
-    """Return the norm of all elements: NaN or infinite where one of them is."""
+    """Return the norm of all elements: NaN or infinite with such an element."""
     return math.nan if values["nans"] else math.inf if values["infs"] else values["norm"]
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _ROOM: Final = 18.0
-"""Per cent of the width from one tick to the next, so that their names have room on a phone."""
+"""Per cent of the width between ticks, enough for labels on a phone."""
 _LEAST: Final = 0.8
-"""Per cent of the height that a bar of one element has, so that a single outlier is seen."""
+"""Minimum height of a bar in per cent, so that a single outlier is visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramBar:
-    """Values from ``low`` to ``high``, infinite where float64 has no such number. ``x`` is in per cent;
-    of each tensor the ``counts``, their ``shares`` of its finite values, and ``heights`` in per cent."""
+    """Values from ``low`` to ``high``; infinite beyond float64. ``x`` is in per cent. By tensor: ``counts``,
+    ``shares`` of finite values, and ``heights`` in per cent."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class HistogramBar:
 
 @dataclass(frozen=True, slots=True)
 class HistogramPicture:
-    """Bars of one width from left to right. ``ticks`` are some of the edges: places in per cent, values."""
+    """Bars of equal width from left to right. ``ticks``: some edges as positions in per cent, and values."""
 
     names: tuple[str, ...]
     bars: tuple[HistogramBar, ...]
@@ -39,11 +39,10 @@ class HistogramPicture:
 
 
 def histogram_picture(tensors: Mapping[str, Mapping[str, Any] | None]) -> HistogramPicture | None:
-    """Return the picture of the ``histogram`` of the statistics of each tensor, as the API has it, by what it
-    is called.
+    """Return the picture of the ``histogram`` in the statistics of each tensor by label.
 
-    Edges are powers of two, so that bins of different histograms are added up where they have to be, and
-    never divided. None if no tensor has a histogram; one that has none is left out.
+    Edges are powers of two, so bins of different histograms are merged, never divided. Skips tensors without
+    a histogram; None if no tensor has a histogram.
     """
     known = {name: found for name, found in tensors.items() if found and found["counts"]}
     if not known:
@@ -55,8 +54,8 @@ def histogram_picture(tensors: Mapping[str, Mapping[str, Any] | None]) -> Histog
 
 
 def linear_picture(name: str, statistics: Mapping[str, Any] | None) -> HistogramPicture | None:
-    """Return the picture of the ``linear`` histogram of a tensor's statistics; None where they have none, as
-    those that were kept before there were any."""
+    """Return the picture of the ``linear`` histogram of a tensor; None for older statistics without this
+    histogram."""
     found = None if statistics is None else statistics.get("linear")
     if not found or not found["counts"]:
         return None
@@ -90,15 +89,14 @@ def _bars(edges: Sequence[float], columns: Sequence[Sequence[int]]) -> tuple[tup
 
 
 def _numbers(edges: Sequence[float | None]) -> list[float]:
-    """JSON has no infinity: what is null at an end is one."""
+    """Return numbers; JSON has no infinity, so null at an end means infinity."""
     last = len(edges) - 1
     infinite = {0: -math.inf, last: math.inf}
     return [infinite.get(place, math.nan) if edge is None else edge for place, edge in enumerate(edges)]
 
 
 def _common_edges(of_each: Sequence[Sequence[float]]) -> list[float]:
-    """Return the edges that cut no bin of any, from the least to the greatest. Zero is within a bin, not
-    between two."""
+    """Return edges that cut no bin, from lowest to highest. Zero is inside a bin, not between two."""
     candidates = sorted({edge for edges in of_each for edge in edges})
     found = [edge for edge in candidates if all(_is_free(edge, edges) for edges in of_each)]
     inner = [edge for edge in found[1:-1] if edge != 0]
@@ -120,7 +118,7 @@ def _gathered(edges: Sequence[float], own: Sequence[float], counts: Sequence[int
 
 
 def _ticks(edges: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Both ends, where zero is, and the middle between; those alone that have room for their names."""
+    """Return both ends, zero, and the middle, as far as labels fit."""
     last = len(edges) - 1
     zero = bisect_right(edges, 0.0) - 1
     wanted: list[tuple[float, float]] = [(0, edges[0]), (last, edges[last])]
@@ -134,7 +132,7 @@ def _ticks(edges: Sequence[float]) -> tuple[tuple[float, float], ...]:
 
 
 def _with_room(wanted: Iterable[tuple[float, float]], last: int) -> tuple[tuple[float, float], ...]:
-    """Return places in per cent with their values, those first that come first."""
+    """Return positions in per cent with their values; earlier positions have priority."""
     ticks: list[tuple[float, float]] = []
     for place, value in wanted:
         at = round(100 * place / last, 2)

@@ -32,8 +32,8 @@ _ROWS: Final = 200
 
 @dataclass(slots=True)
 class Layer:
-    """A layer. ``tensors`` counts weights, ``states`` those of optimizers. ``elements``, ``zeros`` and the
-    ``largest`` magnitude are of the weights; ``marked`` are dead and exploding tensors, by name."""
+    """Layer. ``tensors`` counts weights, ``states`` optimizer states. ``elements``, ``zeros``, and the
+    ``largest`` magnitude cover weights; ``marked``: dead and exploding tensors by name."""
 
     name: str
     tensors: int = 0
@@ -49,12 +49,12 @@ class Layer:
 
     @property
     def norm(self) -> float:
-        """The norm of all weights as one vector; NaN or infinite where an element is."""
+        """Norm of all weights as one vector; NaN or infinite with such an element."""
         return math.sqrt(self._squares)
 
     @property
     def gradient_rms(self) -> float | None:
-        """The root of the mean second moment; NaN or infinite where an element of that is."""
+        """Root of the mean second moment; NaN or infinite with such an element."""
         return math.sqrt(self._second / self._second_elements) if self._second_elements else None
 
     @property
@@ -65,7 +65,7 @@ class Layer:
     def add(
         self, fqn: str, dtype: str, values: Mapping[str, Any], *, is_state: bool, moment: Any = None
     ) -> None:
-        """Add a tensor with its statistics; ``moment`` are those of the second moment of a weight."""
+        """Add a tensor with its statistics; ``moment``: statistics of the second moment of a weight."""
         mark = mark_of(dtype, values, moment)
         if mark is not None:
             self.marked[fqn] = mark
@@ -82,7 +82,7 @@ class Layer:
             self.largest = largest if self.largest is None else max(self.largest, largest)
 
     def add_second_moment(self, values: Mapping[str, Any]) -> None:
-        """Add the second moment of one of its weights."""
+        """Add the second moment of a weight of the layer."""
         if values["nans"] + values["infs"]:
             self._second += math.nan if values["nans"] else math.inf
         elif values["mean"] is None or values["mean"] < 0:
@@ -93,7 +93,7 @@ class Layer:
 
 
 def _falling(value: float | None) -> float:
-    """Return a key that puts NaN before all numbers, and what is not known after them."""
+    """Return a key that sorts NaN before all numbers, and unknown values after."""
     return 1.0 if value is None else -math.inf if math.isnan(value) else -value
 
 
@@ -114,7 +114,7 @@ def layers_page(
     sort: Literal["name", "norm", "largest", "zeros", "gradient"] = "name",
     cursor: Annotated[int, Query(ge=0, le=10**7)] = 0,
 ) -> dict[str, Any]:
-    """Return the statistics of the tensors of each layer; with ``mark`` of those layers that have it."""
+    """Show the statistics of each layer's tensors; ``mark`` selects layers with this mark."""
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     layers = _layers(checkpoint_id, ask)
     shown = [
@@ -140,7 +140,7 @@ def layers_page(
 
 def _layers(checkpoint_id: int, ask: Ask) -> list[Layer] | None:
     """Return the layers; None where no job has computed statistics of the present content."""
-    from dcp.server.features.tensors.optimizers import OptimizerStates  # only here, as all that reads tensors
+    from dcp.server.features.tensors.optimizers import OptimizerStates  # imports numpy
 
     with ask.reading() as connection:
         kept = stored_statistics(connection, checkpoint_id, ask.visible)
@@ -161,9 +161,9 @@ def _layers_of(
     weights: Mapping[str, str],
     is_state: Callable[[str], bool],
 ) -> list[Layer]:
-    """Return the layers, from the statistics of tensors as a job keeps them.
+    """Return the layers from stored statistics of tensors.
 
-    A state is in the layer of its weight, which ``weights`` has; other states are in layers of their own.
+    A state belongs to the layer of its weight in ``weights``; other states have their own layers.
     """
     known = {one["fqn"]: one for one in tensors if one["statistics"] is not None}
     moments = {

@@ -1,9 +1,9 @@
-"""Optimizer states: the tensors that an optimizer keeps of each weight, by the names of its state dict.
+"""Optimizer states: tensors of an optimizer by weight, from the names of its state dict.
 
-An optimizer is known by its ``param_groups``. Its states of a parameter are below ``state`` beside them: by
-the parameter's name, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it, or by its
-number, as `Optimizer.state_dict` has it. A number stands for a name where the groups have ``param_names``;
-else for a tensor only where order and shapes leave no other.
+``param_groups`` identify an optimizer. The states of a parameter are below ``state``: by the parameter's
+name, as in `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, or by number, as in
+`Optimizer.state_dict`. A number maps to a name if the groups have ``param_names``, and to a tensor only if
+order and shapes allow a single choice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dcp.storage.formats.torch.python_values import decode_value
 _GROUPS: Final = "param_groups"
 _STATE: Final = "state."
 _MOST: Final = 64
-"""Optimizers that are looked at, so that hostile names cost no more."""
+"""Maximum number of optimizers, to bound the cost of hostile names."""
 _MOST_NAMES: Final = 1_000_000
 _ROWS: Final = 16
 _READ_ROWS: Final = 6
-"""A weight and the states of Adam and the like; others are only looked up, so that names which fit thousands
-of tensors cost no more."""
+"""Read rows: a weight and the states of Adam-like optimizers; others are only looked up, to bound the cost of
+names that match thousands of tensors."""
 
 ValuesOf = Callable[[str, bool], Mapping[str, Any] | None]
 """The statistics of a tensor, which may be read for them or not; None if they are not known."""
@@ -36,13 +36,13 @@ ValuesOf = Callable[[str, bool], Mapping[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """The states of one ``parameter`` in the optimizer whose entries begin with ``optimizer``.
+    """States of a ``parameter`` in the optimizer with entries below ``optimizer``.
 
-    ``states`` are names of entries, by the names of the states (``exp_avg``). ``weights`` are the tensors
-    that the parameter can be: ``by`` "name" all that have its name, or end with it; by "order" the one at its
-    place, where the optimizer has one group, as many parameters as the model has tensors, and all shapes
-    agree; by "nothing" none, and ``parameter`` is a number. ``betas`` are those of Adam and the like; None if
-    they are not known, or not the same for all parameters.
+    ``states``: entry names by state (``exp_avg``). ``weights``: candidate tensors of the parameter. ``by``
+    "name": tensors with the parameter's name, or a name with this ending. ``by`` "order": the tensor at its
+    position, if the optimizer has one group, as many parameters as the model has tensors, and equal shapes.
+    ``by`` "nothing": none, and ``parameter`` is a number. ``betas``: those of Adam-like optimizers; None if
+    unknown or different between parameters.
     """
 
     optimizer: str
@@ -54,11 +54,10 @@ class KeptState:
 
 
 class OptimizerStates:
-    """The states of all optimizers in a checkpoint, by its names; none where these are more than a
-    million."""
+    """States of all optimizers in a checkpoint, by name; empty above a million states."""
 
     def __init__(self, index: CheckpointIndex) -> None:
-        """``index`` is whole: it has the values of the groups that are plain data."""
+        """Read the states; ``index`` must be whole, with the plain values of the groups."""
         self._index = index
         is_small = len(index.fqns) + len(index.objects) <= _MOST_NAMES
         names = [*index.fqns, *index.objects.fqns] if is_small else []
@@ -71,11 +70,11 @@ class OptimizerStates:
         self._weights = self._weights_by_name()
 
     def is_state(self, fqn: str) -> bool:
-        """Check whether this is an entry of an optimizer, and no weight."""
+        """Return True for an entry of an optimizer."""
         return self._optimizer_of(fqn) is not None
 
     def beside(self, fqn: str) -> list[KeptState]:
-        """Return the states of this weight; of a state all those of the same parameter."""
+        """Return the states of this weight; for a state, all states of the parameter."""
         return [kept for kept in self if fqn in kept.weights or fqn in kept.states.values()]
 
     def __iter__(self) -> Iterator[KeptState]:
@@ -154,8 +153,7 @@ def _prefixes(names: Iterable[str]) -> set[str]:
 
 
 def _groups(index: CheckpointIndex, prefix: str) -> list[dict[str, Any]]:
-    """Return the parameter groups: a list in one value, or flattened, with a value for each member of
-    each."""
+    """Return the parameter groups, stored as a list in one value, or flattened with a value per member."""
     begin = f"{prefix}{_GROUPS}"
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for place, name in enumerate(index.objects.fqns):
@@ -172,7 +170,7 @@ def _groups(index: CheckpointIndex, prefix: str) -> list[dict[str, Any]]:
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the names by number, of groups that have both."""
+    """Return names by number for groups with both."""
     found: dict[str, str] = {}
     for group in groups:
         numbers, names = group.get("params"), group.get("param_names")
@@ -205,7 +203,7 @@ def _plain(index: CheckpointIndex, place: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PanelRow:
-    """A weight or a state. ``values``: its statistics; None if they are not known."""
+    """Weight or state. ``values``: statistics, or None if unknown."""
 
     state: str | None
     fqn: str
@@ -217,8 +215,8 @@ class PanelRow:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A parameter with its states. ``gradient_rms`` is of the second moment, ``alike`` the share of the first
-    moment in it; None where they are not known. ``is_corrected``: without the bias of both."""
+    """Parameter with its states. ``gradient_rms``: from the second moment; ``alike``: share of the first
+    moment; None if unknown. ``is_corrected``: bias of both was removed."""
 
     kept: KeptState
     rows: tuple[PanelRow, ...]
@@ -229,7 +227,7 @@ class Panel:
 
 
 def panel_of(kept: KeptState, index: CheckpointIndex, values_of: ValuesOf) -> Panel:
-    """Return the panel of one parameter."""
+    """Return the panel of a parameter."""
     names: Iterable[tuple[str | None, str]] = [*((None, fqn) for fqn in kept.weights), *kept.states.items()]
     rows: list[PanelRow] = []
     for state, fqn in islice(names, _ROWS):
@@ -245,11 +243,11 @@ def panel_of(kept: KeptState, index: CheckpointIndex, values_of: ValuesOf) -> Pa
 def _with_moments(
     kept: KeptState, rows: tuple[PanelRow, ...], states: Mapping[str, Any], weight: Mapping[str, Any] | None
 ) -> Panel:
-    """Return the panel with the root mean squares of gradient and weight, and the share of the gradient that
-    keeps its direction.
+    """Return the panel with the root mean squares of gradient and weight, and the share of the gradient with
+    a stable direction.
 
-    The bias of the moments is corrected as Adam does it (Kingma and Ba, 2015, algorithm 1), where its step is
-    known; without that the moments cannot be compared.
+    Corrects the bias of the moments as Adam (Kingma and Ba, 2015, algorithm 1) if the step is known;
+    otherwise the moments cannot be compared.
     """
     first, second, step = (states.get(name) for name in ("exp_avg", "exp_avg_sq", "step"))
     weight_rms = None if weight is None else rms_of(weight)

@@ -1,5 +1,4 @@
-"""Pages of a tensor: its values, chunks, states of optimizers, its values in other steps, and heat maps of
-slices."""
+"""Pages of a tensor: values, chunks, optimizer states, values in other steps, and heat maps of slices."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from dcp.server.features.tensors.routes import kept_statistics, parse_slices
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 
 _SMALL_BYTES: Final = 1 << 20
-"""Read while a page is made; a page loads what takes longer by a request of its own."""
+"""Bytes read for a page; larger content is loaded by a second request."""
 _LARGE_BYTES: Final = 64 << 20
 _MAX_GLOB: Final = 256
 _CHUNKS: Final = 200
@@ -47,13 +46,13 @@ _MAX_BOXES: Final = 1024
 """More boxes cannot be distinguished, and make the page too large."""
 _PANELS: Final = 4
 _SMALL_COUNT: Final = 2_000
-"""Tensors of checkpoints whose indexes open quickly enough to read one for each step."""
+"""Maximum number of tensors for reading an index per step."""
 _STEPS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor that is ready to be read. ``fqn`` is its name in the catalog, ``of`` has its chunks."""
+    """Readable tensor. ``fqn``: its name in the catalog; ``of``: its chunks."""
 
     found: CheckpointDetail
     readable: Readable
@@ -68,19 +67,19 @@ class NamedTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of all its chunks."""
+        """Bytes of all chunks."""
         index = self.readable.opened.index
         chunks = index.chunks(self.row)
         return int(index.payload_lengths[chunks.start : chunks.stop].sum())
 
     @property
     def is_plain(self) -> bool:
-        """Check whether lists can be filtered by its name, because it is no glob."""
+        """True if the name contains no glob characters, and can be a filter."""
         return len(self.fqn) <= _MAX_GLOB and not any(sign in self.fqn for sign in "*?[")
 
     @property
     def twin(self) -> str:
-        """The path of its statistics; of a tensor that is too large to be read that of its chunks."""
+        """Path of the JSON: statistics, or chunks for a tensor too large to read."""
         if self.stored_bytes <= _LARGE_BYTES or not self.is_plain:
             path, query = "tensors/statistics", {"fqn": self.fqn}
         else:
@@ -88,14 +87,14 @@ class NamedTensor:
         return f"/api/v1/checkpoints/{self.found.id}/{path}?{urlencode(query)}"
 
     def url(self, path: str = "", **query: str) -> str:
-        """Return the path of the page of the tensor, or of one below it."""
+        """Return the path of the tensor's page, or of a page below."""
         return f"/checkpoints/{self.found.id}/tensors{path}?{urlencode({'fqn': self.fqn, **query})}"
 
 
 def _named(
     checkpoint_id: IdPath, fqn: Annotated[str, Query(min_length=1, max_length=4096)], ask: AskDep
 ) -> NamedTensor:
-    from dcp.server.features.shards.chunks import sharded_tensors  # only here, as all that reads tensors
+    from dcp.server.features.shards.chunks import sharded_tensors  # imports numpy
 
     readable = ask.data.open(checkpoint_id)
     row = readable.opened.row(fqn)
@@ -109,8 +108,8 @@ NamedDep = Annotated[NamedTensor, Depends(_named)]
 def statistics_of(
     ask: Ask, readable: Readable, fqn: str, most_bytes: int, *, with_histogram: bool = False
 ) -> MeasuredTensor | None:
-    """Return the statistics that a job has computed; without any, or without the histogram that is wanted,
-    those of the tensor as it is now, if it has at most ``most_bytes``. None for a larger one."""
+    """Return statistics from a job; without a job or histogram, read a tensor of at most ``most_bytes``. None
+    for a larger tensor."""
     from dcp.server.features.tensors.values import tensor_statistics
 
     kept = kept_statistics(ask, readable.row.id, fqn)
@@ -126,7 +125,7 @@ def statistics_of(
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors", "tensor.html")
 def tensor_page(named: NamedDep, ask: Ask, read: bool = False) -> dict[str, Any]:
-    """Return the tensor; with ``read`` also its values where they take longer to read."""
+    """Show the tensor; ``read`` also reads slow values."""
     found = named.found
     before, after = (
         ask.find(neighbour, found, ask.visible, is_next=is_next, tensor=named.fqn) if named.is_plain else None
@@ -151,7 +150,7 @@ def tensor_page(named: NamedDep, ask: Ask, read: bool = False) -> dict[str, Any]
 
 
 def _snippets(named: NamedTensor, ask: Ask) -> list[Snippet]:
-    """Code that loads the tensor; no other is read."""
+    """Return code that loads only this tensor."""
     place, fqn = ask.place_of(named.found), named.of.fqn
     return [
         Snippet("As a tensor", f"import dcp\n\nstate = dcp.read({place!r}, only={escape(fqn)!r})"),
@@ -214,16 +213,16 @@ class DrawnBox:
 
 @dataclass(frozen=True, slots=True)
 class BoxPicture:
-    """Boxes over two ``dimensions``: down (None: there is only one) and across."""
+    """Boxes over two ``dimensions``: down (None for one dimension) and across."""
 
     boxes: tuple[DrawnBox, ...]
     dimensions: tuple[int | None, int]
 
 
 def _boxes_of(tensor: ShardedTensor) -> BoxPicture | None:
-    """Return the chunks of a tensor as boxes over the two dimensions that they cut.
+    """Return the chunks as boxes over the two sharded dimensions.
 
-    None where more are cut, where there are too many chunks, and for a tensor without elements.
+    None for more sharded dimensions, too many chunks, or a tensor without elements.
     """
     shape = tensor.shape
     if not shape or 0 in shape or tensor.chunk_count > _MAX_BOXES:
@@ -259,7 +258,7 @@ def _extent(chunk: Chunk, shape: Sequence[int], dimension: int | None) -> tuple[
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors/steps", "steps.html")
 def steps_page(named: NamedDep, ask: Ask) -> dict[str, Any]:
-    """Return the tensor in neighbouring checkpoints, with what is known of its values there."""
+    """Show the tensor in adjacent checkpoints, with known values."""
     rows: list[tuple[Checkpoint, Any, float | None, Any]] = []
     for one in _around(named, ask):
         found = _values_at(one, named, ask)
@@ -282,18 +281,17 @@ def steps_page(named: NamedDep, ask: Ask) -> dict[str, Any]:
 
 
 def _values_at(one: Checkpoint, named: NamedTensor, ask: Ask) -> MeasuredTensor | None:
-    """Return the statistics that a job has computed; of a small tensor in a small checkpoint those as it is
-    now."""
+    """Return statistics from a job; for a small tensor in a small checkpoint, read the tensor."""
     if named.stored_bytes > _SMALL_BYTES or (named.found.tensor_count or 0) > _SMALL_COUNT:
         return kept_statistics(ask, one.id, named.of.fqn)
     try:
         return statistics_of(ask, ask.data.open(one.id), named.of.fqn, _SMALL_BYTES)
-    except ProblemError:  # the page of that checkpoint shows it
+    except ProblemError:  # that checkpoint's page shows the error
         return None
 
 
 def _around(named: NamedTensor, ask: Ask) -> list[Checkpoint]:
-    """Checkpoints by step, this one among them."""
+    """Return adjacent checkpoints by step, including this checkpoint."""
     step = named.found.step
     if step is None or not named.is_plain:
         return [named.found]
@@ -326,7 +324,7 @@ class HeatCell:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The elements that a row or column of cells covers: from ``begin`` to before ``end``."""
+    """Elements of a row or column of cells: from ``begin`` to before ``end``."""
 
     begin: int
     end: int
@@ -349,8 +347,7 @@ class Heat:
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors/slice", "slice.html")
 def slice_page(named: NamedDep, ask: Ask, value: GridValue = "mean") -> dict[str, Any]:
-    """Return a matrix of the tensor as coloured cells; ``d0``, ``d1`` and so on are the parts of the
-    slice."""
+    """Show a matrix of the tensor as coloured cells; ``d0``, ``d1``, ... select the slice."""
     shape = named.of.shape
     usual = _default_parts(shape)
     parts = [ask.request.query_params.get(f"d{at}", part) for at, part in enumerate(usual)]
@@ -380,7 +377,7 @@ def slice_page(named: NamedDep, ask: Ask, value: GridValue = "mean") -> dict[str
 
 
 def _grid(named: NamedTensor, parts: list[str]) -> TensorGrid:
-    from dcp.server.features.tensors.values import tensor_grid  # only here, as all that reads tensors
+    from dcp.server.features.tensors.values import tensor_grid  # imports numpy
 
     slices = parse_slices(",".join(parts))
     with named.readable.problems():
@@ -388,7 +385,7 @@ def _grid(named: NamedTensor, parts: list[str]) -> TensorGrid:
 
 
 def _heat_of(grid: TensorGrid, value: GridValue) -> Heat:
-    """Return the heat map of one of the values of a grid."""
+    """Return the heat map of a value of the grid."""
     values = getattr(grid, value)
     known = [one for one in values if one is not None]
     scale = max(map(abs, known), default=0.0)
@@ -409,7 +406,7 @@ def _level(value: float | None, scale: float) -> int | None:
 
 
 def _default_parts(shape: Sequence[int]) -> list[str]:
-    """Return the two longest dimensions whole, the first index of each other one."""
+    """Return the two longest dimensions whole, and the first index of all others."""
     longest = sorted(range(len(shape)), key=lambda at: (-shape[at], at))[:2]
     return [":" if at in longest else "0" for at in range(len(shape))]
 
@@ -417,8 +414,8 @@ def _default_parts(shape: Sequence[int]) -> list[str]:
 def _spans_of(
     parts: Sequence[str], shape: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[int, list[Span]]]:
-    """Return the dimensions that ``parts`` leave, with the elements that each of the ``counts`` cells along
-    them covers; nothing where a part has a step."""
+    """Return the dimensions left by ``parts``, with the elements of each of ``counts`` cells; empty for parts
+    with a step."""
     left = [at for at, part in enumerate(parts) if ":" in part]
     counts = counts[-len(left) :] if left else ()
     found = []

@@ -1,5 +1,4 @@
-"""Tensors in the API: names as pages and as a tree; one tensor, or a slice of it, with its values and
-statistics."""
+"""Tensors in the API: names as pages and as a tree; values and statistics of a tensor or slice."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TreePage:
-    """One level of the tree of names, in their order."""
+    """Level of the tree of names in order."""
 
     prefix: str
     items: tuple[TreeNode, ...]
@@ -85,7 +84,7 @@ Fqn = Annotated[str, Depends(_fqn)]
 
 
 def parse_slices(text: str | None) -> Slices | None:
-    """Parse ``0:2,:,3`` as numpy reads it; None for none. Raises UnprocessableError for anything else."""
+    """Parse ``0:2,:,3`` like numpy; None without a text. Raises UnprocessableError for other texts."""
     if text is None or not text.strip():
         return None
     parts: list[slice | int | EllipsisType] = []
@@ -135,7 +134,7 @@ def tensor_tree(
         bool, Query(description="A name with a single one below it is one with that: model.decoder.")
     ] = False,
 ) -> TreePage:
-    """One level of the tree that the dots in the names make."""
+    """Return a level of the tree of dotted names."""
     row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     if row.structure_id is None:
         return TreePage(prefix, (), None)
@@ -161,8 +160,8 @@ def tensor_data(
         Query(alias="format", description=".npy has float32 for what numpy has not."),
     ] = "npy",
 ) -> Response:
-    """One tensor, or a slice of it, as .npy or .safetensors. Only what this needs is read, and compared."""
-    from dcp.server.features.tensors.values import plan_tensor  # only here, as all that reads tensors
+    """Download a tensor or slice as .npy or .safetensors. Reads and verifies the required bytes only."""
+    from dcp.server.features.tensors.values import plan_tensor  # imports numpy
 
     slices = parse_slices(taken)
     found = ask.data.open(checkpoint_id)
@@ -188,9 +187,9 @@ def get_tensor_grid(
     columns: _Side = 128,
     value: Annotated[list[GridValue] | None, Query(max_length=5, description="All, if not given.")] = None,
 ) -> TensorGrid:
-    """Return a tensor, or a slice of it, in cells with the mean, minimum and maximum of what each covers.
+    """Return a tensor or slice in cells with the mean, minimum, and maximum.
 
-    Only what this needs is read; of more than some ten million elements a part of each cell.
+    Reads the required bytes only; above about ten million elements, reads a part of each cell.
     """
     from dcp.server.features.tensors.values import tensor_grid
 
@@ -206,7 +205,7 @@ def get_tensor_grid(
 
 @feature.get(_TENSORS + "/statistics", tag="data", errors=_READ_ERRORS)
 def get_tensor_statistics(checkpoint_id: IdPath, fqn: Fqn, ask: Ask) -> MeasuredTensor:
-    """Statistics of one tensor: as a job has computed them; else, if it is not large, it is read now."""
+    """Return statistics of a tensor from a job; without a job, read a tensor of moderate size."""
     from dcp.server.features.tensors.values import tensor_statistics
 
     kept = kept_statistics(ask, checkpoint_id, fqn)
@@ -222,7 +221,7 @@ def get_tensor_statistics(checkpoint_id: IdPath, fqn: Fqn, ask: Ask) -> Measured
 
 @feature.get(_STATISTICS, tag="data")
 def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statistics:
-    """Return the statistics that are kept; not found before the first computation. A page is of tensors."""
+    """Return the stored statistics; not found before the first computation. Pages contain tensors."""
     with ask.reading() as connection:
         found = stored_statistics(connection, checkpoint_id, ask.visible)
         if found is None:
@@ -246,7 +245,7 @@ def compute_statistics(checkpoint_id: IdPath, ask: Ask) -> Job:
 
 @feature.form(_STATISTICS, scope="read")
 def statistics_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
-    """Compute the statistics of all its tensors, and return to the page with the form."""
+    """Submit a job for the statistics of all tensors, and return to the form."""
     compute_statistics(checkpoint_id, ask)
     fqn = form.optional("fqn")
     below = f"tensors?{urlencode({'fqn': fqn})}" if fqn else "layers"
@@ -254,8 +253,8 @@ def statistics_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
 
 
 def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> MeasuredTensor | None:
-    """Return the statistics of one tensor that a job has computed; None without any, and where the checkpoint
-    was replaced since. Raises MissingError."""
+    """Return statistics of a tensor from a job. None without a job, or if the checkpoint was replaced later.
+    Raises MissingError."""
     with ask.reading() as connection:
         kept = stored_statistics(connection, checkpoint_id, ask.visible)
         if kept is None or kept.is_stale:

@@ -1,4 +1,4 @@
-"""Values of a tensor: files and grids of it or of a slice, and statistics. Imports what reads tensors."""
+"""Values of a tensor or slice: files, grids, and statistics. Imports numpy."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dcp.storage.formats.safetensors import HeaderTensor, header_order, safetens
 
 _FLOAT32: Final = dtypes.BY_NAME["float32"]
 _BLOCK: Final = 1 << 21
-"""Elements that are read at a time."""
+"""Elements read at a time."""
 _READ: Final = 1 << 26
-"""Elements that are read at most; of more a part of each cell is."""
+"""Maximum number of elements to read; of larger tensors, a part of each cell is read."""
 _MAX_BYTES: Final = 64 << 20
 _BINS: Final = 64
 _DIGITS: Final = 7
@@ -44,12 +44,12 @@ Floats = npt.NDArray[np.float64]
 def plan_tensor(
     opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: str
 ) -> tuple[Body, str, tuple[int, ...]]:
-    """Return the file of the tensor ``fqn``, the dtype that is stored, and the shape.
+    """Return the file of the tensor ``fqn``, its stored dtype, and its shape.
 
-    The elements in a .npy file are of float32 where numpy has no type for the stored ones.
+    A .npy file has float32 elements for dtypes unknown to numpy.
 
-    Raises NotFoundError if there is none, UnprocessableError for types that the format does not have, and
-    PlanError for slices that do not fit.
+    Raises NotFoundError for an unknown tensor, UnprocessableError for dtypes that the format lacks, and
+    PlanError for invalid slices.
     """
     index = opened.index
     row = opened.row(fqn)
@@ -80,7 +80,7 @@ def plan_tensor(
 
 
 def _npy_dtype(dtype: Dtype) -> Dtype:
-    """Return the element type of a .npy file: the same if numpy has it, else one that can hold all values."""
+    """Return the dtype of a .npy file: the stored dtype, or a wider dtype that numpy has."""
     if dtype.name == "float4_e2m1fn_x2":
         raise UnprocessableError(f"numpy has no {dtype.name}; ask for safetensors", field="format")
     sample = decode(np.zeros(1, stored_dtype(dtype)), dtype).dtype
@@ -110,10 +110,10 @@ def _safetensors_head(fqn: str, dtype: Dtype, shape: tuple[int, ...]) -> bytes:
 def tensor_grid(
     opened: OpenCheckpoint, fqn: str, slices: Slices | None = None, *, rows: int = 128, columns: int = 128
 ) -> TensorGrid:
-    """Return the slice of a tensor, of two dimensions at most, as up to ``rows`` times ``columns`` cells.
+    """Return a slice of at most two dimensions as up to ``rows`` times ``columns`` cells.
 
-    A vector is one row. Memory is bounded by some 128 MiB; where more than `_READ` elements would be read, a
-    part of each cell is. Raises NotFoundError, UnprocessableError, PlanError and errors of reading.
+    A vector is one row. Memory is bounded by about 128 MiB; above `_READ` elements, a part of each cell is
+    read. Raises NotFoundError, UnprocessableError, PlanError, and errors of reading.
     """
     row = opened.row(fqn)
     dtype = opened.index.dtype(row)
@@ -147,8 +147,8 @@ def tensor_grid(
 
 
 def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> MeasuredTensor:
-    """Return the statistics of a tensor of up to 64 MiB, all of which is read. Raises NotFoundError,
-    UnprocessableError for a larger one, and errors of reading."""
+    """Read a tensor of up to 64 MiB and return its statistics. Raises NotFoundError, UnprocessableError for a
+    larger tensor, and errors of reading."""
     row = opened.row(fqn)
     dtype, shape = opened.index.dtype(row), opened.index.shape(row)
     if math.prod(shape) * dtype.itemsize > _MAX_BYTES:
@@ -164,7 +164,7 @@ def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> MeasuredTensor:
 
 
 class _Grid:
-    """Sums over the elements of each cell; ``read`` counts all that were read."""
+    """Sums over the elements of each cell; ``read`` counts all read elements."""
 
     def __init__(self, height: int, width: int, rows: int, columns: int) -> None:
         self.height, self.width, self.read = height, width, 0
@@ -193,7 +193,7 @@ class _Grid:
         ]
 
     def add(self, top: int, left: int, array: npt.NDArray[Any]) -> None:
-        """Add the elements of a block, whose first one is at (top, left)."""
+        """Add the elements of a block with its first element at (top, left)."""
         if not array.size:
             return
         self.read += array.size

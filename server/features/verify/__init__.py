@@ -1,5 +1,5 @@
-"""Jobs that read all of a checkpoint: ``verify`` compares every byte with its checksums, ``digest`` computes
-digests of the tensors, by which checkpoints with the same weights are found."""
+"""Jobs that read a whole checkpoint: ``verify`` compares all bytes with checksums, ``digest`` computes
+digests of the tensors, to find checkpoints with the same weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MAX_MESSAGE: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """One verification; ``is_current``: the checkpoint is still what was verified."""
+    """Verification; ``is_current``: the content has not changed since."""
 
     id: int
     outcome: Annotated[str, Shown("good or damaged.")]
@@ -55,7 +55,7 @@ class Verification:
 
 
 class VerifyKind(SimpleKind[CheckpointParams]):
-    """The verification of one checkpoint."""
+    """Verification of a checkpoint."""
 
     name: ClassVar[str] = "verify"
     about: ClassVar[str] = "Read every byte of a checkpoint and compare it with its checksums."
@@ -99,8 +99,8 @@ class VerifyKind(SimpleKind[CheckpointParams]):
         }
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Record the verdict. Where the content is still the verified one, change the checkpoint and emit
-        "checkpoint.verified" or "checkpoint.damaged"."""
+        """Record the verdict. For unchanged content, update the checkpoint and emit "checkpoint.verified" or
+        "checkpoint.damaged"."""
         now, outcome, findings = time.time(), result["outcome"], clean_json(result["findings"])
         row, is_same = _read_checkpoint(connection, result)
         kept = {name: result[name] for name in ("fingerprint", "outcome", "checked_bytes", "seconds")}
@@ -120,7 +120,7 @@ class VerifyKind(SimpleKind[CheckpointParams]):
 
 
 class DigestKind(SimpleKind[CheckpointParams]):
-    """The digests of one checkpoint: those of its manifest, and of the other tensors by reading them."""
+    """Digests of a checkpoint: from the manifest, and by reading the remaining tensors."""
 
     name: ClassVar[str] = "digest"
     about: ClassVar[str] = "Compute digests of the tensors of a checkpoint, to find others with the same."
@@ -149,7 +149,7 @@ class DigestKind(SimpleKind[CheckpointParams]):
         }
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Keep the digest of all tensors, if the checkpoint's content is still the one that was read."""
+        """Store the digest of all tensors for unchanged content."""
         now, digest = time.time(), result["content_digest"]
         row, is_same = _read_checkpoint(connection, result)
         if is_same:
@@ -160,7 +160,7 @@ class DigestKind(SimpleKind[CheckpointParams]):
 
 
 def _read_checkpoint(connection: Connection, result: Json) -> tuple[Mapping[Any, Any], bool]:
-    """Lock the row of the checkpoint that a job has read, and check whether its content is still the same."""
+    """Lock the row of the job's checkpoint, and check for unchanged content."""
     subject = Subject(**result["subject"])
     row = lock_checkpoint(connection, subject.id)
     # The fingerprint is no sign where the catalog has none yet, as of a checkpoint just registered.
@@ -169,7 +169,7 @@ def _read_checkpoint(connection: Connection, result: Json) -> tuple[Mapping[Any,
 
 
 def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:
-    """Return the outcomes of jobs by number; jobs that verified nothing are left out."""
+    """Return the outcomes of jobs by number; jobs without a verification are left out."""
     query = select(verifications.c.job_id, verifications.c.outcome).where(verifications.c.job_id.in_(jobs))
     return {row.job_id: row.outcome for row in connection.execute(query)} if jobs else {}
 
@@ -181,7 +181,7 @@ def newest_verifications(
     *,
     limit: int = 20,
 ) -> list[Verification]:
-    """Return the last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
+    """Return the last verifications, newest first. Raises MissingError for an invisible checkpoint."""
     checkpoint = get_checkpoint(connection, checkpoint_id, visible)
     query = (
         select(verifications)
@@ -194,8 +194,8 @@ def newest_verifications(
 
 def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
     created_at = moment(row.created_seconds)
-    # The verdict that the checkpoint has stands for its content; by fingerprints alone, one that was not
-    # known yet, or that changed without the content, would speak against the verdict beside it.
+    # The checkpoint's verdict stands for its content. By fingerprints alone, a verification of then unknown
+    # content, or of a fingerprint changed without the content, would contradict the verdict.
     is_verdict = checkpoint.verification != "unverified" and checkpoint.verified_at == created_at
     is_same = row.fingerprint is not None and row.fingerprint == checkpoint.fingerprint
     return record_of_row(Verification, row, created_at=created_at, is_current=is_verdict or is_same)

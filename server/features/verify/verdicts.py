@@ -1,4 +1,4 @@
-"""Verifications of a checkpoint, and others with the same weights: listed, and the jobs that find them."""
+"""Verifications of a checkpoint, and checkpoints with the same weights: lists, and their jobs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def verifications_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
     "/checkpoints/{checkpoint_id}/digests", tag="data", scope="write", status=202, errors=(404, 409, 410)
 )
 def compute_digests(checkpoint_id: IdPath, ask: Ask) -> Job:
-    """Compute the digests of its tensors, by a job, so that checkpoints with the same are found."""
+    """Submit a job that computes the digests of the tensors, to find checkpoints with equal tensors."""
     return ask.submit(DigestKind, CheckpointParams(checkpoint_id=checkpoint_id))
 
 
@@ -68,7 +68,7 @@ def digests_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 @feature.panel("checkpoint", "same_weights.html", order=41)
 def same_weights(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
-    """Offer the job where digests are missing; else list where the same tensors are."""
+    """Offer the job if digests are missing; otherwise list checkpoints with the same tensors."""
     if found.state != "committed" or not found.tensor_count:
         return None
     job = ask.last_job(DigestKind, CheckpointParams(checkpoint_id=found.id))
@@ -80,7 +80,7 @@ def same_weights(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
 
 
 def _without_digest(connection: Connection, run_id: int) -> int:
-    """Count the committed checkpoints of the run that have no digest; up to a thousand."""
+    """Count the run's committed checkpoints without a digest, up to a thousand."""
     column = checkpoints.c
     some = (
         select(column.id)

@@ -36,8 +36,8 @@ webhooks: Final = resource_table(
     Column("events", JSON_DOCUMENT, nullable=False),
     Column("roots", JSON_DOCUMENT),  # names; none: all
     Column("is_enabled", Boolean, nullable=False, server_default=true()),
-    Column("maker", String(256)),  # `Principal.answerable` of the admin who made or last changed it
-    Column("disabled_reason", Text),  # where it was the service that disabled it
+    Column("maker", String(256)),  # `Principal.answerable` of the last admin to change the webhook
+    Column("disabled_reason", Text),  # set if the service disabled the webhook
     Column("failing_since_seconds", Float),  # no delivery has succeeded since
 )
 

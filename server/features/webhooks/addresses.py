@@ -1,9 +1,9 @@
-"""The address guard: webhooks go to public addresses, and to those that the operator allows.
+"""Address guard: webhooks reach public addresses, and addresses allowed by the operator.
 
-A person who may set a URL must not make the service connect to addresses that only the service can reach: its
-own ports, neighbours in its network, the metadata service of a cloud. URLs are accepted in their plain form
-only; the host is resolved once for each delivery, every address found is checked, and the connection goes to
-a checked address, so that a name which resolves differently the next moment gains nothing.
+A person who sets a URL must not make the service connect to addresses reachable by the service only: its own
+ports, neighbours in its network, or the metadata service of a cloud. URLs are accepted in their plain form
+only. The host is resolved once per delivery, every address is checked, and the connection uses a checked
+address, so changing DNS answers gain nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _URL: Final = re.compile(
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER: Final = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
-# From IANA's registries of special-purpose addresses, those that are not global; and the address of Azure's
+# From IANA's registries of special-purpose addresses: the non-global ranges; and the address of Azure's
 # own services, which is public in form only.
 _IPV4_REFUSED: Final = tuple(
     IPv4Network(network)
@@ -61,7 +61,7 @@ _IPV6_REFUSED: Final = tuple(
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _ISATAP: Final = (0x00005EFE, 0x02005EFE)
 
-# Ports below 1024 are other protocols'; of those above, what browsers refuse for the same reason.
+# Ports below 1024 belong to other protocols; above, the ports refused by browsers for the same reason.
 _HTTP_PORTS: Final = (80, 443)
 _REFUSED_PORTS: Final = frozenset(
     {1719, 1720, 1723, 2049, 3659, 4045, 4190, 5060, 5061, 6000, 6566, 6679, 6697, 10080, *range(6665, 6670)}
@@ -69,7 +69,7 @@ _REFUSED_PORTS: Final = frozenset(
 
 
 class RefusedUrlError(ValueError):
-    """A URL that is refused; the message says why, for the person who has set it."""
+    """Refused URL; the message explains the reason to the author of the URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class WebhookUrl:
 
     @property
     def address(self) -> Address | None:
-        """The host, where it is an address."""
+        """Host, if it is an address."""
         return _address(self.host)
 
     @property
     def host_header(self) -> str:
-        """As the ``Host`` header has it."""
+        """Value of the ``Host`` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         usual = 443 if self.scheme == "https" else 80
         return host if self.port == usual else f"{host}:{self.port}"
@@ -96,7 +96,7 @@ class WebhookUrl:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Networks, and names of hosts, that may be reached although they are not public, and without TLS."""
+    """Networks and host names that are allowed although not public, also without TLS."""
 
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     hosts: frozenset[str] = frozenset()
@@ -117,7 +117,7 @@ class Allowed:
         return cls(tuple(networks), frozenset(hosts))
 
     def covers(self, host: str, address: Address) -> bool:
-        """Return whether the operator has named the host, or a network of the address."""
+        """Return True if the operator has allowed the host, or a network of the address."""
         plain = _unwrapped(address)
         return host in self.hosts or any(
             plain in network for network in self.networks if network.version == plain.version
@@ -128,7 +128,7 @@ class Allowed:
 
 
 def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
-    """Parse a URL, and refuse what can be refused without its addresses: `RefusedUrlError`."""
+    """Parse a URL, and raise RefusedUrlError for reasons known without its addresses."""
     if len(url) > MAX_URL_LENGTH:
         raise RefusedUrlError(f"the URL has more than {MAX_URL_LENGTH} characters")
     match = _URL.fullmatch(url)
@@ -156,9 +156,9 @@ def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
 
 
 def permitted_addresses(target: WebhookUrl, allowed: Allowed, resolve: Resolve) -> tuple[str, ...]:
-    """Return the addresses to connect to; one that is not permitted refuses all of them.
+    """Return the addresses to connect to; a forbidden address refuses all of them.
 
-    Raises `RefusedUrlError`, or OSError where the name is not resolved.
+    Raises RefusedUrlError, or OSError for an unresolved name.
     """
     literal = target.address
     found = [str(literal)] if literal is not None else list(dict.fromkeys(resolve(target.host, target.port)))
@@ -231,7 +231,7 @@ def _literal(text: str) -> str:
 def _host_name(text: str) -> str:
     host = text.lower().removesuffix(".")
     labels = host.split(".")
-    # A host that ends in a number is an address for who connects: 2130706433, 0x7f.1, 127.1, 0177.0.0.1
+    # Sockets treat a host that ends in a number as an address: 2130706433, 0x7f.1, 127.1, 0177.0.0.1
     if _NUMBER.fullmatch(labels[-1]):
         try:
             return str(IPv4Address(host))

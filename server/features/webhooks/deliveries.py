@@ -1,8 +1,8 @@
-"""Deliveries: made from events in their order, claimed by one sender each, repeated, remembered, forgotten.
+"""Deliveries: created from events in order, claimed by a sender, retried, recorded, and deleted.
 
-A delivery is claimed by raising ``attempt`` and putting ``due_seconds`` off; the outcome is written only if
-``attempt`` is still that of the claim. If a sender is killed in between, the next one repeats the delivery,
-so a receiver may get it twice, always with the same id.
+A claim raises ``attempt`` and delays ``due_seconds``; the outcome is written only for an unchanged
+``attempt``. If a sender is killed in between, the next sender repeats the delivery, so a receiver can get a
+delivery twice, always with the same id.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from dcp.server.records.declaring import OneOf, Shown, moment
 from dcp.server.records.lists import Page
 
 TEST_KIND: Final = "webhook.test"
-"""An event for one webhook only, made by a request."""
+"""Test event for a single webhook, created by a request."""
 
 RETRY_SECONDS: Final = (10.0, 60.0, 300.0, 1800.0, 3600.0, 7200.0, 14_400.0, 28_800.0, 43_200.0)
 """After the first attempt, the second, ...: 27 hours in all."""
 
 MAX_ATTEMPTS: Final = len(RETRY_SECONDS) + 1
 GIVE_UP_SECONDS: Final = 5 * 86_400.0
-"""A webhook without a successful delivery for so long is disabled."""
+"""A webhook without a successful delivery for this time is disabled."""
 
 _FORGET_BATCH: Final = 1000
 _GONE: Final = 410
@@ -58,7 +58,7 @@ DeliveryRow = Row[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
+    """Event for a webhook; ``state``: "waiting", "delivered", or "failed"."""
 
     id: int
     webhook_id: int
@@ -76,7 +76,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryClaim:
-    """A delivery that this sender makes: the webhook with its stored secrets, the current one first, and the
+    """Delivery claimed by this sender: the webhook with its stored secrets, current secret first, and the
     event with its checkpoint."""
 
     id: int
@@ -93,7 +93,7 @@ class DeliveryClaim:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
-    """The result of an attempt; delivered if there is no error."""
+    """Result of an attempt; delivered without an error."""
 
     status_code: int | None
     error: str | None
@@ -147,7 +147,7 @@ def _forget_some(connection: Connection, before: float) -> int:
 
 
 def due_hooks(connection: Connection, now: float) -> Sequence[int]:
-    """List the enabled webhooks that have deliveries due."""
+    """List the enabled webhooks with due deliveries."""
     query = (
         select(deliveries.c.webhook_id)
         .join(webhooks, webhooks.c.id == deliveries.c.webhook_id)
@@ -160,7 +160,7 @@ def due_hooks(connection: Connection, now: float) -> Sequence[int]:
 def claim_next(
     connection: Connection, hook_id: int, now: float, lease_seconds: float
 ) -> DeliveryClaim | None:
-    """Claim the oldest delivery that is due for a webhook, for ``lease_seconds``."""
+    """Claim the oldest due delivery of a webhook for ``lease_seconds``."""
     row = connection.execute(
         select(deliveries.c.id, deliveries.c.attempt, deliveries.c.event_id)
         .join(webhooks, webhooks.c.id == deliveries.c.webhook_id)
@@ -225,7 +225,7 @@ def record(connection: Connection, claim: DeliveryClaim, outcome: DeliveryOutcom
 
 
 def _update(connection: Connection, delivery_id: int, claimed: int, **values: Any) -> bool:
-    """Change a delivery if it waits and its attempt is ``claimed``."""
+    """Change a waiting delivery with the attempt ``claimed``."""
     is_claimed = deliveries.c.attempt == claimed, deliveries.c.state == "waiting"
     statement = update(deliveries).where(deliveries.c.id == delivery_id, *is_claimed)
     return connection.execute(statement.values(**values)).rowcount == 1
@@ -312,7 +312,7 @@ def delivery_of(row: DeliveryRow) -> Delivery:
 
 
 def redeliver(connection: Connection, hook_id: int, delivery_id: int, now: float) -> DeliveryRow:
-    """Make a delivery due again, from the first attempt on. MissingError if the webhook has no such one."""
+    """Make a delivery due again, from the first attempt. Raises MissingError for an unknown delivery."""
     changed = connection.execute(
         update(deliveries)
         .where(deliveries.c.id == delivery_id, deliveries.c.webhook_id == hook_id)

@@ -1,8 +1,8 @@
-"""Webhooks: the resource, and its secrets, which are made, checked, sealed in the database, and used to sign.
+"""Webhooks: the resource, and secrets: creation, validation, encryption at rest, and signatures.
 
-Signatures are those of Standard Webhooks. Secrets are sealed with the operator's key, by Fernet (AES-128 in
-CBC mode and HMAC-SHA256) of the package cryptography: with the database or a backup of it, and without the
-settings, a secret can be neither read nor replaced. Without such a key they are stored in clear text.
+Signatures follow Standard Webhooks. Secrets are encrypted with the operator's key by Fernet (AES-128 in CBC
+mode and HMAC-SHA256) of the package cryptography: the database or a backup, without the settings, allows
+neither reading nor replacing a secret. Without a key, secrets are stored in clear text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True)
 class WebhookSecret(Webhook):
-    """A webhook and its new secret, which is shown this once, and in no repr."""
+    """Webhook and its new secret, shown only once, and in no repr."""
 
     secret: str = field(repr=False)
 
@@ -68,7 +68,7 @@ def new_secret() -> str:
 
 
 def check_secret(secret: str) -> str:
-    """Return the secret. Raises ValueError unless it is ``whsec_`` and 24 to 64 bytes in base64."""
+    """Return the secret. Raises ValueError unless the secret is ``whsec_`` and 24 to 64 bytes in base64."""
     if not secret.startswith(_PREFIX):
         raise ValueError(f"a secret begins with {_PREFIX}")
     try:
@@ -81,7 +81,7 @@ def check_secret(secret: str) -> str:
 
 
 def headers_for(signing: Iterable[str], message_id: str, now: float, body: bytes) -> dict[str, str]:
-    """Make the headers of a delivery that is sent at ``now``, with a signature of each secret."""
+    """Make the headers of a delivery sent at ``now``, with a signature per secret."""
     at = datetime.fromtimestamp(int(now), UTC)
     return {
         "webhook-id": message_id,
@@ -93,7 +93,7 @@ def headers_for(signing: Iterable[str], message_id: str, now: float, body: bytes
 
 
 class SealError(ValueError):
-    """A secret that cannot be opened; the message says what the operator has to do."""
+    """Secret that cannot be decrypted; the message has the remedy for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +104,18 @@ class Sealer:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """Make one with `webhook_key`, and `webhook_key_before` for secrets that are not sealed anew yet."""
+        """Make a sealer with `webhook_key`, and `webhook_key_before` for secrets encrypted earlier."""
         given = (settings.webhook_key, settings.webhook_key_before)
         return cls(tuple(key.get_secret_value().encode() for key in given if isinstance(key, SecretStr)))
 
     def seal(self, secret: str) -> str:
-        """Return the secret as it is stored."""
+        """Encrypt a secret for storage."""
         if not self.keys:
             return secret
         return SEALED_PREFIX + _fernet(self.keys[0]).encrypt(secret.encode()).decode()
 
     def open(self, stored: str) -> str:
-        """Return a stored secret, which may be from before there was a key. Raises `SealError`."""
+        """Decrypt a stored secret; returns clear-text secrets unchanged. Raises `SealError`."""
         if not stored.startswith(SEALED_PREFIX):
             return stored
         for key in self.keys:
@@ -125,8 +125,8 @@ class Sealer:
         raise SealError("the secret is sealed with another key: see `webhook_key` in the service's settings")
 
     def renewed(self, stored: str) -> str | None:
-        """Seal a stored secret anew. Returns None if it is sealed with the first key already, or if no key
-        opens it: then it stays as it is."""
+        """Encrypt a stored secret with the first key. None if already encrypted with this key, or if no key
+        decrypts the secret, which then stays unchanged."""
         if not self.keys or _opened(stored, self.keys[0]) is not None:
             return None
         try:
@@ -163,9 +163,9 @@ HOOKS: Final = Resource(
         previous_secret_until=moment(row.previous_until_seconds) if row.previous_until_seconds else None,
         etag=etag,
     ),
-    # without the secrets, so that no log can have them
+    # without the secrets, which must not reach a log
     query=select(*(column for column in webhooks.c if column.name not in ("secret", "previous_secret"))),
-    # a key for some roots may see a webhook that is for no other roots
+    # a key for some roots may see a webhook limited to these roots
     is_visible=lambda row, visible: (
         visible is None or (row.roots is not None and visible.issuperset(row.roots))
     ),
@@ -177,7 +177,7 @@ HOOKS: Final = Resource(
 
 
 def forget_previous_secrets(connection: Connection, now: float) -> None:
-    """Delete secrets that were rotated and do not sign any more."""
+    """Delete rotated secrets that no longer sign."""
     connection.execute(
         update(webhooks)
         .where(webhooks.c.previous_until_seconds < now)
@@ -186,7 +186,7 @@ def forget_previous_secrets(connection: Connection, now: float) -> None:
 
 
 def reseal_secrets(connection: Connection, sealer: Sealer) -> None:
-    """Seal secrets that are stored in clear text, or with the previous key. Versions of webhooks stay."""
+    """Encrypt secrets stored in clear text, or with the previous key. Versions of webhooks do not change."""
     names = ("secret", "previous_secret")
     query = select(webhooks.c.id, *(webhooks.c[name] for name in names)).order_by(webhooks.c.id)
     for number, *stored in connection.execute(query.with_for_update()).all():

@@ -1,4 +1,4 @@
-"""Sending: rounds of deliveries that are due, and the request of each, whose time no receiver can stretch."""
+"""Sending: rounds of due deliveries, and their requests with a fixed total time limit."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def _is_any_due(connection: Connection, context: ScheduleContext) -> bool:
 
 @feature.schedule("webhooks", is_needed=_is_any_due)
 def deliver(context: ScheduleContext) -> int:
-    """Deliver what is due, and return the number of attempts. May be called in several processes at once.
+    """Send due deliveries, and return the number of attempts. Several processes can call this at once.
 
-    Takes about twice ``webhook_seconds`` at most; the rest is due the next time.
+    Takes at most about twice ``webhook_seconds``; remaining deliveries wait for the next call.
     """
     return Deliverer(context.settings, context.database).round(context.now)
 
 
 class Deliverer:
-    """A sender of what is due: to a few webhooks at a time, to each in the order of events.
+    """Sender of due deliveries: to a few webhooks at a time, to each webhook in the order of events.
 
-    A webhook that fails gets nothing more in the same round. ``resolve`` finds addresses, ``context`` holds
-    the certificates that are trusted.
+    A failing webhook gets no more deliveries in the round. ``resolve`` finds addresses, ``context`` has the
+    trusted certificates.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Deliverer:
         self._sealer = Sealer.from_settings(settings)
 
     def round(self, now: float) -> int:
-        """Deliver what is due, and return the number of attempts. Raises DatabaseUnavailableError."""
+        """Send due deliveries, and return the number of attempts. Raises DatabaseUnavailableError."""
         began = time.monotonic()
 
         def clock() -> float:
@@ -115,7 +115,7 @@ class Deliverer:
             attempts += 1
             self._database.transact(partial(record, claim=claim, outcome=outcome, now=clock()))
             if outcome.error is not None:
-                # The URL may hold a secret of the receiver, so the log has the number only.
+                # The URL can contain a secret of the receiver, so the log has the number only.
                 _log.warning("webhook failed", webhook=hook_id, error=outcome.error, attempt=claim.attempt)
                 break
         return attempts
@@ -151,7 +151,7 @@ class Deliverer:
 
 
 def _payload(claim: DeliveryClaim) -> bytes:
-    """Make the body, which is the same in each attempt: it has only facts that do not change any more."""
+    """Make the body: immutable facts only, so that all attempts send the same body."""
     event = claim.event
     checkpoint = {
         "id": event.checkpoint_id,
@@ -183,12 +183,12 @@ def _trusted() -> ssl.SSLContext:
 
 
 class SendError(OSError):
-    """A request without an answer; the message says at which step it failed."""
+    """Request without an answer; the message names the failed step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAnswer:
-    """The head of an answer. Its body is not read, so that nothing of it can be shown."""
+    """Head of an answer. The body is never read, and can therefore not be shown."""
 
     status: int
     retry_after_seconds: float | None
@@ -203,10 +203,9 @@ def post(
     timeout_seconds: float,
     context: ssl.SSLContext,
 ) -> ReceiverAnswer:
-    """Send a POST to the first of ``addresses`` that takes a connection. Redirects are answers.
+    """Send a POST to the first of ``addresses`` that accepts a connection. Redirects count as answers.
 
-    ``timeout_seconds`` is for all of it: connecting, TLS, sending and the head of the answer. Raises
-    `SendError`.
+    ``timeout_seconds`` covers connecting, TLS, sending, and the head of the answer. Raises `SendError`.
     """
     give_up = time.monotonic() + timeout_seconds
     connection = _Pinned(target, _connected(target, addresses, give_up), context)
@@ -219,7 +218,7 @@ def post(
                 connection.putheader(name, value)
             connection.endheaders(body)
             with connection.getresponse() as response:
-                if late.is_set():  # the end of the connection passes for that of the headers
+                if late.is_set():  # the end of the connection counts as the end of the headers
                     raise TimeoutError
                 return ReceiverAnswer(response.status, _retry_after(response.getheader("Retry-After")))
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -229,7 +228,7 @@ def post(
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection over a socket that is connected to an address; certificates are compared with the name."""
+    """Connection over a socket to a fixed address; certificates are compared with the name."""
 
     def __init__(self, target: WebhookUrl, connected: socket.socket, context: ssl.SSLContext) -> None:
         super().__init__(target.host, target.port)
@@ -240,7 +239,7 @@ class _Pinned(http.client.HTTPConnection):
     def connect(self) -> None:
         self.sock = self.raw
         if self._tls is not None:
-            # In two steps, so that a handshake without end can be cut off.
+            # In two steps, to interrupt an endless handshake.
             self.sock = tls = self._tls.wrap_socket(
                 self.raw, server_hostname=self._name, do_handshake_on_connect=False
             )
@@ -254,7 +253,7 @@ class _Pinned(http.client.HTTPConnection):
 def _connected(target: WebhookUrl, addresses: Sequence[str], give_up: float) -> socket.socket:
     problem: OSError | None = None
     for number, address in enumerate(addresses):
-        # Each address gets the same time: one that swallows packets must not hide the others.
+        # Each address gets an equal share of the time, so one that drops packets does not hide the others.
         left = (give_up - time.monotonic()) / (len(addresses) - number)
         if left <= 0:
             break
@@ -272,7 +271,7 @@ def _connected(target: WebhookUrl, addresses: Sequence[str], give_up: float) -> 
 
 @contextlib.contextmanager
 def _cut_off(connection: _Pinned, give_up: float) -> Iterator[threading.Event]:
-    # A time limit of the socket starts anew with each byte; this one does not.
+    # A time limit of the socket restarts with each byte; this limit does not.
     late = threading.Event()
 
     def cut() -> None:

@@ -84,7 +84,7 @@ class RotateSecret(Request):
 
 @feature.post("/webhooks", **_ADMIN, status=201, errors=(409,))
 def create_webhook(body: WebhookRequest, ask: Ask) -> WebhookSecret:
-    """Create a webhook. The answer shows its secret, once: no Idempotency-Key keeps it."""
+    """Create a webhook. Only this answer shows its secret; an Idempotency-Key does not store it."""
     values = _checked(body.model_dump(exclude={"secret"}), ask)
     secret = body.secret or new_secret()
     values["secret"] = Sealer.from_settings(ask.settings).seal(secret)
@@ -98,7 +98,7 @@ def create_webhook(body: WebhookRequest, ask: Ask) -> WebhookSecret:
 
 @feature.get("/webhooks", **_ADMIN, errors=())
 def list_webhooks(ask: Ask, page: PageQuery) -> Page[Webhook]:
-    """List the webhooks that the key may see, by id."""
+    """List the visible webhooks by id."""
     return HOOKS.page(ask, page)
 
 
@@ -110,7 +110,7 @@ def get_webhook(webhook_id: IdPath, ask: Ask) -> Webhook:
 
 @feature.patch(_WEBHOOK, **_ADMIN, errors=(404, 412))
 def change_webhook(webhook_id: IdPath, body: WebhookChange, ask: Ask, match: IfMatch) -> Webhook:
-    """Change the given fields. Deliveries that wait for a disabled webhook are sent once it is enabled."""
+    """Change the given fields. Waiting deliveries of a disabled webhook are sent after it is enabled."""
     values = _checked(body.model_dump(exclude_unset=True), ask)
 
     def act(connection: Connection) -> Row[Any]:
@@ -131,7 +131,7 @@ def delete_webhook(webhook_id: IdPath, ask: Ask, match: IfMatch) -> None:
 
 @feature.post(_WEBHOOK + "/rotate-secret", **_ADMIN, errors=(404, 409, 412))
 def rotate_webhook_secret(webhook_id: IdPath, body: RotateSecret, ask: Ask, match: IfMatch) -> WebhookSecret:
-    """Give it a new secret. Until the overlap is over, deliveries carry signatures of both."""
+    """Replace the secret. During the overlap, deliveries carry signatures of both secrets."""
     secret = body.secret or new_secret()
     has_overlap = body.overlap_seconds > 0
     values = {
@@ -185,7 +185,7 @@ def _check_roots(names: list[str] | None, ask: Ask) -> None:
 
 @feature.post(_WEBHOOK + "/test", **_ADMIN, status=202, errors=(404, 409))
 def test_webhook(webhook_id: IdPath, ask: Ask) -> Delivery:
-    """Send it an event of the type `webhook.test`; a worker does so within seconds."""
+    """Send an event of the type `webhook.test`; a worker sends within seconds."""
 
     def act(connection: Connection) -> Delivery:
         hook = HOOKS.find(connection, webhook_id, ask.visible)
@@ -201,7 +201,7 @@ def test_webhook(webhook_id: IdPath, ask: Ask) -> Delivery:
 def list_webhook_deliveries(
     webhook_id: IdPath, ask: Ask, page: PageQuery, state: DeliveryState | None = None
 ) -> Page[Delivery]:
-    """List deliveries, newest event first. Old ones are forgotten."""
+    """List deliveries, newest event first. Old deliveries are deleted."""
     with ask.reading() as connection:
         HOOKS.find(connection, webhook_id, ask.visible)
         return deliveries.list_deliveries(connection, webhook_id, state, cursor=page.cursor, limit=page.limit)
@@ -209,7 +209,7 @@ def list_webhook_deliveries(
 
 @feature.post(_WEBHOOK + "/deliveries/{delivery_id}/redeliver", **_ADMIN, status=202, errors=(404, 409))
 def redeliver_webhook_delivery(webhook_id: IdPath, delivery_id: IdPath, ask: Ask) -> Delivery:
-    """Make a delivery again, from its first attempt on."""
+    """Repeat a delivery from its first attempt."""
 
     def act(connection: Connection) -> Delivery:
         hook = HOOKS.find(connection, webhook_id, ask.visible)

@@ -1,9 +1,9 @@
-"""Checks of whether a checkpoint fills a state: their records, and the job ``shapes``.
+"""Load checks of a checkpoint against a state: records, and the job ``shapes``.
 
-The job finds the shapes of a model: its names, shapes and dtypes, from a config.json of Hugging Face.
+The job finds names, shapes, and dtypes of a model from a Hugging Face config.json.
 
-The model is made by another process, without memory for its tensors, within a time, and without remote
-code: see `dcp.integrations.model_shapes`, which is a program because this service has no torch.
+A separate process builds the model without memory for tensors, with a time limit, and without remote code:
+see `dcp.integrations.model_shapes`, a separate program because the service has no torch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LoadAnswer = Literal["yes", "rename", "cast", "no"]
 
 
 LoadProblemKind = Literal["missing", "shape", "dtype", "kind", "unexpected"]
-"""kind: a tensor on one side, another value on the other. unexpected: in the checkpoint alone; left there."""
+"""kind: a tensor on one side, another value on the other. unexpected: in the checkpoint only, and not
+loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProblem:
-    """A name that is not the same in a state and in the checkpoint that is to fill it. ``stored_fqn``: what
-    it is called in the checkpoint."""
+    """Name that differs between a state and the checkpoint. ``stored_fqn``: its name in the checkpoint."""
 
     kind: Annotated[str, OneOf(LoadProblemKind)]
     fqn: Annotated[str, Shown("As the state has it; of an unexpected one as the checkpoint has it.")]
@@ -57,10 +57,10 @@ class LoadFindings:
 
 @dataclass(frozen=True, slots=True)
 class LoadCheck:
-    """Check of whether a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the renaming by
-    which `dcp.load` finds missing names, {} without any; ``renamed``: the findings with it.
+    """Load check by names, shapes, and dtypes. ``rename``: renaming by which `dcp.load` finds missing names,
+    or {}; ``renamed``: the findings with this renaming.
 
-    ``answer``: "yes"; "rename": with that; "cast": with dtype="cast", and that if it is not {}; "no".
+    ``answer``: "yes"; "rename": with ``rename``; "cast": with dtype="cast", and ``rename`` unless {}; "no".
     """
 
     checkpoint_id: int
@@ -137,7 +137,7 @@ class ShapesKind(SimpleKind[ShapesParams]):
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that the program needs, and none of the service's secrets."""
+    """Return the variables required by the program, without the secrets of the service."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 

@@ -1,6 +1,6 @@
-"""Load checks: names of a state that are missing, unexpected, or of another shape or dtype; and remedies.
+"""Load checks: missing, unexpected, and differing names of a state, and remedies.
 
-A state is parsed from the forms in which users have it.
+Parses a state from the formats that users have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOW: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor of a state. A dtype or shape that is None is not known, and not compared."""
+    """Tensor of a state. A dtype or shape of None is unknown, and not compared."""
 
     dtype: str | None
     shape: tuple[int, ...] | None
@@ -60,7 +60,7 @@ def state_of_index(index: CheckpointIndex) -> StateNames:
 
 
 def is_config(document: Mapping[str, Any]) -> bool:
-    """Check whether it is a config.json of Hugging Face, whose state is known once the model is made."""
+    """Return True for a Hugging Face config.json; its state is known once the model is built."""
     return isinstance(document.get("model_type"), str)
 
 
@@ -73,8 +73,8 @@ def document_of_text(text: str) -> dict[str, Any]:
 
 
 def state_of_document(document: Mapping[str, Any]) -> StateNames:
-    """Return the state of the output of ``dcp show --json``, the header of a safetensors file or its index,
-    the shapes of a state, or what the job `shapes` has found. Raises UnprocessableError."""
+    """Return the state in the output of ``dcp show --json``, a safetensors header or index, shapes of a
+    state, or the result of the job `shapes`. Raises UnprocessableError."""
     tensors = document.get("tensors")
     if isinstance(tensors, list):
         objects = document.get("objects")
@@ -141,8 +141,8 @@ _FATAL: Final = ("missing", "shape", "kind")
 def check_load(
     checkpoint_id: int, index: CheckpointIndex, state: StateNames, place: str, through: str | None = None
 ) -> LoadCheck:
-    """Check whether the checkpoint with this index, which is at ``place``, fills the state. ``through``: the
-    argument of `dcp.load` for the map that the index is behind."""
+    """Check the checkpoint with this index at ``place`` against the state. ``through``: the argument of
+    `dcp.load` for the index's map."""
     plain = _findings(index, state, lambda name: name)
     rules, hint = _remedy(index, state) if plain.counts["missing"] else ({}, None)
     renamed = None

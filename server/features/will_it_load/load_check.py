@@ -1,4 +1,4 @@
-"""Load checks: whether a checkpoint fills a state, by names, shapes and dtypes; the API and the page."""
+"""Load checks of a checkpoint against a state by names, shapes, and dtypes: the API and the page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _Fqn = Annotated[str, StringConstraints(max_length=4096)]
 
 
 class StateTensorRequest(Request):
-    """A tensor of a state; a shape or dtype that is null is not compared."""
+    """Tensor of a state; a null shape or dtype is not compared."""
 
     fqn: _Fqn
     shape: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 53)]], Field(max_length=64)] | None = None
@@ -56,7 +56,7 @@ class StateTensorRequest(Request):
 
 
 class StateRequest(Request):
-    """The state that is to be filled. Without `objects` nothing is said of values that are no tensors."""
+    """State to fill. Without `objects`, values other than tensors are not checked."""
 
     tensors: Annotated[list[StateTensorRequest], Field(max_length=_MOST)]
     objects: Annotated[list[_Fqn], Field(max_length=_MOST)] | None = None
@@ -74,8 +74,7 @@ class MapQuery(QueryModel):
     ] = None
 
     def choice(self) -> MapChoice:
-        """Return the map; forms send empty fields, too. Raises UnprocessableError for one that does not
-        exist."""
+        """Return the map; forms also send empty fields. Raises UnprocessableError for an unknown map."""
         choice = MapChoice(self.map or None, self.inverse, self.below or None)
         try:
             choice.check()
@@ -90,12 +89,12 @@ class _State(QueryModel):
 
 
 class StateQuery(MapQuery, _State):
-    """The state, which is that of a checkpoint or found by a job, and the weight map."""
+    """State, from a checkpoint or a job, and the weight map."""
 
 
 @feature.get(_PATH, tag="data", errors=_ERRORS)
 def check_load_of(checkpoint_id: IdPath, query: Annotated[StateQuery, Query()], ask: Ask) -> LoadCheck:
-    """Check whether it fills the state of another checkpoint, or of a config.json that a job has read."""
+    """Check the checkpoint against the state of another checkpoint, or of a config.json from a job."""
     through = query.choice()
     if (query.state_of is None) == (query.shapes_job is None):
         raise UnprocessableError("which state? give state_of or shapes_job", field="state_of")
@@ -103,7 +102,7 @@ def check_load_of(checkpoint_id: IdPath, query: Annotated[StateQuery, Query()], 
         document, config = _shapes(query.shapes_job, ask)
         return _check_document(checkpoint_id, document, ask, through, config)
     from dcp.server.features.will_it_load.checks import (
-        state_of_index,  # only here, as all that reads checkpoints
+        state_of_index,  # imports numpy
     )
 
     found = ask.data.open(checkpoint_id)
@@ -114,7 +113,7 @@ def check_load_of(checkpoint_id: IdPath, query: Annotated[StateQuery, Query()], 
 
 
 def _shapes(job_id: int, ask: Ask) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the state that a job has found, and the config.json of its model."""
+    """Return the state found by a job, and the config.json of its model."""
     job = ask.find(get_job, job_id, ask.visible)
     if job.kind != "shapes" or job.state != "succeeded":
         raise StateError(
@@ -129,7 +128,7 @@ def _shapes(job_id: int, ask: Ask) -> tuple[Mapping[str, Any], Mapping[str, Any]
 def check_load_of_state(
     checkpoint_id: IdPath, state: StateRequest, ask: Ask, query: Annotated[MapQuery, Query()]
 ) -> LoadCheck:
-    """Check whether it fills a state with these names, shapes and dtypes. Nothing is changed or kept."""
+    """Check the checkpoint against a state of names, shapes, and dtypes. Changes and stores nothing."""
     document: dict[str, Any] = {"tensors": [one.model_dump() for one in state.tensors]}
     if state.objects is not None:
         document["objects"] = state.objects
@@ -143,7 +142,7 @@ def _check_document(
     through: MapChoice,
     config: Mapping[str, Any] | None = None,
 ) -> LoadCheck:
-    """Check a state that is given as JSON in any of the accepted forms; ``config``: its model's, if known."""
+    """Check a state in any accepted JSON form; ``config``: the model's, if known."""
     from dcp.server.features.will_it_load.checks import state_of_document
 
     state = state_of_document(document)
@@ -161,8 +160,8 @@ def _checked(
 
 
 def _mapped(found: Readable, through: MapChoice, config: Mapping[str, Any]) -> CheckpointIndex:
-    """Return the index of the checkpoint behind the map, which may need the model's ``config.json``: that
-    beside the checkpoint, or ``config``. Raises UnprocessableError where the map does not fit."""
+    """Return the index of the checkpoint behind the map. The map can need the model's ``config.json``: stored
+    beside the checkpoint, or ``config``. Raises UnprocessableError for a map that does not fit."""
     from dcp.planners.weight_maps.axes import model_config
     from dcp.planners.weight_maps.mapped_index import map_all
 
@@ -188,14 +187,14 @@ def _map_code(through: MapChoice) -> str | None:
 
 
 class FitView(StateQuery):
-    """The state and the map that are chosen on the page."""
+    """State and map selected on the page."""
 
     done: Annotated[str, Field(max_length=32)] | None = None
 
 
 @feature.page(_PATH, "will_it_load.html")
 def will_it_load_page(checkpoint_id: IdPath, view: Annotated[FitView, Query()], ask: Ask) -> Response:
-    """Return the answer for the state in the address; without one the forms that choose it."""
+    """Show the result for the state in the address; without a state, the forms to select one."""
     job, check = None, None
     if view.shapes_job is not None:
         job = ask.job(view.shapes_job)
@@ -213,8 +212,8 @@ def will_it_load_page(checkpoint_id: IdPath, view: Annotated[FitView, Query()], 
 
 @feature.form(_PATH, scope="read")
 def will_it_load_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str | Response:
-    """Return the answer for the pasted text; of a config.json a job makes the model, and the page follows
-    it."""
+    """Show the result for the pasted text; for a config.json, a job builds the model and the page follows the
+    job."""
     from dcp.server.features.will_it_load.checks import (  # only here: they import numpy
         document_of_text,
         is_config,
