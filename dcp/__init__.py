@@ -1,8 +1,7 @@
-"""Sharded checkpointing for PyTorch. ``import dcp`` is a drop-in for ``torch.distributed.checkpoint``.
+"""Sharded checkpointing for PyTorch. ``import dcp`` replaces ``torch.distributed.checkpoint``.
 
-Every name that torch exports there is here, with the same parameters, and so are our own. Names and
-submodules are imported when they are first used (PEP 562), so that ``import dcp`` for the command line, the
-service or the formats does not pay for torch.
+The package has every name that torch exports, with the same parameters. Names and submodules are imported on
+first use (PEP 562), so the command line, the service and the formats do not import torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """Names of ``torch.distributed.checkpoint.api``.
 
-`CheckpointException` is torch's own; where stock torch raises it, ours raises a `dcp.errors.CheckpointError`
-that is a `CheckpointException` too.
+`CheckpointException` is torch's class. Where torch raises it, dcp raises a `dcp.errors.CheckpointError` that
+is also a `CheckpointException`.
 """
 
 from torch.distributed.checkpoint.api import CheckpointException

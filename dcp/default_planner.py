@@ -1,6 +1,6 @@
-"""The names of ``torch.distributed.checkpoint.default_planner``, with our planners.
+"""Names of ``torch.distributed.checkpoint.default_planner``, with dcp's planners.
 
-The functions on torch's plan objects are torch's own, for custom planners that call them.
+The functions on plan objects are torch's, for custom planners.
 """
 
 from __future__ import annotations
@@ -64,20 +64,24 @@ if not TYPE_CHECKING:
 
 
 class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
-    """Plans as torch's planner of that name does, with dtypes checked and objects loaded safely.
+    """Plan a load, with checked dtypes and safe decoding of objects.
 
-    The positional parameters are torch's. ``dtype="cast"`` lets stored values be converted to the dtype of
-    the state dict; "exact" raises DtypeMismatchError. ``weights_only=False`` lets stored objects run code
-    (pickle); give it only for checkpoints you trust. ``rank`` and ``world_size`` are of this process, for
-    `PerRank` values.
+    Args:
+        flatten_state_dict: As in torch, like the other positional parameters.
+        dtype: "exact" raises DtypeMismatchError for another stored dtype; "cast" converts.
+        weights_only: False unpickles any object, which can run code. Use False for trusted files only.
+        rank: Rank of this process, for `PerRank` values.
+        world_size: Number of ranks, for `PerRank` values.
+        only: Patterns of the entries to load (`dcp.planners.load.selection`).
+        exclude: Patterns of the entries to leave unchanged.
+        rename: Regular expressions from keys of the state dict to keys of the checkpoint.
+        per_rank: "keep" leaves `PerRank` values without a rule unchanged if the number of ranks differs, or
+            if the checkpoint has none.
+        unexpected: "ignore" skips entries of the checkpoint under a key of the state dict that have no place
+            in the state dict.
 
-    ``only`` and ``exclude`` are patterns of the entries to load (`dcp.planners.load.selection`); others are
-    left as they are. ``rename`` goes from the state dict's keys to the checkpoint's. ``per_rank="keep"``
-    leaves `PerRank` values without a rule as they are where another number of ranks saved, or the checkpoint
-    has none of them. ``unexpected="ignore"`` lets `dcp.load` leave entries of the checkpoint that lie below a
-    key of the state dict's top level, and have no place there.
-
-    ``call`` is the load since `set_up_planner`, with what its plan has passed over.
+    Attributes:
+        call: The current load, set by `set_up_planner`.
     """
 
     mappings: dict[str, Path]
@@ -120,8 +124,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def begin_load(
         self, opens: Callable[..., LoadCall], options: LoadOptions, rank: int, world_size: int
     ) -> None:
-        """Forget the load before; the next one, by ``options``, is what ``opens`` makes, until that is None
-        again."""
+        """Reset the planner for a load with ``options``, made by ``opens``."""
         self.opens, self._given, self.rank, self.world_size = opens, options, rank, world_size
         self._call, self.original_state_dict = None, {}
 
@@ -131,7 +134,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict to load into; tensors on the meta device are replaced in it by real ones."""
+        """Set the state dict to load into, and materialize its tensors on the meta device."""
         self._call = call = self._opened(state_dict)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings = call.flat.values, call.flat.paths
@@ -140,7 +143,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self._lookup = None
 
     def adopt(self) -> LoadCall:
-        """Return the present load, of what a subclass made of the state dict in its own `set_up_planner`."""
+        """Return the load for a state dict that a subclass set in its `set_up_planner`."""
         if self._call is None and self.original_state_dict:
             self._call = self._opened(self.original_state_dict)
         call = self._call or self.call
@@ -151,7 +154,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def _opened(self, state_dict: dict[str, Any]) -> LoadCall:
         options, opens = LoadOptions().over(self), self.opens
         if opens is not None:
-            options = self._given.over(self)  # a subclass may set its own until now
+            options = self._given.over(self)  # a subclass may have set attributes
         else:  # a load of torch's own
             world_size = self.world_size
             if world_size is None:
@@ -179,7 +182,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             )
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what this rank reads, as torch's plan."""
+        """Return the read plan of this rank as torch's plan object."""
         if self.metadata is None:
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         index, call = index_from_metadata(self.metadata), self.adopt()
@@ -188,7 +191,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return LoadPlan(read_items(plan, wanted, index), planner_data=call.matches)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Add nothing. Raises PlanError for patterns that match nothing on any rank."""
+        """Return the plans unchanged. Raises PlanError for patterns without a match on any rank."""
         check_matches([plan.planner_data for plan in global_plan if isinstance(plan.planner_data, Matches)])
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans
@@ -202,7 +205,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return io.BytesIO()
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the view of the wanted box that ``index`` names."""
+        """Return a view of the box named by ``index``."""
         if self._lookup is None:
             self._lookup = BoxLookup()
         tensor: torch.Tensor = self._lookup.find(self.state_dict, index)
@@ -210,16 +213,15 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
 
 
 class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
-    """Fills an empty dict with what the checkpoint has: all, or what is at or below one of ``keys``.
+    """Fill an empty dict with a checkpoint, or with the entries at or below ``keys``.
 
-    A key names an entry by its flat key, or a dict or list that entries were nested in. Keys of dicts are of
-    the types that were saved, where dcp saved the checkpoint. Tensors are whole and on the CPU, on every
-    rank that loads. Other than torch's planner it runs no pickle (``weights_only``), and raises
-    MissingKeyError for a key that the checkpoint does not have.
+    A key is a flat key, or the key of a nested dict or list. Keys keep their types if dcp saved the
+    checkpoint. Tensors are complete and on the CPU, on every rank. Unlike torch's planner, this planner runs
+    no pickle by default, and raises MissingKeyError for a missing key.
     """
 
     def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"unexpected": "ignore"} | kwargs)  # the dict has what was asked for
+        super().__init__(*args, **{"unexpected": "ignore"} | kwargs)  # entries outside of `keys` are expected
         self.keys = keys
         self._filled: dict[str, Any] | None = None
 
@@ -229,9 +231,9 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Build what is to be loaded in ``state_dict``, which has to be empty."""
+        """Build the state to load in ``state_dict``, which must be empty."""
         if state_dict is self._filled:
-            state_dict.clear()  # what an attempt that failed has left
+            state_dict.clear()  # entries of a failed attempt
         if state_dict:
             raise PlanError(f"{type(self).__name__} fills an empty dict, and this one has entries")
         if metadata is None:

@@ -1,6 +1,6 @@
-"""The errors of this package; the tree is drawn in `dcp.storage.errors`. Imports without torch.
+"""Exceptions of dcp, importable without torch. `dcp.storage.errors` shows the class hierarchy.
 
-`RankFailedError`, which needs torch, is imported when it is asked for by name.
+`RankFailedError` needs torch and is imported on first use.
 """
 
 from importlib import import_module

@@ -1,7 +1,6 @@
 """Names of ``torch.distributed.checkpoint.filesystem``.
 
-Reader and writer are ours; `FileSystem`, `FileSystemBase` and `SerializationFormat` are torch's own, for code
-that subclasses or names them.
+The reader and the writer are dcp's. `FileSystem`, `FileSystemBase` and `SerializationFormat` are torch's.
 """
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, SerializationFormat

@@ -1,7 +1,7 @@
-"""Names of ``torch.distributed.checkpoint.format_utils``, on our conversion engine.
+"""Names of ``torch.distributed.checkpoint.format_utils``, implemented by dcp's conversions.
 
-``python -m dcp.format_utils MODE SRC DST`` takes torch's arguments. A source that is not there is an error
-(exit status 2); torch's prints a line and reports success.
+``python -m dcp.format_utils MODE SRC DST`` takes torch's arguments. A missing source is an error with exit
+status 2; torch prints a line and exits with status 0.
 """
 
 import argparse
@@ -25,29 +25,24 @@ globals()["__getattr__"] = names_of("format_utils")
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """Plans the load of a torch.save file, as torch's example has it::
+    """Plan the load of a torch.save file, as in torch::
 
-        dcp.load(
-            state_dict,
-            storage_reader=BroadcastingTorchSaveReader(),
-            planner=DynamicMetaLoadPlanner(),
-            checkpoint_id="model.pt",
-        )
+        dcp.load( state_dict, storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(),
+        checkpoint_id="model.pt", )
 
-    torch's planner takes shapes and dtypes from the state dict, because its reader has read nothing yet. Ours
-    reads the file's own index first, so that this is `DefaultLoadPlanner`: what does not fit is an error that
-    names it, and values other than tensors load.
+    torch's planner takes shapes and dtypes from the state dict. This planner reads the index of the file, so
+    mismatches raise named errors, and values other than tensors load too.
     """
 
 
 def dcp_to_torch_save(
     dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]
 ) -> None:
-    """Write a sharded checkpoint as one file for `torch.load`, in memory of a few buffers.
+    """Convert a sharded checkpoint to one file for `torch.load`, in constant memory.
 
-    As torch's, it replaces a file that is there, and restores the nesting that the checkpoint records. Other
-    than torch's it unpickles nothing: values that need code are a PlanError which names them
-    (`dcp.convert` can leave them out). Errors are those of `dcp.convert`.
+    Replaces an existing file and restores the saved nesting, as torch does. Values are never unpickled:
+    objects of unknown classes raise PlanError. `dcp.convert` can omit these objects. Other errors are those
+    of `dcp.convert`.
     """
     convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)
 
@@ -55,10 +50,9 @@ def dcp_to_torch_save(
 def torch_save_to_dcp(
     torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]
 ) -> None:
-    """Write a torch.save file as a checkpoint that torch's and our `load` read, in memory of a few buffers.
+    """Convert a torch.save file to a checkpoint for torch and dcp, in constant memory.
 
-    As torch's, it replaces a checkpoint that is there (in one step). Other than torch's it unpickles nothing,
-    as `dcp_to_torch_save`.
+    Replaces an existing checkpoint in one step. Values are never unpickled, as for `dcp_to_torch_save`.
     """
     convert(torch_save_path, dcp_checkpoint_dir, to="dcp", overwrite=True)
 

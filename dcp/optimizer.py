@@ -1,4 +1,4 @@
-"""Names of ``torch.distributed.checkpoint.optimizer``: torch's own, and it works with our readers."""
+"""Names of ``torch.distributed.checkpoint.optimizer``. The functions are torch's and accept dcp's readers."""
 
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 

@@ -22,8 +22,9 @@ _calling = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of this rank: ``phase`` ("write" or "read"), payload bytes done and in all, seconds since it
-    began."""
+    """Progress of this rank: ``phase`` ("write" or "read"), finished and total payload bytes, elapsed
+    seconds.
+    """
 
     phase: str
     bytes_done: int
@@ -35,7 +36,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 def harmless(callback: ProgressCallback) -> ProgressCallback:
-    """Wrap ``callback`` for work that must not fail by it: an exception is logged, and ends its calls."""
+    """Wrap ``callback`` so that an exception is logged and ends the calls, without failing the work."""
     failed = False
 
     def call(progress: Progress) -> None:
@@ -45,7 +46,7 @@ def harmless(callback: ProgressCallback) -> ProgressCallback:
         _calling.now = True
         try:
             callback(progress)
-        except BaseException:  # SystemExit, too: it would end a thread that others wait for
+        except BaseException:  # also SystemExit, which would end an I/O thread
             failed = True
             logger.exception("the progress callback of a save failed and is not called any more")
         finally:
@@ -55,7 +56,7 @@ def harmless(callback: ProgressCallback) -> ProgressCallback:
 
 
 def is_within_callback() -> bool:
-    """Test whether this thread is in a `harmless` callback, for which the work waits."""
+    """Return whether this thread runs a `harmless` callback."""
     return getattr(_calling, "now", False)
 
 
@@ -63,11 +64,10 @@ def is_within_callback() -> bool:
 def reporting(
     progress: bool | ProgressCallback | None, phase: str, total_bytes: int, *, show: bool
 ) -> Iterator[Callable[[int], None] | None]:
-    """Give a function to call with each portion of bytes done, or None without a callback or bar.
+    """Yield a function to call with each number of finished bytes, or None without a callback or bar.
 
-    ``progress`` True draws a bar on stderr if that is a terminal and ``show`` (one rank only, or they would
-    write over each other); a callable gets a `Progress` at most ten times a second, from any of the I/O
-    threads.
+    ``progress`` is True for a bar on stderr, drawn on a terminal if ``show`` is True (on one rank only), or a
+    function that receives `Progress` at most ten times a second, from any I/O thread.
     """
     if callable(progress):
         begun, lock = time.monotonic(), threading.Lock()
@@ -94,8 +94,11 @@ def reporting(
 def drawn_bar(
     phase: str, total_bytes: int | None = None, *, of_command: bool = False
 ) -> Iterator[Callable[..., None] | None]:
-    """Draw a bar with rate and time left on stderr; give its ``update``, as of `rich.progress.Progress`, or
-    None if that is no terminal. That of a command has its binary units, and does not stay."""
+    """Draw a bar with rate and remaining time on stderr, and yield its ``update`` of
+    `rich.progress.Progress`.
+
+    Yields None without a terminal. With ``of_command``, the bar has binary units and disappears at the end.
+    """
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,7 +1,7 @@
-"""Proofs that a model has now what a checkpoint has: names, types, digests, values; on any mesh.
+"""Compare a model with a checkpoint: names, dtypes, digests and values, on any mesh.
 
-Compares what a save would take with the checkpoint's index, on the coordinator; with stored bytes where that
-tells nothing. Nothing is written, and nothing changed.
+The coordinator compares the state with the checkpoint's index, and reads stored bytes only where the index
+has no digest. Nothing is written or changed.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ FindingKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ProofFinding:
-    """One entry that is not what was saved.
+    """Difference between a state and a checkpoint, for one entry.
 
-    ``kind``: "missing" in the state, or "unexpected" there; another "dtype" or "shape"; "tensor": other
-    bytes; "incomplete": the ranks do not have all of it; "overlap": an element is in two parts; "value":
-    another value; "undecided": its pickle differs, and only code that is not trusted would tell more.
-    ``ranks`` are those that have it so; none if it is of all.
+    Attributes:
+        kind: "missing" from the state; "unexpected" in the state; "dtype" or "shape"; "tensor": other bytes;
+            "incomplete": the ranks lack elements; "overlap": two boxes share elements; "value": other value;
+            "undecided": the pickles differ, and only untrusted code could compare the objects.
+        ranks: Ranks with the difference; empty if all ranks have the difference.
     """
 
     kind: FindingKind
@@ -84,8 +85,7 @@ class ProofFinding:
 
 @dataclass(frozen=True, slots=True)
 class RankProof:
-    """The holdings of a rank: tensors, bytes of its parts of them, values; ``differing`` names its
-    findings."""
+    """Tensors, bytes and values of a rank, and the names of its differences (``differing``)."""
 
     rank: int
     tensors: int
@@ -97,11 +97,14 @@ class RankProof:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Equal names, dtypes, shapes, bytes and values (``ok``), or what differs; the same on all ranks.
+    """Result of `prove`, equal on all ranks.
 
-    ``tensors`` and ``values`` were compared, and are equal but for ``findings``. ``bytes_read`` of the
-    checkpoint beside its index: 0 if its manifest has digests and nothing differs. ``left`` names entries of
-    ranks that are not there any more, which no state can have.
+    Attributes:
+        tensors: Number of compared tensors.
+        values: Number of compared values.
+        findings: Differences.
+        bytes_read: Bytes read besides the index; 0 if the manifest has digests and nothing differs.
+        left: Entries of ranks that no longer exist.
     """
 
     checkpoint: str
@@ -117,11 +120,11 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Return whether all is as it was saved."""
+        """True if the state equals the checkpoint."""
         return not self.findings
 
     def to_json(self) -> str:
-        """Return all of it, to be kept beside a run."""
+        """Return the proof as JSON."""
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
 
     @classmethod
@@ -151,33 +154,33 @@ def prove(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Proof:
-    """Compare a state dict with a checkpoint; every rank of the process group calls it alike.
+    """Compare a state dict with a checkpoint. Call it on every rank of the process group.
 
-    Names, dtypes, shapes, the bytes of tensors (by their digests) and values: of models, optimizers, data
-    loaders and generators, in whatever mesh, as `dcp.save` would take them now. Replicas are compared on each
-    rank. Where the manifest has digests nothing but that is read, unless something differs.
+    Compares names, dtypes, shapes, digests of tensors and values on any mesh, as `dcp.save` would store them.
+    Replicas are compared on each rank. If the manifest has digests, stored bytes are read for differences
+    only.
 
     Args:
-        state_dict: What `dcp.load` has filled, or `dcp.save` has saved; nothing of it changes.
-        checkpoint_id: A path or URL of a checkpoint or file of any format.
-        process_group: The ranks that have the state; the default group without it.
-        no_dist: This process alone has it.
-        only: Shell globs on flat keys, as for `dcp.load`: what they match, and everything below.
-        exclude: The same for what is left out.
-        map: From the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.save`: after a
-            load through a map its ``inverse``. The names of all else are those behind it.
-        timeout_seconds: The longest wait for other ranks.
-        storage_options: Those of the file system of a URL, as for `dcp.save`.
+        state_dict: State filled by `dcp.load` or saved by `dcp.save`. It is not changed.
+        checkpoint_id: Path or URL of a checkpoint or file in any format.
+        process_group: Ranks with the state; the default group if None.
+        no_dist: Compare in this process alone.
+        only: Shell patterns on flat keys, as for `dcp.load`.
+        exclude: Shell patterns of entries to leave out.
+        map: Map from the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.save`.
+            After a load through a map, pass its ``inverse``.
+        timeout_seconds: Longest wait for other ranks, in seconds.
+        storage_options: Options of the file system of a URL, as for `dcp.save`.
 
     Returns:
-        A `Proof`, the same on all ranks, with what differs on which of them.
+        A `Proof`, equal on all ranks.
 
     Raises:
-        PlanError: The state could not be saved as it is, or the ranks called different operations.
-        MissingKeyError, OptionError: A pattern matches nothing, or nothing is left to compare.
-        CheckpointNotFoundError: Nothing is committed there.
-        CorruptCheckpointError: Bytes that had to be read are not those that were committed.
-        CollectiveTimeoutError: Ranks did not answer in time.
+        PlanError: The state cannot be saved, or the ranks called different operations.
+        MissingKeyError, OptionError: A pattern matches nothing, or leaves nothing to compare.
+        CheckpointNotFoundError: The id has no committed checkpoint.
+        CorruptCheckpointError: Stored bytes differ from the committed bytes.
+        CollectiveTimeoutError: Other ranks did not answer in time.
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
@@ -221,8 +224,7 @@ def prove(
 
 
 def _digests_of_rank(local: RankState) -> bytes:
-    """Compute the digests of a rank's state, all of whose tensors are read: its columns, two words for each
-    item of these, a print of each value (`_value_print`), bytes and seconds."""
+    """Return columns, tensor digests, value hashes, bytes and seconds of a rank's state, encoded."""
     begun = time.perf_counter()
     columns = local.columns
     tensors = columns.item_tensors
@@ -247,7 +249,7 @@ def _digests_of_rank(local: RankState) -> bytes:
 
 
 def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
-    """Raise PlanError for a box that reaches outside of its tensor, as a save raises it."""
+    """Raise PlanError for a box outside of its tensor."""
     offsets, sizes = places.offsets, places.sizes
     outside = np.flatnonzero((offsets < 0) | (sizes < 0) | (sizes > places.shapes - offsets))
     if len(outside):
@@ -261,13 +263,15 @@ def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
 
 
 def _value_print(plain: bytes | None, blob: bytes) -> bytes:
-    """Return a print that is equal for equal values of equal types. It is ``v`` and a hash of the value
-    or, if that has classes of the user's, ``p`` and a hash of its pickle, which may differ for equal
-    values."""
+    """Return bytes that are equal for equal values: ``v`` and a hash of the value, or ``p`` and a hash of the
+    pickle.
+
+    Pickles of equal objects may differ.
+    """
     if plain is not None:
         return b"v" + _hash(plain)
     encoded: bytes | None = None
-    with contextlib.suppress(CheckpointFormatError):  # it has classes that are not decoded
+    with contextlib.suppress(CheckpointFormatError):  # objects of unknown classes
         encoded = encode_value(ObjectBlob(blob).value(), limit_bytes=_MAX_ENCODED_BYTES)
     return b"p" + _hash(blob) if encoded is None else b"v" + _hash(encoded)
 
@@ -279,17 +283,17 @@ def _hash(data: bytes) -> bytes:
 # -- comparison with the checkpoint --------------------------------------------------------------------------
 
 _RanksBy = dict[bytes, list[int]]
-"""Ranks by what they have."""
+"""Ranks grouped by a property."""
 
 _Types = dict[tuple[int, tuple[int, ...]], list[int]]
-"""Ranks by dtype (its code) and shape."""
+"""Ranks by dtype code and shape."""
 
 _Parts = dict[Box, _RanksBy]
-"""By box of a tensor, what that adds to its sum on the ranks."""
+"""For each box of a tensor, its contribution to the digest on each rank."""
 
 
 def _compare_ranks(shown: Sequence[bytes], reader: TensorReader, selects: Callable[[str], bool]) -> Proof:
-    """Compare what each rank has (`_digests_of_rank`) with ``reader``'s checkpoint."""
+    """Compare the encoded states of all ranks with the checkpoint of ``reader``."""
     index, world_size = reader.index, len(shown)
     types, parts, values, shares = _gathered(shown, selects)
     stored = [fqn for fqn in (*index.fqns, *index.objects.fqns) if selects(fqn)]
@@ -363,7 +367,7 @@ def _gathered(
 
 
 def _compare_types(index: CheckpointIndex, fqn: str, types: _Types) -> list[ProofFinding]:
-    """Return the tensors of ranks that have not the saved dtype and shape."""
+    """Return findings for ranks with another dtype or shape."""
     row = index.position[fqn]
     dtype, shape = index.dtype(row), index.shape(row)
     found = []
@@ -379,7 +383,7 @@ def _compare_types(index: CheckpointIndex, fqn: str, types: _Types) -> list[Proo
 def _compare_parts(
     reader: TensorReader, fqn: str, parts: _Parts, overlapping: tuple[Box, Box] | None
 ) -> Iterator[ProofFinding]:
-    """Compare a tensor that all ranks have in the saved dtype and shape: its parts, and their bytes."""
+    """Yield findings for the boxes and bytes of a tensor with the saved dtype and shape."""
     row = reader.index.position[fqn]
     elements = math.prod(reader.index.shape(row))
     found = sum(box.volume for box in parts)
@@ -401,7 +405,7 @@ def _compare_parts(
 
 
 def _has_sum(index: CheckpointIndex, row: int, parts: _Parts) -> bool:
-    """Return whether all ranks agree, and on what the manifest has; False where it tells nothing."""
+    """Return whether the digests of all ranks agree with the manifest; False without a stored digest."""
     expected = index.digests[row] if len(index.digests) else b""
     if not expected or any(len(found) > 1 for found in parts.values()):
         return False
@@ -412,7 +416,7 @@ def _has_sum(index: CheckpointIndex, row: int, parts: _Parts) -> bool:
 
 
 def _stored_value(reader: TensorReader, row: int, box: Box) -> bytes:
-    """Return the value that the stored elements of ``box`` add to the sum, by reading them."""
+    """Read the stored elements of ``box`` and return their contribution to the digest."""
     index = reader.index
     runs = logical_runs(index.shape(row), box.offsets, box.sizes, index.dtype(row).itemsize)
     digest = BoxDigest(runs)
@@ -452,8 +456,9 @@ def _text(box: Box) -> str:
 
 @garbage_collection_paused()
 def _overlaps(boxes: Mapping[str, Collection[Box]]) -> dict[str, tuple[Box, Box]]:
-    """Return two boxes that share elements, by name of the tensors that have such; ``boxes`` of one tensor
-    are distinct."""
+    """Return two boxes that share elements, for each tensor with an overlap. The boxes of a tensor must be
+    distinct.
+    """
     names = [name for name, own in boxes.items() if len(own) > 1]
     by_ndim: dict[int, tuple[list[int], list[Box]]] = {}
     for number, name in enumerate(names):
@@ -462,7 +467,7 @@ def _overlaps(boxes: Mapping[str, Collection[Box]]) -> dict[str, tuple[Box, Box]
             numbers.append(number)
             own.append(box)
     found: dict[str, tuple[Box, Box]] = {}
-    for numbers, own in by_ndim.values():  # of a thousand ranks there are millions
+    for numbers, own in by_ndim.values():  # a thousand ranks have millions of boxes
         low, sizes = (np.array(column, np.int64) for column in zip(*own, strict=True))
         high = low + sizes
         pairs = overlapping_pairs(BoxSet(np.array(numbers, np.int64), low, high))

@@ -19,10 +19,10 @@ globals()["__getattr__"] = names_of("quantized_hf_storage")
 
 
 class QuantizedHuggingFaceStorageReader(TorchQuantizedReader):
-    """torch's reader of Hugging Face folders with block-quantized weights; it gives them in ``target_dtype``.
+    """Read block-quantized Hugging Face weights as ``target_dtype``, by torch's reader.
 
-    torch's metadata describes the quantized bytes, which for MXFP4 have even another number of dimensions.
-    Here it describes what the reader gives, so that it fits a state dict of ``target_dtype``.
+    torch's metadata describes the quantized bytes. This class describes the dequantized tensors, so the
+    metadata fits a state dict of ``target_dtype``.
     """
 
     def read_metadata(self) -> Metadata:

@@ -1,7 +1,6 @@
-"""Names of ``torch.distributed.checkpoint.state_dict``: torch's own helpers around models and optimizers.
+"""Names of ``torch.distributed.checkpoint.state_dict``: torch's helpers for models and optimizers.
 
-They turn parallelised models and optimizers into state dicts of fully qualified names and back;
-`dcp.save` and `dcp.load` take what they return.
+The helpers convert parallel models and optimizers to state dicts with fully qualified names, and back.
 """
 
 from torch.distributed.checkpoint.state_dict import *  # noqa: F403 - each name of its users

@@ -1,4 +1,4 @@
-"""`dcp.load`, from a checkpoint into the state dict that every rank holds, and `dcp.read`, without one."""
+"""Load a checkpoint into a state dict (`dcp.load`), or read it into new tensors (`dcp.read`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lists_options(function: F) -> F:
-    """Decorate ``function`` so that its signature lists what its ``**options`` are."""
+    """Decorate ``function`` so that its signature lists the keywords of its ``**options``."""
     own = inspect.signature(function)
     named = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind.__forward_arg__)
@@ -67,83 +67,76 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[LoadKeywords],
 ) -> LoadReport:
-    """Load a checkpoint in place into a sharded state dict; every rank of the process group calls it alike.
+    """Load a checkpoint into a sharded state dict, in place. Call it on every rank of the process group.
 
-    Tensors are filled where they are, with any sharding, device or stride; other values are replaced;
-    `Stateful` objects give their ``state_dict()`` to be filled and get it back by ``load_state_dict()``.
-    Optimizers that have made no step get the state that the checkpoint has, also those that are attributes of
-    such an object. The checkpoint may be dcp's or stock torch's, saved by any number of ranks. One that is
-    replaced while it is being read is read anew, at most twice.
+    Tensors are filled in place with any sharding, device or stride. Other values are replaced. `Stateful`
+    objects provide ``state_dict()`` and receive the result by ``load_state_dict()``. Optimizers without state
+    get the saved state. The checkpoint may come from dcp or stock torch and from any number of ranks. A
+    checkpoint that is replaced during the load is read again, at most twice.
 
-    Entries of the checkpoint under keys of the top level that ``state_dict`` does not have are not asked for
-    and not loaded. An object is given what was saved also where its own ``state_dict()`` has less or another
-    kind: an empty dict or list, a plain tensor of another shape, None in place of a tensor, which then comes
-    whole and on the CPU. Dicts that name the parameters of models and optimizers do not change by that. What
-    lies below a key of ``state_dict``, and has no place in the dict or object there on any rank, would be
-    lost: see ``unexpected``. `LoadReport.unexpected` has what was not loaded.
+    Entries under top-level keys that ``state_dict`` lacks are not loaded; `LoadReport.unexpected` lists them.
+    Entries under a key of ``state_dict`` without a place in the dict or object raise UnexpectedKeyError. A
+    `Stateful` object receives the saved state even if its ``state_dict()`` has empty containers, None or
+    tensors of another shape; the tensors then arrive complete on the CPU. Names of parameters must match.
 
-    The arguments up to ``no_dist`` are torch's, with torch's meaning. Given a planner or reader, its own
-    settings hold where those of here are None.
+    The arguments up to ``no_dist`` are those of torch. With ``planner`` or ``storage_reader``, their settings
+    apply where an option here is None.
 
     Args:
-        state_dict: What is to be filled; nested dicts and lists of tensors, values and `Stateful` objects.
-        checkpoint_id: A path or URL: a checkpoint of dcp or stock torch, a torch.save file, a safetensors
-            file, or a Hugging Face folder.
-        storage_reader: Reads the checkpoint, instead of `FileSystemReader`.
-        planner: Plans the load, instead of `DefaultLoadPlanner`.
-        process_group: The ranks that load together; the default group without it.
+        state_dict: State to fill: nested dicts and lists of tensors, values and `Stateful` objects.
+        checkpoint_id: Path or URL of a checkpoint, a torch.save file, a safetensors file or a Hugging Face
+            folder.
+        storage_reader: Reader to use instead of `FileSystemReader`.
+        planner: Planner to use instead of `DefaultLoadPlanner`.
+        process_group: Ranks that load together; the default group if None.
         no_dist: Load in this process alone.
-        timeout_seconds: The longest wait for other ranks.
-        storage_options: Those of the file system of a URL, as for `dcp.save`.
-        verify: "blocks" (default) compares the checksum of every block that is read whole, "full" also reads
-            the rest of blocks needed in part, "none" compares nothing.
-        dtype: "exact" (default) refuses another dtype than the stored one, "cast" converts.
-        allow_partial_load: What the checkpoint lacks stays as it is, and is in the report.
-        weights_only: False allows values of any class, whose pickles may run code: only for files you trust.
-        only: Load a part: shell globs on the flat keys of ``state_dict`` (case-sensitive), each for what it
-            matches and everything below, so that ``only="model"`` is the whole model. The rest is left as it
-            is, and `Stateful` objects of which nothing can be selected are not asked for their state.
-        exclude: The same for what is not loaded; it may also name what the checkpoint alone has.
-        rename: From the state dict's keys to the checkpoint's: ``{r"^module\\.": ""}`` takes away a prefix
-            that the checkpoint lacks; several keys may get one entry. Expressions that change no name are a
-            warning. Views of a parameter can be loaded from
-            entries of their own (``qkv[:n]`` from ``q``) as long as they are views: ``chunk``, ``split`` and
-            indexing of a DTensor copy where they communicate, and the copy is filled, not the parameter;
-            nothing tells one from the other.
-        map: From the checkpoint's model definition to that of ``state_dict``: a ready map's name, as
-            "llama:hf-to-titan", a TOML or JSON file, its data, or a `dcp.weight_map`. What is fused, split or
-            permuted is read from where it is into where it belongs, however either is sharded. The names of
-            all else, as of ``rename``, ``only`` and `LoadReport`, are those behind the map. Tensors that no
-            rule knows stay as they are; a warning says so where that is all of them.
-        per_rank: "exact" (default) wants each rank's own `PerRank` values; "keep" lets them be as they are,
-            on all ranks, where another number of ranks saved the checkpoint, or it has none of them. A
-            warning names what is kept, and what is left of ranks that are not there any more.
-        unexpected: "error" (default) raises UnexpectedKeyError for entries that would be lost, unless
-            ``exclude`` leaves them out by name; "ignore" does not.
-        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
+        timeout_seconds: Longest wait for other ranks, in seconds.
+        storage_options: Options of the file system of a URL, as for `dcp.save`.
+        verify: "blocks" (default) compares the checksum of each block read whole; "full" also reads the rest
+            of partly needed blocks; "none" compares nothing.
+        dtype: "exact" (default) refuses another stored dtype; "cast" converts.
+        allow_partial_load: True leaves entries unchanged if the checkpoint lacks them; the report lists them.
+        weights_only: False unpickles objects of any class, which can run code. Use False for trusted files
+            only.
+        only: Shell patterns on the flat keys of ``state_dict``. A pattern selects the entries that it matches
+            and everything below: ``only="model"`` selects the whole model. Other entries stay unchanged.
+        exclude: Shell patterns of entries to leave out, also entries that only the checkpoint has.
+        rename: Regular expressions from keys of the state dict to keys of the checkpoint: ``{r"^module\\.":
+            ""}`` removes a prefix. Views of a parameter can be filled from separate entries (``qkv[:n]`` from
+            ``q``). Do not pass ``chunk``, ``split`` or slices of a DTensor, which may be copies.
+        map: Map from the checkpoint's model definition to that of ``state_dict``: a name such as
+            "llama:hf-to-titan", a TOML or JSON file, its data, or a `dcp.weight_map`. ``only``, ``exclude``,
+            ``rename`` and the report use names after the map. Tensors without a rule keep their names.
+        per_rank: "exact" (default) requires a saved `PerRank` value for each rank; "keep" leaves values
+            unchanged if another number of ranks saved the checkpoint.
+        unexpected: "error" (default) raises UnexpectedKeyError; "ignore" skips entries without a place.
+        progress: True for a bar, or a function that receives `dcp.progress.Progress`.
 
     Returns:
-        What was loaded, and at what cost.
+        A `LoadReport`: loaded names, bytes and seconds.
 
     Raises:
-        CheckpointNotFoundError: Nothing is committed there.
+        CheckpointNotFoundError: The id has no committed checkpoint.
         MissingKeyError: The checkpoint lacks entries.
-        UnexpectedKeyError: Entries of the checkpoint would be lost.
-        ShapeMismatchError: A tensor has another shape there.
-        DtypeMismatchError: A tensor has another dtype there, without ``dtype="cast"``.
-        CorruptCheckpointError: Bytes are not those that were committed.
-        CheckpointConflictError: It was replaced again and again while it was being read.
+        UnexpectedKeyError: Entries of the checkpoint have no place in ``state_dict``.
+        ShapeMismatchError: A stored tensor has another shape.
+        DtypeMismatchError: A stored tensor has another dtype.
+        CorruptCheckpointError: Stored bytes differ from the committed bytes.
+        CheckpointConflictError: The checkpoint was replaced repeatedly during the load.
         StorageError: The storage cannot be read.
         UnsafeObjectError: A value needs ``weights_only=False``.
-        PlanError: A pattern of ``only`` or ``exclude`` matches nothing, or the ranks called different
-            operations; `OptionError`, which is one, for an option that cannot be meant.
-        CollectiveTimeoutError: Ranks did not answer in time.
+        PlanError: A pattern matches nothing, or the ranks called different operations.
+        OptionError: An option has an invalid value.
+        CollectiveTimeoutError: Other ranks did not answer in time.
 
-        These and others of `dcp.errors` are raised on all ranks alike. After an error the tensors of
-        ``state_dict`` may be filled in part; no Stateful object has been touched and, unless planner or
-        storage are of your own, no other value either. But where a ``load_state_dict()`` fails, others have
-        their state already: PlanError if it leaves tensors on the meta device, else CheckpointError that
-        names the object.
+        All ranks raise the same error. After an error, tensors may be partly filled; values and `Stateful`
+        objects are unchanged, unless a custom planner, a custom storage or a ``load_state_dict()`` failed.
+
+    Examples:
+        ```python
+        state = {"model": model.state_dict(), "step": 0}
+        report = dcp.load(state, checkpoint_id="runs/first/step-00000100")
+        ```
     """
     return load_with(
         state_dict,
@@ -177,44 +170,48 @@ def read(
     progress: bool | ProgressCallback | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict that a checkpoint holds, or a part of it, in new memory: no template is needed.
+    """Read a checkpoint, or a part of it, into a new state dict.
 
-    Tensors are whole, however they were sharded, on every rank that calls this. Dicts, lists and the types of
-    keys are those that were saved, as far as the format tells; tensors that were tied are one tensor. What
-    was saved as `PerRank` is there for each rank, below ``rank-0`` and so on. A file of torch.save that holds
-    no dict comes as one, with the names that ``dcp ls`` shows.
+    Tensors are complete on every calling rank. Dicts, lists and types of keys are restored as far as the
+    format records them. Tied tensors become one tensor. `PerRank` values appear for each rank, under
+    ``rank-0`` and so on. A torch.save file without a dict becomes a dict with the names of ``dcp ls``.
 
     Args:
-        checkpoint_id: A path or URL: a checkpoint of dcp or stock torch, a torch.save file, a safetensors
-            file, or a Hugging Face folder.
-        storage_reader: Reads the checkpoint, instead of `FileSystemReader`.
-        only: Shell globs on the checkpoint's names ("model.weight"): what they match, and everything below.
-        exclude: The same for what is left out.
-        rename: From the checkpoint's names to those of the result, as for `dcp.convert`: regular expressions
+        checkpoint_id: Path or URL of a checkpoint, a torch.save file, a safetensors file or a Hugging Face
+            folder.
+        storage_reader: Reader to use instead of `FileSystemReader`.
+        only: Shell patterns on names of the checkpoint; each selects its matches and everything below.
+        exclude: Shell patterns of entries to leave out.
+        rename: From names of the checkpoint to names of the result, as for `dcp.convert`: regular expressions
             with replacements, or a function.
-        map: As for `load`: what another model definition makes of the checkpoint; of what is chosen only
-            the bytes that it is made of are read. All other names are those behind the map.
-        dtype: Floating-point tensors are converted to it; a dtype, or dtypes by glob of the checkpoint's
-            names.
-        device: Where the tensors are.
-        verify: "blocks" (default), "full" or "none", as for `dcp.load`.
-        weights_only: False allows values of any class, whose pickles may run code: only for files you trust.
-        process_group: The ranks that read together; all of them call this alike.
+        map: Map to another model definition, as for `load`. Only bytes of selected tensors are read.
+            ``only``, ``exclude`` and ``rename`` use names after the map.
+        dtype: Dtype for floating-point tensors, or a dict from shell patterns to dtypes.
+        device: Device of the tensors.
+        verify: "blocks" (default), "full" or "none", as for `load`.
+        weights_only: False unpickles objects of any class, which can run code. Use False for trusted files
+            only.
+        process_group: Ranks that read together; all of them call `read`.
         no_dist: Read in this process alone.
-        timeout_seconds: The longest wait for other ranks.
-        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
+        timeout_seconds: Longest wait for other ranks, in seconds.
+        progress: True for a bar, or a function that receives `dcp.progress.Progress`.
+        storage_options: Options of the file system of a URL, as for `dcp.save`.
 
     Returns:
         A new dict, nested as it was saved.
 
     Raises:
-        CheckpointNotFoundError: Nothing is committed there.
+        CheckpointNotFoundError: The id has no committed checkpoint.
         MissingKeyError: A pattern matches nothing in the checkpoint.
-        CorruptCheckpointError: Bytes are not those that were committed.
-        UnsafeObjectError: A value needs ``weights_only=False``; ``exclude`` leaves it out.
-        PlanError: An option cannot be meant, or the ranks called different operations.
-        CollectiveTimeoutError: Ranks did not answer in time.
+        CorruptCheckpointError: Stored bytes differ from the committed bytes.
+        UnsafeObjectError: A value needs ``weights_only=False``; ``exclude`` can leave it out.
+        PlanError: An option is invalid, or the ranks called different operations.
+        CollectiveTimeoutError: Other ranks did not answer in time.
+
+    Examples:
+        ```python
+        weights = dcp.read("runs/first/step-00000100", only="model", dtype=torch.bfloat16)["model"]
+        ```
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="read")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
@@ -226,7 +223,7 @@ def read(
             verify=verify,
             progress=progress,
             map=None if map is None else WeightMap.of(map),
-            unexpected="ignore",  # all that is chosen has a place: nothing is lost
+            unexpected="ignore",  # the result has a place for every selected entry
             dtype="exact" if dtype is None else "cast",
             weights_only=weights_only is not False,
             rename=whole.stored,
@@ -253,7 +250,7 @@ def load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    """`load` as it was called before torch 2.2; `Stateful` values are not asked for their state."""
+    """Load with the signature from before torch 2.2. `Stateful` values are not asked for their state."""
     storage_reader.reset()
     _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
 
@@ -266,7 +263,9 @@ def _load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    """`load` without a look at `Stateful` values: torch's function for a planner that fills an empty dict."""
+    """Load without special treatment of `Stateful` values, as torch does for a planner that fills an empty
+    dict.
+    """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()

@@ -1,8 +1,8 @@
-"""`dcp.save`: from a state dict on every rank to one committed checkpoint.
+"""Save the state dicts of all ranks as one committed checkpoint (`dcp.save`, `dcp.async_save`).
 
-The steps are those of `docs/design/saving.md`: local plan, global plan, write, commit. With our own planner
-and storage they run on columns; a planner or storage that overrides a step gets torch's objects for all of
-them, by torch's protocol (`dcp.engines`).
+A save makes local plans and a global plan, writes files and commits (`docs/design/saving.md`). dcp's planner
+and storage work on columns. Planners and storages that override a step receive torch's plan objects
+(`dcp.engines`).
 """
 
 from __future__ import annotations
@@ -73,57 +73,60 @@ def save(
     progress: bool | ProgressCallback | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Metadata:
-    """Save a sharded state dict as one checkpoint; every rank of the process group calls it alike.
+    """Save a sharded state dict as one checkpoint. Call it on every rank of the process group.
 
-    Plain tensors and values count as replicated: they must be equal on all ranks (compared by digest), one
-    rank stores them; mark what differs by rank with `PerRank`.
+    Plain tensors and values must be equal on all ranks; the save compares digests and one rank stores them.
+    Wrap state that differs by rank in `PerRank`.
 
-    When it returns the checkpoint is committed and, unless the writer is set otherwise, durable. When it
-    raises, on any rank, it raises on all; what was under the id before is untouched.
+    When `save` returns, the checkpoint is committed and durable (see ``sync_files`` of `FileSystemWriter`).
+    If a rank fails, all ranks raise, and an existing checkpoint under the id is unchanged.
 
-    The arguments up to ``use_collectives`` are torch's, with torch's meaning.
+    The arguments up to ``use_collectives`` are those of torch.
 
     Args:
-        state_dict: Tensors of any kind (plain, DTensor, ShardedTensor), other values, nested dicts and lists
-            of them, and `Stateful` objects, whose ``state_dict()`` is saved.
-        checkpoint_id: A path or a URL, such as ``s3://bucket/run/step-100``. What is there is replaced, in
-            one step.
-        storage_writer: Writes the checkpoint, instead of dcp's. One that is used again remembers the plan: as
-            long as no rank's structure changes, the next save exchanges digests instead of plans.
-        planner: Plans the save, instead of `DefaultSavePlanner`; with ``enable_plan_caching`` it remembers
-            the plan where no writer is given.
-        process_group: The ranks that save together; the default group without it.
+        state_dict: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor), values and `Stateful`
+            objects, which provide ``state_dict()``.
+        checkpoint_id: Path or URL, such as ``s3://bucket/run/step-100``. An existing checkpoint is replaced
+            in one step.
+        storage_writer: Writer to use instead of `FileSystemWriter`. A reused writer caches the plan: while
+            the structure stays equal on all ranks, the next save exchanges digests only.
+        planner: Planner to use instead of `DefaultSavePlanner`. With ``enable_plan_caching``, the planner
+            caches the plan.
+        process_group: Ranks that save together; the default group if None.
         no_dist: Save in this process alone.
-        use_collectives: False lets each rank save its own part without the others
-            (``__{rank}.manifest.msgpack``).
-        map: From the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.convert`. It
-            is given the names and whole shapes of what a rank has, so all tensors that are made into one are
-            on each rank, be it a shard of them; those that are stacked may be on some ranks each, where the
-            map says how many there are. What is not below the key of a map that is ``below`` one is saved as
-            it is. What is permuted within a box is copied for the save.
-        apart: Parts, as "optimizer" or globs on names, that get files of their own: one more a rank and part.
-            They are the same on all ranks. A part without tensors is a warning.
-            `dcp prune` drops them by removing those files, and writes nothing anew.
-        timeout_seconds: The longest wait for other ranks.
-        user_metadata: Plain data that is kept in the manifest: the coordinator's; where another rank's differ
-            a warning says so, once for each name.
-        progress: True for a bar, or a function that gets `dcp.progress.Progress`.
-        storage_options: Those of the file system of a URL, as all users of fsspec pass them
-            (``endpoint_url``, ``key``, ``secret``, ``anon``, ...; the environment serves as well), and
-            those in `dcp.storage.stores.objects.store`.
+        use_collectives: False saves each rank's part independently, as ``__{rank}.manifest.msgpack``.
+        map: Map from the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.convert`.
+            All tensors that form one target tensor must be on the same rank, or be sharded alike. Stacked
+            tensors may be on different ranks if the map gives their number. Permuted tensors are copied for
+            the save.
+        apart: Parts to store in files of their own: "optimizer", or shell patterns on names; equal on all
+            ranks. `dcp prune` can delete these parts later without rewriting other files. A part without
+            tensors causes a warning.
+        timeout_seconds: Longest wait for other ranks, in seconds.
+        user_metadata: Plain data for the manifest. The coordinator's data is stored; a different value on
+            another rank causes a warning.
+        progress: True for a bar, or a function that receives `dcp.progress.Progress`.
+        storage_options: Options of the file system of a URL, as in fsspec (``endpoint_url``, ``key``,
+            ``secret``, ``anon``), and those of `dcp.storage.stores.objects.store`.
 
     Returns:
-        torch's `Metadata` of the checkpoint, built when it is looked at.
+        torch's `Metadata` of the checkpoint, built on access.
 
     Raises:
         PlanError: The ranks' parts do not fit together, or the ranks called different operations.
         ReplicaMismatchError: Ranks have different data under one name.
-        CheckpointConflictError: Another save to the id was faster, or ``overwrite=False`` found one there.
-        StorageError: The storage failed; `StorageFullError` where it is full.
-        CollectiveTimeoutError: Ranks did not answer in time.
+        CheckpointConflictError: Another save to the id committed first, or ``overwrite=False`` found a
+            checkpoint.
+        StorageError: The storage failed; `StorageFullError` if the storage is full.
+        CollectiveTimeoutError: Other ranks did not answer in time.
 
-        These and others of `dcp.errors` are raised on all ranks alike, by several ranks as a
-        `RankFailedError` that is also of the cause's class.
+        All ranks raise the same error. The error of several ranks is a `RankFailedError` and also has the
+        class of the cause.
+
+    Examples:
+        ```python
+        dcp.save({"model": model.state_dict(), "step": 100}, checkpoint_id="runs/first/step-00000100")
+        ```
     """
     metadata, _ = save_with(
         state_dict,
@@ -158,14 +161,14 @@ def async_save(
     overlap: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveFuture:
-    """Save behind the training loop: copy the state, return, and write the copy in the background.
+    """Copy the state, return, and save the copy in the background.
 
-    CPU tensors are copied as well: when this returns, or with ``overlap`` when ``staging_completion`` is
-    done, everything may change again. Host buffers, writer and a gloo group of its own are kept for the next
-    call with the same process group (whose backend may be any). At most two saves are under way; a third call
-    waits. `CheckpointManager` has all that for itself. Interpreter exit waits for the commit.
+    The state, CPU tensors included, may change after the return, or with ``overlap`` after
+    ``staging_completion``. Host buffers, writer and a gloo group are kept for the next call with the same
+    process group. At most two saves run at the same time; a third call waits. The interpreter waits for the
+    commit before it exits. `CheckpointManager` uses the same machinery.
 
-    The arguments up to ``use_collectives`` are torch's, with torch's meaning.
+    The arguments up to ``use_collectives`` are those of torch.
 
     Args:
         state_dict: As for `save`.
@@ -173,35 +176,40 @@ def async_save(
         storage_writer: As for `save`.
         planner: As for `save`.
         process_group: As for `save`.
-        async_checkpointer_type: THREAD writes in a thread of this process; PROCESS in a process of its own,
-            which is started once, does not compete for the interpreter, and commits what was staged even if
-            this process is killed.
-        async_stager: Copies the state, instead of dcp's.
+        async_checkpointer_type: THREAD writes in a thread. PROCESS writes in a separate process, started
+            once, which commits a copied state even if this process is killed.
+        async_stager: Stager to copy the state, instead of `DefaultStager`.
         no_dist: As for `save`.
         use_collectives: As for `save`.
-        map: As for `save`; what is permuted is copied before this returns.
+        map: As for `save`. Permuted tensors are copied before the return.
         apart: As for `save`.
         user_metadata: As for `save`.
         progress: As for `save`; called in the background.
-        overlap: Copy behind the caller's back, too: nothing may change before ``staging_completion``.
-        storage_options: As for `save`; the writer process gets them with the order to save.
+        overlap: True copies in the background too. The state must not change before ``staging_completion``.
+        storage_options: As for `save`. The writer process receives the options with each save.
 
     Returns:
-        A `SaveFuture`: ``result()`` gives torch's `Metadata` once the checkpoint is committed, and raises
-        what the save raised; ``staging_completion`` and ``upload_completion`` are as in torch's
-        AsyncSaveResponse.
+        A `SaveFuture`. ``result()`` waits for the commit and returns torch's `Metadata`, or raises the error
+        of the save. ``staging_completion`` and ``upload_completion`` are those of torch's AsyncSaveResponse.
 
     Raises:
-        CollectiveTimeoutError: Ranks did not come to make the saves' own group.
-        CheckpointError: Saves before it have not ended in time.
+        CollectiveTimeoutError: Other ranks did not answer when the group was made.
+        CheckpointError: Earlier saves did not finish in time.
 
-        Errors in the background, a tensor that changed while it was copied among them (StagingError), are
-        errors of the future, on all ranks alike.
+        Errors in the background are raised by the future, on all ranks. A tensor that changed during the copy
+        raises StagingError.
+
+    Examples:
+        ```python
+        future = dcp.async_save({"model": model.state_dict()}, checkpoint_id="runs/first/step-00000100")
+        train_step()
+        future.result()  # committed
+        ```
     """
-    from dcp.background.session import default_session  # only here: sessions drain at exit
+    from dcp.background.session import default_session  # imported late: the import registers an exit handler
 
     if async_stager is None and _stages_itself(storage_writer):
-        async_stager = storage_writer  # as torch does for storages from before there were stagers
+        async_stager = storage_writer  # as torch does for storages that are stagers
     session = default_session(process_group, no_dist=no_dist, kind=async_checkpointer_type)
     with session.raise_on_all_ranks():
         refuse_a_place("async_save", state_dict)
@@ -209,7 +217,7 @@ def async_save(
         if storage_writer is not None:
             given, storage_writer = storage_writer, with_own_id(storage_writer)
             if storage_writer is given:
-                session.wait()  # it cannot be pointed at another id while a save uses it
+                session.wait()  # its id cannot change while a save uses the writer
         writer = choose_writer(storage_writer, checkpoint_id, storage_options)
         weights = None if map is None else WeightMap.of(map)
     return session.save(
@@ -232,7 +240,7 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """Save as `save` was called before torch 2.2; `Stateful` values are saved as they are."""
+    """Save with the signature from before torch 2.2. `Stateful` values are saved as they are."""
     storage_writer.reset()
     metadata, _ = save_with(
         state_dict,
@@ -255,7 +263,7 @@ def _options(
     **others: Any,
 ) -> SaveOptions:
     patterns = map(patterns_of_part, [apart] if isinstance(apart, str) else apart)
-    # what may change while it is saved is copied; what is no mapping is refused where all ranks hear of it
+    # copied, because the caller may change the dict; other types are refused later, on all ranks
     metadata = dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
     return SaveOptions(
         apart=tuple(patterns),
@@ -267,7 +275,9 @@ def _options(
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:
-    """Return whether ``writer`` has a way to stage: ours have torch's, which ours takes the place of."""
+    """Return whether ``writer`` overrides staging; `FileSystemWriter` inherits torch's methods but uses dcp's
+    stager.
+    """
     if isinstance(writer, FileSystemWriter):
         return "stage" in vars(writer) or type(writer).stage is not FileSystemWriter.stage
     return isinstance(writer, AsyncStager)

@@ -237,29 +237,29 @@ def load_features(kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> F
 
 @dataclass
 class LoadReport:
-    """The result of `dcp.load` on this rank.
+    """Result of `dcp.load` on this rank.
 
-    ``missing``: names in the state dict that the checkpoint lacks (only with partial loading allowed; their
-    values are as they were). ``unexpected``: names of the checkpoint that this rank did not load because it
-    did not ask for them or, with ``unexpected="ignore"``, had no place for them; those that ``only`` and
-    ``exclude`` leave out do not count. ``cast``: names of tensors converted from another stored dtype.
-    ``lossy``: what such a conversion lost besides digits, by the checkpoint's name: values beyond the range,
-    imaginary parts, fractions. ``renamed``: names of the checkpoint by those of the state dict, where they
-    differ. ``kept_per_rank``: `PerRank` values that are as they were, because the checkpoint has none for
-    this rank. ``rescaled``: `Rescale` values that their rules made, because another number of ranks saved.
-
-    ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage, also
-    of other values and of headers. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared,
-    and those read without being compared (partly needed, or the format has no checksum). ``seconds``: by
-    phase. ``attempts``: more than 1 where the checkpoint was replaced while it was being read, and its
-    successor was loaded.
-
-    ``storage`` is what this rank asked of the storage's service, empty for a disk: "requests" (each attempt)
-    and their number by kind, "retries", "bytes_received", "request_seconds" (the sum, also of concurrent
-    ones) and "slowest_request_seconds".
-
-    ``save_id``, ``world_size`` (number of ranks that saved) and ``user_metadata`` are the checkpoint's, where
-    its format and the storage tell them.
+    Attributes:
+        missing: Names of the state dict that the checkpoint lacks; only with ``allow_partial_load``.
+        unexpected: Names of the checkpoint that this rank did not load, without those left out by ``only``
+            and ``exclude``.
+        cast: Names of tensors converted from another stored dtype.
+        lossy: For each converted tensor, by its name in the checkpoint, a description of lost values: out of
+            range, imaginary parts, fractions.
+        renamed: Names of the checkpoint by names of the state dict, if different.
+        kept_per_rank: `PerRank` values left unchanged, because the checkpoint has none for this rank.
+        rescaled: `Rescale` values made by their rules, because another number of ranks saved.
+        bytes_needed: Payload bytes requested by this rank.
+        bytes_read: Bytes read from storage, headers included.
+        blocks_verified: Checksum blocks compared.
+        blocks_unverified: Checksum blocks read without a comparison: partly needed, or without a checksum.
+        seconds: Seconds by phase.
+        attempts: Number of attempts; above 1 if the checkpoint was replaced during the load.
+        storage: Requests to an object store, empty for a disk: "requests" and their number by kind,
+            "retries", "bytes_received", "request_seconds" (sum) and "slowest_request_seconds".
+        save_id: Id of the save, if the format records one.
+        world_size: Number of ranks that saved, if recorded.
+        user_metadata: User metadata of the checkpoint.
     """
 
     missing: list[str] = field(default_factory=list)

@@ -1,6 +1,5 @@
-"""`CheckpointManager`: when to save, what to keep, where to resume.
+"""`CheckpointManager`: schedule saves, retain steps, and resume.
 
-Which steps are saved is agreed in `coordination`, one save is carried out in `saving`, `retention` says what
-goes, `removal` and `dropping` remove it, and notes to a catalog are in `catalog`. How a state dict is saved
-is not known here.
+`coordination` agrees on the steps to save, `saving` carries out saves, `retention` selects steps to delete,
+`removal` and `dropping` delete, and `catalog` notifies a catalog.
 """

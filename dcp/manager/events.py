@@ -37,29 +37,29 @@ EventKind = Literal[
 _NOT_WITHIN_WORK = frozenset(
     {"save_skipped", "restored", "skipped_damaged", "skipped_partial", "stop_requested"}
 )
-"""Called by the training thread while nothing waits for it."""
+"""Events emitted by the training thread outside of a save."""
 
 _TROUBLE = frozenset({"save_retried", "save_cancelled", "skipped_damaged", "skipped_partial"})
-"""Beside those with an error."""
+"""Kinds logged as warnings, besides events with an error."""
 
 _LOGGED = ("step", "rank", "seconds", "size_bytes", "error", "data")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to the checkpoint of a step.
+    """Event of a step's checkpoint.
 
-    On every rank: ``saved`` (committed; ``seconds`` by phase and ``size_bytes`` are this rank's, ``error`` is
-    what failed after the commit, such as writing `.metadata`), ``save_failed``, ``save_cancelled`` (it was
-    called off, by `CheckpointManager.cancel` or for want of time), ``save_retried`` (it worked, after
-    ``data["attempts"]``), ``save_skipped`` (the one before was not finished), ``restored``,
-    ``skipped_damaged`` and ``skipped_partial`` (`restore` took an older one instead, because it cannot be
-    read, or is not the whole state), and ``stop_requested``. On the coordinator only: ``verified``,
-    ``verify_failed``, ``deleted``, ``delete_failed``, and ``dropped`` and ``drop_failed`` (of
-    ``data["parts"]`` of a step that stays).
+    Kinds on every rank: ``saved``, ``save_failed``, ``save_cancelled``, ``save_retried``, ``save_skipped``
+    (the previous save was running), ``restored``, ``skipped_damaged``, ``skipped_partial`` and
+    ``stop_requested``. Kinds on the coordinator: ``verified``, ``verify_failed``, ``deleted``,
+    ``delete_failed``, ``dropped`` and ``drop_failed``.
 
-    ``error`` is the text of what went wrong, ``data`` whatever else there is, ``time`` seconds since the
-    epoch.
+    Attributes:
+        seconds: Seconds by phase, of this rank.
+        size_bytes: Bytes written by this rank.
+        error: Text of the error. In ``saved``, an error after the commit, such as writing `.metadata`.
+        data: Further facts, such as ``attempts`` of ``save_retried`` and ``parts`` of ``dropped``.
+        time: Seconds since the epoch.
     """
 
     kind: EventKind
@@ -73,10 +73,10 @@ class Event:
 
 
 EventCallback = Callable[[Event], None]
-"""Called for each event, from any thread; what it raises is logged and goes no further.
+"""Function that receives each event, from any thread. Exceptions are logged and ignored.
 
-It may list and pin steps, but not save, restore, wait or close within `saved` and what follows: the work that
-it would wait for is waiting for it.
+A callback may list and pin steps. It must not save, restore, wait or close: the manager waits for the
+callback.
 """
 
 
@@ -100,8 +100,7 @@ class Events:
         level: int | None = None,
         **data: str | int | float | bool,
     ) -> None:
-        """Tell everybody; never raises because of who listens. ``level`` is that of the log record, where
-        trouble is not to be a warning."""
+        """Send an event to all callbacks and the log. Never raises; ``level`` overrides the log level."""
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         event = Event(kind, step, self._rank, dict(seconds or {}), size_bytes, text, data, time.time())
         self._log(event, level)
@@ -110,13 +109,13 @@ class Events:
             for tell in self._callbacks:
                 try:
                     tell(event)
-                except (Exception, SystemExit):  # the latter would end the thread that saves
+                except (Exception, SystemExit):  # SystemExit would end the thread of the save
                     logger.exception("a listener failed on the event %r of step %s", kind, step)
         finally:
             self._telling.work = None
 
     def refuse_to_wait(self, call: str) -> None:
-        """Raise CheckpointError in a callback that is called by what ``call`` would wait for."""
+        """Raise CheckpointError if a callback called ``call``, which would wait for the callback."""
         kind = getattr(self._telling, "work", None)
         if kind is not None:
             raise CheckpointError(
@@ -124,8 +123,7 @@ class Events:
             )
 
     def _log(self, event: Event, level: int | None) -> None:
-        """Write one record whose ``extra`` has the event's fields, for handlers that write structured
-        logs."""
+        """Write a log record with the event's fields in ``extra``."""
         if level is None:
             level = logging.WARNING if event.kind in _TROUBLE or event.error is not None else logging.INFO
         if not logger.isEnabledFor(level):

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: the checkpoints of one training run, from the first save to a resume."""
+"""`CheckpointManager`: checkpoints of one training run, from the first save to a resume."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _AFTER_ERROR_SECONDS = 60.0
 """Time for a save under way when training has ended with an exception: other ranks may be dead."""
 
 _AFTER_COMMIT_SECONDS = 5.0
-"""Least time for verification and deletions at the end, when saves took all of it."""
+"""Minimum time for verification and deletions at the end."""
 
 
 OnFailure = Literal["warn", "raise"]
@@ -84,8 +84,68 @@ def _call_off(session: weakref.ref[LoopSession | AsyncSession]) -> None:
 
 
 class CheckpointManager:
-    """Saves, keeps and restores the checkpoints of one training run::
+    """Save, retain and restore the checkpoints of one training run.
 
+    Make the manager on all ranks with the same options, call `save` or `should_save` for the same steps, and
+    call `restore` and `close` on all ranks. The manager opens gloo groups of its own. Each checkpoint is a
+    folder below ``root``. A process may have several managers.
+
+    Args:
+        root: Folder or URL of the run.
+        process_group: Ranks that save together; all ranks if None.
+        no_dist: Save from this process alone.
+        mode: "thread" and "process" copy the state and write in the background, in a thread or a separate
+            process. The process commits a copied state even if this process is killed. "sync" writes before
+            `save` returns.
+        every_steps: Save at multiples of this number. Without ``every_steps`` and ``every_seconds``, every
+            call of `save` saves.
+        every_seconds: Save if this time has passed since the last save.
+        save_first: Also save the first step of a run that was not restored.
+        keep: Retention rules; None keeps all steps. Damaged steps do not count and pinned steps stay. The
+            highest step is the newest: to train again from an older step, `delete` the steps after it.
+        when_busy: Action of a scheduled save while the previous save is running: "wait", "skip" (until the
+            next interval) or "raise". Last, forced and stopping saves wait.
+        on_failure: "warn" logs a save that failed after ``retries``, emits an event and counts it in
+            `failures`. Errors that would fail every save (PlanError, CollectiveTimeoutError) are raised by
+            the next call, on all ranks at the same step. "raise" raises every failure this way.
+        retries: Number of further attempts after an error of the storage.
+        retry_pause_seconds: Pause before the first retry of a save or restore, doubled each time.
+        verify_saved: Check after each commit, in the background: "sizes" compares file sizes, "full" reads
+            all bytes, "off" does nothing. Results are stored beside the checkpoint.
+        handle_sigterm: On SIGTERM on any rank, the next `save` saves, waits for the commit and sets
+            `stop_requested` on all ranks. An existing Python handler is called too.
+        grace_seconds: Seconds from SIGTERM to the end of the machine, or a dict of seconds by signals and by
+            files that appear: ``{signal.SIGUSR1: 120, "/run/preempted": 25}``. By then, every save is
+            committed or cancelled.
+        weights: Names of entries to save first if the grace is too short for the whole state, such as
+            ``"app.model"``; () for none.
+        name: Format of folder names with the field ``{step}``, or a function of the step. Names must contain
+            the step in decimal digits.
+        writer: Function from a checkpoint id to a writer, such as ``partial(FileSystemWriter,
+            torch_compatible=False)``.
+        planner: Planner, as for `dcp.async_save`.
+        stager: Stager, as for `dcp.async_save`.
+        run: Name of the run, stored with each checkpoint.
+        on_event: Function or functions that receive each `Event`. Events are also logged and sent to
+            `torch.monitor`.
+        progress: True for a bar, or a function that receives `dcp.progress.Progress`.
+        timeout_seconds: Longest wait for other ranks, in seconds.
+        agree_every_steps: Number of steps between exchanges of stop requests and clock-based saves.
+        storage_options: Options for the URL ``root``, as for `dcp.save`. Options of ``writer`` take
+            precedence.
+        catalog: URL of a service (``dcp serve``) to notify of commits and deletions, or a
+            `CatalogRegistration`. An unavailable service neither delays nor fails training.
+        map: Map for saves, as for `dcp.save`; restores use its inverse. Entries that the inverse cannot
+            restore fail the save.
+
+    Raises:
+        OptionError: An option is invalid.
+        ModuleNotFoundError: ``catalog`` needs httpx.
+        CheckpointError: Several ranks have no process group.
+        CollectiveTimeoutError: Other ranks did not answer in time.
+
+    Examples:
+        ```python
         with dcp.CheckpointManager("ckpt", every_steps=100, keep=dcp.Retention(last=3)) as manager:
             restored = manager.restore(state)
             for step in range(restored.step + 1 if restored else 1, steps + 1):
@@ -93,71 +153,7 @@ class CheckpointManager:
                 manager.save(step, state, metrics={"loss": loss}, last=step == steps)
                 if manager.stop_requested:
                     break
-
-    All ranks make the manager alike (it opens gloo groups of its own, whatever backend training uses), call
-    `save` or `should_save` for the same steps, and `restore` and `close` together. Each checkpoint is a
-    folder below ``root``, named by ``name``. Managers share nothing: a process may have several.
-
-    Args:
-        root: The folder of the run, or its URL.
-        process_group: The ranks that save together; None is all of them.
-        no_dist: Save from this process alone.
-        mode: Where saves are written. "thread" and "process" copy the state, and write the copy in a thread
-            of this process or in one of its own, which commits what it was given even if this process is
-            killed; "sync" writes before `save` returns.
-        every_steps: `save` saves at multiples of it, also after a resume; without it and ``every_seconds``
-            whenever it is called.
-        every_seconds: `save` saves when so much time has passed since the last one; of both intervals what
-            comes first.
-        save_first: Save also the first step of a run that was not restored.
-        keep: Which checkpoints stay; None keeps all. Only committed ones that were not found damaged count;
-            pinned ones stay. The highest step is the newest: after going back, `delete` those after it.
-        when_busy: What a save by interval does while the one before is not finished: "wait", "skip" (until
-            the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
-        on_failure: A save that failed in spite of ``retries`` is logged, emitted as an event and counted in
-            `failures`, and training continues ("warn"), unless the saves to come would fail as well: a state
-            that cannot be saved (PlanError), ranks that do not come (CollectiveTimeoutError). `save` raises
-            such an error, or with "raise" any, at the next call, on all ranks at the same step, and so do
-            `wait` and `close`.
-        retries: How often a save is tried again after an error of the storage.
-        retry_pause_seconds: The pause before that, doubled each time; and before a restore asks a storage
-            again that fails.
-        verify_saved: After each commit, in the background, "sizes" sees to it that all files are there with
-            the committed sizes, "full" reads all of their bytes again; "off" does neither. What is found is
-            noted beside the checkpoint.
-        handle_sigterm: SIGTERM on any rank makes the next `save` save and wait for the commit, and then sets
-            `stop_requested`, on all ranks at the same step. A Python handler that was there is called too.
-        grace_seconds: How long there is after a SIGTERM until the machine is gone; or a dict with that of
-            several signals, and of files that appear: ``{signal.SIGUSR1: 120, "/run/preempted": 25}``. By
-            then each save is committed or called off, with a part of the time kept to remove what it has
-            written.
-        weights: Names of entries that are saved first, alone, where that time may be too short for all of the
-            state: ``"app.model"`` of what ``app.state_dict()`` has; () for none.
-        name: Of a step's folder: a format with one field ``{step}``, or a function of the step; it must write
-            the step in decimal digits.
-        writer: Makes the writer of a checkpoint id, for its options: ``partial(FileSystemWriter,
-            torch_compatible=False)``.
-        planner: That of `dcp.async_save`.
-        stager: That of `dcp.async_save`.
-        run: A name that is stored with each checkpoint.
-        on_event: Called with each `Event`, which also becomes a log record and a `torch.monitor` event.
-        progress: A bar (True), or a function that gets `dcp.progress.Progress`.
-        timeout_seconds: Bounds every wait for other ranks.
-        agree_every_steps: Exchange with the other ranks whether to stop, or to save by the clock, only at
-            each so many-th step.
-        storage_options: For a ``root`` such as ``s3://bucket/run``, as for `dcp.save`. A ``writer`` that has
-            options of its own keeps them.
-        catalog: The service (``dcp serve``) that is notified of commits and deletions, in the background: its
-            URL, or a `CatalogRegistration`. That it is away never slows or fails training.
-        map: Each step is saved through it, as `dcp.save` does, and restored through its inverse: a run's
-            steps are under another model definition's names. What the inverse does not lead back to is
-            refused by the save.
-
-    Raises:
-        OptionError: An option is none of its choices, or cannot be meant.
-        ModuleNotFoundError: ``catalog`` needs httpx, which is not there.
-        CheckpointError: There are several ranks and no process group.
-        CollectiveTimeoutError: Ranks did not answer in time.
+        ```
     """
 
     @plain_errors
@@ -200,14 +196,14 @@ class CheckpointManager:
         self._make_writer = writer if writer is not None else FileSystemWriter
         names = (weights,) if isinstance(weights, str) else tuple(weights)
         self._saved_first = names if grace_seconds is not None else ()
-        """Entries that are saved first before a deadline; () where there is none to come."""
+        """Entries to save first before a deadline; () without a deadline."""
         ranks = Ranks(
             process_group,
             use_dist=not self._no_dist,
             timeout_seconds=timeout_seconds,
             operation="CheckpointManager",
         )
-        # what would leave ranks in different steps
+        # options that must be equal on all ranks
         alike: dict[str, Any] = {
             "mode": mode,
             "every_steps": every_steps,
@@ -319,20 +315,20 @@ class CheckpointManager:
 
     @plain_errors
     def should_save(self, step: int, *, last: bool = False) -> bool:
-        """Tell whether `save` would save this step; the same on all ranks, who all have to ask.
+        """Return whether `save` would save this step. Call it on all ranks.
 
-        For loops that prepare something for a save. It may still be skipped with ``when_busy="skip"``.
+        Use it to prepare data for a save. With ``when_busy="skip"``, the save may still be skipped.
 
         Args:
             step: As for `save`.
             last: As for `save`.
 
         Returns:
-            True if it would.
+            True if the step is due; equal on all ranks.
 
         Raises:
-            OptionError: ``step`` is no whole number from 0.
-            CheckpointError: The manager is closed; or what an earlier save raised (see ``on_failure``).
+            OptionError: ``step`` is not an integer from 0.
+            CheckpointError: The manager is closed, or an earlier save failed (see ``on_failure``).
         """
         self._check_open()
         step = self._saver.exchange(step, last=last)
@@ -350,33 +346,31 @@ class CheckpointManager:
         overlap: bool = False,
         user_metadata: Mapping[str, Any] | None = None,
     ) -> SaveFuture | None:
-        """Save ``state_dict`` as the checkpoint of ``step`` if it is time for that; call it at every step.
+        """Save ``state_dict`` if ``step`` is due. Call it at every step, on all ranks.
 
-        A step is saved by the interval, as the ``last``, because of a SIGTERM (then this waits for the
-        commit), or with ``force``; all ranks alike. When this returns, the state may change; with ``overlap``
-        it may only inside of `lock`.
+        A step is due by the interval, as the ``last`` step, after SIGTERM (`save` then waits for the commit),
+        or with ``force``. The state may change after the return; with ``overlap``, only inside `lock`.
 
         Args:
-            step: Of the training; it names the checkpoint.
-            state_dict: What `dcp.save` takes: `Stateful` objects (a model and optimizer in one, a data
-                loader), tensors, plain values; `PerRank` around what differs by rank.
-            metrics: Numbers by name, also tensors and arrays of no dimension; NaN is allowed. They are stored
-                with the checkpoint and are what `Best` goes by. Those of rank 0 count; others that differ are
-                a warning, once for each name.
-            force: Save this step whatever the interval, also a step that is saved already.
-            last: This is the last step of the run.
-            overlap: Copy the state during the next forward and backward.
-            user_metadata: More plain data to store; as for ``metrics``, rank 0's.
+            step: Training step, which names the checkpoint.
+            state_dict: State for `dcp.save`: `Stateful` objects, tensors, values, `PerRank` values.
+            metrics: Numbers by name, also tensors and arrays without dimensions. NaN is allowed. `Best`
+                compares them. The metrics of rank 0 are stored; a difference on another rank causes a
+                warning.
+            force: Save this step even if it is not due or was saved before.
+            last: True at the last step of the run.
+            overlap: Copy the state during the next forward and backward pass.
+            user_metadata: Further plain data to store, from rank 0.
 
         Returns:
-            The save's future, whose ``result()`` waits for the commit, or None if nothing is saved.
+            The future of the save, whose ``result()`` waits for the commit; None if the step is not saved.
 
         Raises:
-            CheckpointError: The manager is closed, or busy with ``when_busy="raise"``; or what an earlier
-                save raised (see ``on_failure``).
-            PlanError: ``state_dict`` is no dict.
-            OptionError: A metric is no number, or ``user_metadata`` no plain data.
-            OptionError: ``step`` is no whole number from 0, or a flag neither True nor False.
+            CheckpointError: The manager is closed, or busy with ``when_busy="raise"``, or an earlier save
+                failed (see ``on_failure``).
+            PlanError: ``state_dict`` is not a dict.
+            OptionError: ``step`` is not an integer from 0, a metric is not a number, ``user_metadata`` is not
+                plain data, or a flag is not a bool.
         """
         self._check_open()
         self._events.refuse_to_wait("save()")
@@ -384,7 +378,7 @@ class CheckpointManager:
         step = saver.exchange(step, last=last, force=force)
         reason = self._coordinator.reason(step, last=last, force=force)
         if reason is None:
-            check_state(state_dict, self._saved_first)  # not only once it is saved
+            check_state(state_dict, self._saved_first)  # at every step, before the first save
             if not last:
                 self._coordinator.warn_if_repeated(step)
             return None
@@ -412,38 +406,39 @@ class CheckpointManager:
 
     @property
     def failures(self) -> int:
-        """Number of saves that have failed for good, and of checkpoints found damaged after them."""
+        """Number of failed saves and of checkpoints found damaged after their commit."""
         return self._saver.failures
 
     @plain_errors
     def request_stop(self) -> None:
-        """Stop as at a SIGTERM: the next step's `save` saves, on all ranks, and sets `stop_requested`.
+        """Request a stop as SIGTERM does: all ranks save the next step and set `stop_requested`.
 
-        One rank's call is enough. With several ranks it needs ``handle_sigterm``, or another reason for the
-        ranks to exchange something at each step.
+        Call it on one rank. Several ranks need ``handle_sigterm`` or another option that exchanges votes at
+        each step.
 
         Raises:
-            CheckpointError: The manager is closed, or the ranks exchange nothing.
+            CheckpointError: The manager is closed, or the ranks exchange no votes.
         """
         self._check_open()
         self._coordinator.request_stop()
 
     @property
     def stop_requested(self) -> bool:
-        """True once the ranks have agreed to stop: `save` saves that step, and the loop ends after it."""
+        """True after the ranks have agreed to stop. `save` has saved this step; leave the loop."""
         return self._coordinator.stopping
 
     @plain_errors
     def cancel(self) -> bool:
-        """Call off the save under way, and wait until it has ended; one rank's call, from any thread, is
-        enough. It is no failure, and the next step that is due is saved.
+        """Cancel the running save and wait until it has ended. Call it on one rank, from any thread.
+
+        A cancelled save does not count as a failure. The next due step is saved.
 
         Returns:
-            True if nothing of it is committed or left behind, on all ranks; False if it had committed by
-            then, or none was under way.
+            True if the save left neither a checkpoint nor files, on all ranks; False if it had committed, or
+            no save was running.
 
         Raises:
-            CheckpointError: In a callback that the save waits for.
+            CheckpointError: A callback of the running save called `cancel`.
         """
         self._events.refuse_to_wait("cancel()")
         ended = [future.cancel() for future in self._session.under_way()]
@@ -451,8 +446,10 @@ class CheckpointManager:
         return any(ended)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold ``optimizer.step()`` inside, where saves overlap with training: waits for a copy of the state
-        that is being taken, and holds off the next one."""
+        """Return a context manager for ``optimizer.step()`` with ``overlap=True``.
+
+        Entering waits for a running copy of the state and delays the next one.
+        """
         return self._session.lock()
 
     # -- restoring -------------------------------------------------------------------------------------------
@@ -461,28 +458,27 @@ class CheckpointManager:
     def restore(
         self, state_dict: dict[str, Any], step: int | None = None, **options: Unpack[LoadKeywords]
     ) -> Restored | None:
-        """Load the newest good checkpoint into ``state_dict``, or that of ``step`` and no other; all ranks
-        together. The next saves count from it.
+        """Load the newest good checkpoint, or the checkpoint of ``step``, into ``state_dict``. Call it on all
+        ranks.
 
-        A damaged checkpoint is noted, an event says so, and an older one is taken; an older one than that of
-        weights alone, too, unless ``only`` or ``step`` asks for what it has. Errors of the storage are
-        retried and then raised, as all others are, rather than set training back.
+        A damaged or partial checkpoint is skipped with an event and the next older one is loaded. ``only``
+        and ``step`` can select a partial one. Errors of the storage are retried, then raised. Other errors
+        are raised at once. The intervals of later saves count from the restored step.
 
         Args:
-            state_dict: What was given to `save`.
-            step: The step to restore, and no other.
-            **options: Those of `dcp.load`: ``only`` and ``exclude`` for a part of the state, ``rename`` for
-                other names, ``map`` where the steps are of another model definition (None: of this one),
-                ``per_rank="keep"`` to resume on another number of ranks, ``dtype``, ``verify`` and so on.
+            state_dict: State in the form given to `save`.
+            step: Step to restore; None for the newest good step.
+            **options: Options of `dcp.load`, such as ``only``, ``exclude``, ``rename``, ``map``, ``dtype``,
+                ``verify`` and ``per_rank="keep"``.
 
         Returns:
-            What was restored; None if nothing is committed: the run starts afresh.
+            The restored step with its report and metadata; None if the run has no checkpoint.
 
         Raises:
-            CorruptCheckpointError: There are steps, and none of them is whole.
-            CheckpointNotFoundError: Nothing is committed at ``step``.
-            CheckpointError: Others of `dcp.load`.
-            OptionError: ``step`` is no whole number from 0.
+            CorruptCheckpointError: All steps are damaged.
+            CheckpointNotFoundError: ``step`` has no committed checkpoint.
+            CheckpointError: Further errors of `dcp.load`.
+            OptionError: ``step`` is not an integer from 0.
         """
         self._check_open()
         self._events.refuse_to_wait("restore()")
@@ -517,7 +513,7 @@ class CheckpointManager:
         if restored is not None:
             self._coordinator.restored(restored.step)
             report, url = restored.report, f"{self._folders.root.url}/{self._folders.name(restored.step)}"
-            # the saves that follow say so, as conversions say of their source
+            # recorded in the provenance of later saves
             self._saver.resumed_from = {"url": url, "step": restored.step, "save_id": report.save_id}
             for skipped, reason in restored.skipped:
                 is_partial = skipped in restored.skipped_partial
@@ -531,23 +527,22 @@ class CheckpointManager:
     # -- committed steps -------------------------------------------------------------------------------------
 
     def checkpoint_id(self, step: int) -> str:
-        """Return the path or URL by which `dcp.load` loads the checkpoint of ``step``, be there one or not.
+        """Return the path or URL of ``step`` for `dcp.load`, whether or not the checkpoint exists.
 
         Args:
-            step: Of the training.
+            step: Training step.
 
         Returns:
             A path or URL.
 
         Raises:
-            OptionError: ``step`` is no whole number from 0.
+            OptionError: ``step`` is not an integer from 0.
         """
         return self._folders.checkpoint_id(step)
 
     @plain_errors
     def all_steps(self) -> list[int]:
-        """List the committed steps, ascending, as this process sees them on the storage; not those that are
-        to be deleted.
+        """List the committed steps, ascending, without steps queued for deletion.
 
         Raises:
             StorageError: The storage cannot be listed.
@@ -556,10 +551,10 @@ class CheckpointManager:
 
     @plain_errors
     def latest(self) -> int | None:
-        """Return the newest of `all_steps`; `restore` may find it damaged and take an older one.
+        """Return the newest of `all_steps`. `restore` may skip it if it is damaged.
 
         Returns:
-            The step; None if nothing is committed.
+            The step; None without a committed checkpoint.
 
         Raises:
             StorageError: The storage cannot be listed.
@@ -574,17 +569,17 @@ class CheckpointManager:
 
     @plain_errors
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of ``step`` in the background; gone from `all_steps` at once, or an error.
+        """Delete the checkpoint of ``step`` in the background. `all_steps` omits it at once.
 
-        Rank 0 acts, and other ranks need not call it.
+        Rank 0 acts; other ranks need not call it.
 
         Args:
-            step: Of `all_steps`.
+            step: One of `all_steps`.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            CheckpointError: It is pinned, or being saved or verified, or the manager is closed.
-            OptionError: ``step`` is no whole number from 0.
+            CheckpointNotFoundError: The step has no checkpoint.
+            CheckpointError: The step is pinned, or is being saved or verified, or the manager is closed.
+            OptionError: ``step`` is not an integer from 0.
         """
         self._check_open()
         if self._after_commit is None:
@@ -597,26 +592,26 @@ class CheckpointManager:
 
     @plain_errors
     def pin(self, step: int) -> None:
-        """Keep ``step``, whatever `Retention` says. Rank 0 acts.
+        """Keep ``step`` regardless of `Retention`. Rank 0 acts.
 
         Args:
-            step: Of `all_steps`.
+            step: One of `all_steps`.
 
         Raises:
-            CheckpointNotFoundError: There is none.
+            CheckpointNotFoundError: The step has no checkpoint.
             CheckpointError: The manager is closed.
         """
         self._set_pin(step, True)
 
     @plain_errors
     def unpin(self, step: int) -> None:
-        """Leave ``step`` to `Retention` again, which looks at it after the next save. Rank 0 acts.
+        """Remove the pin of ``step``; `Retention` applies after the next save. Rank 0 acts.
 
         Args:
-            step: Of `all_steps`.
+            step: One of `all_steps`.
 
         Raises:
-            CheckpointNotFoundError: There is none.
+            CheckpointNotFoundError: The step has no checkpoint.
             CheckpointError: The manager is closed.
         """
         self._set_pin(step, False)
@@ -634,7 +629,7 @@ class CheckpointManager:
 
     @plain_errors
     def pinned(self) -> list[int]:
-        """List the pinned ones of `all_steps`.
+        """List the pinned steps.
 
         Raises:
             StorageError: The storage cannot be listed.
@@ -645,17 +640,17 @@ class CheckpointManager:
 
     @plain_errors
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for all saves, and on rank 0 for all verifications and deletions.
+        """Wait for all saves, and on rank 0 for verifications and deletions.
 
         Args:
-            timeout_seconds: How long at most; None: no bound but their own.
+            timeout_seconds: Longest wait; None for no limit.
 
         Returns:
-            Whether all have ended.
+            True if all have ended.
 
         Raises:
-            CheckpointError: What a save raised (see ``on_failure``), and with ``on_failure="raise"`` what was
-                found damaged.
+            CheckpointError: A save failed (see ``on_failure``), or, with ``on_failure="raise"``, a checkpoint
+                is damaged.
         """
         self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
@@ -669,19 +664,18 @@ class CheckpointManager:
 
     @plain_errors
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the saves under way and what follows them, then give everything back; idempotent.
+        """Wait for running saves and their verification, then release all resources. Idempotent.
 
-        A save that has not ended by then is called off. All ranks close together. Leaving a ``with`` block
-        closes, and so does the end of the interpreter; after an exception a save under way gets a minute,
-        because other ranks may be dead.
+        A save that has not ended in time is cancelled. Call it on all ranks. Leaving a ``with`` block and
+        exiting the interpreter also close. After an exception, a running save gets one minute.
 
         Args:
-            timeout_seconds: How long at most; None is the manager's own.
+            timeout_seconds: Longest wait; None for the manager's ``timeout_seconds``.
 
         Raises:
-            CheckpointError: What a save raised (see ``on_failure``), and with ``on_failure="raise"`` what was
-                found damaged; or saves failed and none of this manager was ever committed. Not where a
-                ``with`` block is left by an exception.
+            CheckpointError: A save failed (see ``on_failure``), a checkpoint is damaged with
+                ``on_failure="raise"``, or every save of this manager failed. Not raised if an exception
+                leaves the ``with`` block.
         """
         self._events.refuse_to_wait("close()")
         self._close(self._options.timeout_seconds if timeout_seconds is None else timeout_seconds)
@@ -717,12 +711,12 @@ class CheckpointManager:
             )
 
     def end_with_interpreter(self, *, failed: bool) -> None:
-        """Close; where an exception has ended the program, ``failed``, as a with block does after one."""
+        """Close at interpreter exit; after an exception (``failed``) as a ``with`` block does."""
         most = _AFTER_ERROR_SECONDS if failed else math.inf
         self._close(min(self._options.timeout_seconds, most), together=False)
 
     def leave_to_parent(self) -> None:
-        """Close in a forked child, without a wait, or a lock that another thread may have held."""
+        """Close in a forked child, without waits or locks."""
         self._closed = True
         self._saver.forget_saves()
         self._after_commit = None
@@ -755,7 +749,7 @@ _of_parent: list[CheckpointManager] = []  # kept: destructors would wait for thr
 
 
 def _leave_all_to_parent() -> None:
-    # A data loader's worker must not wait, when it ends, for a save that the training process carries out.
+    # A data loader's worker must not wait at exit for a save of the training process.
     _of_parent.extend(_open)
     for manager in _of_parent:
         manager.leave_to_parent()

@@ -1,13 +1,10 @@
-"""Resuming: the newest checkpoint that can be read, chosen by all ranks alike.
+"""Restore the newest readable checkpoint, the same on all ranks.
 
-What a failed load means decides what comes next. Stored bytes that are not what was committed, or a
-checkpoint that is gone, are a reason to take an older one. A storage that does not answer is not: training
-would be set back by an outage that is over in a minute; so the same checkpoint is tried again, and then the
-error is raised. A state dict that does not fit is the wrong one, even if an older checkpoint would take it:
-raised at once.
+Damaged or deleted checkpoints are skipped. Errors of the storage are retried and then raised, because an
+older checkpoint would set training back. A state dict that does not fit is raised at once.
 
-`dcp.load` raises the same on all ranks, and the coordinator alone looks which steps there are, so that no
-rank can take another step than the others.
+`dcp.load` raises the same error on all ranks, and only the coordinator lists steps, so all ranks select the
+same step.
 """
 
 from __future__ import annotations
@@ -45,11 +42,16 @@ _RETRIES = 3
 
 @dataclass(frozen=True)
 class Restored:
-    """Result of a restore: the checkpoint of ``step``.
+    """Result of a restore.
 
-    ``report`` is this rank's. ``skipped``: newer steps that could not be used, newest first, and why; of
-    these ``skipped_partial`` are sound, but not the whole state. ``metrics`` and ``user_metadata`` (all of
-    it) were given to the save; ``world_size`` is the number of ranks that saved, where the checkpoint tells.
+    Attributes:
+        step: Restored step.
+        report: `LoadReport` of this rank.
+        skipped: Newer steps that were skipped, newest first, with the reason.
+        skipped_partial: Skipped steps that are intact but partial.
+        metrics: Metrics given to the save.
+        user_metadata: All user metadata of the save.
+        world_size: Number of ranks that saved, if recorded.
     """
 
     step: int
@@ -64,13 +66,12 @@ class Restored:
 
 @dataclass(eq=False)
 class Restoring:
-    """A restore, by all ``ranks`` alike.
+    """Restore by all ``ranks``.
 
-    ``load`` is that of a checkpoint id, which raises what `dcp.load` does. ``list_steps`` gives the committed
-    steps of ``folders``, newest first; it is called on the coordinator only, and asked for no more of them
-    than are tried. ``on_damage`` is called on every rank for each step whose stored bytes are not what was
-    committed, and is still there; what it raises is logged. Errors of the storage are retried a few times,
-    after ``pause_seconds``, doubled each time.
+    ``load`` loads a checkpoint id and raises the errors of `dcp.load`. ``list_steps`` yields the committed
+    steps of ``folders``, newest first, on the coordinator. ``on_damage`` is called on every rank for each
+    damaged step; its exceptions are logged. Errors of the storage are retried after ``pause_seconds``,
+    doubled each time.
     """
 
     ranks: Ranks
@@ -81,20 +82,18 @@ class Restoring:
     pause_seconds: float
 
     def restored(self, step: int | None, options: LoadKeywords) -> Restored | None:
-        """Load the newest step that can be read, or ``step`` and no other; ``options`` are those of
-        `dcp.load`.
+        """Load the newest readable step, or ``step``, with ``options`` of `dcp.load`.
 
-        None if no step is committed. Raises CorruptCheckpointError, which lists them, if there are steps and
-        none can be read, so that training does not start afresh by mistake; all other errors of `dcp.load` at
-        once, and those of the storage after the retries. With ``step`` what that load raises.
+        Returns None without a committed step. Raises CorruptCheckpointError if all steps are damaged, and
+        other errors of `dcp.load` at once, or after retries for errors of the storage.
 
-        After it has returned, everything that a load which failed had filled has been filled from the
-        restored step; `Stateful` objects have got their state once.
+        Entries filled by a failed attempt are filled again or reset. `Stateful` objects receive their state
+        once.
         """
         self.skipped: dict[int, str] = {}
         self.partial: list[int] = []
         self.filled: set[str] = set()
-        """What a load has filled, which must not stay where the next leaves something as it is."""
+        """Entries filled by an attempt."""
         with raise_on_all_ranks(self.ranks):
             step = None if step is None else whole_step(step)
             if (weights := options.get("map")) is not None:
@@ -109,10 +108,10 @@ class Restoring:
         return self._newest() if step is None else self._only(step)
 
     def _newest(self) -> Restored | None:
-        # Listed anew each time: a writer that outlived the job before may commit and clean up meanwhile.
+        # List again each time: a writer process of the previous job may still commit and delete.
         while found := self._first(lambda step: step not in self.skipped):
             step = int(found)
-            # a load that leaves entries as they are which the checkpoint lacks would say nothing
+            # partial loading would hide missing entries
             reason = self._agreed_lack(step) if self.options.get("allow_partial_load") else ""
             if not reason:
                 try:
@@ -153,7 +152,7 @@ class Restoring:
             raise
 
     def _first(self, is_wanted: Callable[[int], bool]) -> str:
-        """Return the newest step that is wanted by what the coordinator sees; "" if none is."""
+        """Return the newest wanted step listed by the coordinator; "" if none."""
 
         def packed() -> bytes:
             return next((b"%d" % step for step in self.list_steps() if is_wanted(step)), b"")
@@ -181,7 +180,7 @@ class Restoring:
         )
 
     def _retried(self, what: str, attempt: Callable[[int], T]) -> T:
-        """Return the result of ``attempt``, which gets its number, tried again while the storage fails."""
+        """Call ``attempt`` with its number until it succeeds, retrying errors of the storage."""
         try:
             pause_seconds = self.pause_seconds
             return retried(
@@ -196,13 +195,13 @@ class Restoring:
             raise
 
     def _skip(self, step: int, error: CheckpointError) -> str:
-        """Have the damage of a step that cannot be used noted; return the reason, in one line."""
+        """Report the damage of a step and return the reason in one line."""
         vanished = not self.ranks.broadcast("look", lambda: b"\x01" if self._is_committed(step) else b"")
         reason = " ".join(str(causes_of(error)[0]).split())[:_MAX_REASON_CHARACTERS]
         if not vanished and self.on_damage is not None:
             try:
                 self.on_damage(step, error)
-            except Exception:  # one rank's trouble with noting it must not part it from the others
+            except Exception:  # a failure on one rank must not separate it from the other ranks
                 logger.exception("the damage of %s could not be noted", self.folders.checkpoint_id(step))
         return "it is not there any more" if vanished else reason
 
@@ -210,7 +209,9 @@ class Restoring:
         return self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()
 
     def _lack(self, step: int) -> str:
-        """Describe what a checkpoint lacks and how to load the rest; "" for a whole or an unreadable one."""
+        """Describe the missing entries of a partial checkpoint and how to load the rest; "" for other
+        checkpoints.
+        """
         try:
             index = open_index(self.folders.store(step))
         except CheckpointError:
@@ -229,17 +230,17 @@ class Restoring:
 
 
 def is_unusable(error: CheckpointError) -> bool:
-    """Tell whether the checkpoint is damaged or gone, so that another one is to be loaded."""
+    """Return whether the checkpoint is damaged or deleted."""
     return all(is_damage(cause) or isinstance(cause, CheckpointNotFoundError) for cause in causes_of(error))
 
 
 def _is_missing(error: CheckpointError) -> bool:
-    """Tell whether the checkpoint lacks what was asked for."""
+    """Return whether the checkpoint lacks requested entries."""
     return all(isinstance(cause, MissingKeyError) for cause in causes_of(error))
 
 
 def _is_passing(error: CheckpointError) -> bool:
-    """Tell whether the storage is to blame, on some ranks at least, and no rank has a reason to give up."""
+    """Return whether the storage failed on some ranks and no rank has a permanent error."""
     passing = StorageError, CheckpointConflictError
     causes = causes_of(error)
     return any(isinstance(cause, passing) for cause in causes) and all(

@@ -1,11 +1,11 @@
-"""Retention: rules for which checkpoints to keep, as data, and the plan that follows from them.
+"""Retention: rules for checkpoints to keep, and the plan of deletions.
 
-A step is kept if any rule keeps it. Whatever the rules, pinned steps, steps whose verification is pending,
-and the newest good step are kept. Only good steps count for a rule: a damaged one, or one that is not the
-whole state, must not push a good one out. A rule that cannot be judged deletes nothing: it keeps all.
+A step is kept if any rule keeps it. Pinned steps, steps awaiting verification and the newest good step always
+stay. Rules count good steps only, not damaged or partial ones. A rule that cannot be evaluated keeps all
+steps.
 
-A part of a state, such as its optimizer, may go earlier than the rest: by rules of its own among the steps
-that are kept and still have it. Pure: no I/O, no clock, no torch.
+Rules for a part, such as the optimizer, apply to kept steps that still have the part. This module has no I/O
+and does not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ _RULES: Final = ("last", "every_steps", "best", "younger_than_seconds")
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keep the ``count`` best steps by ``metric``.
+    """Keep the best ``count`` steps by ``metric``.
 
-    "min": the lowest are the best. Of equal ones the newer is the better. Steps without the metric, or where
-    it is NaN or infinite, are never among them; but as long as no step has a finite one, all steps are kept:
-    the metric may be misspelt, or come later.
+    Steps without a finite value do not count. While no step has a finite value, all steps are kept, in case
+    the name is misspelt or the metric comes later.
+
+    Attributes:
+        metric: Name of a metric given to `CheckpointManager.save`.
+        count: Number of steps.
+        mode: "min" or "max". Of equal values, the newer step is better.
     """
 
     metric: str
@@ -45,7 +49,7 @@ class Best:
             raise OptionError(f"best.mode: must be 'min' or 'max', not {self.mode!r}")
 
     def pick(self, steps: Iterable[StepState]) -> list[int]:
-        """Return the best of ``steps``, the best one first."""
+        """Return the best of ``steps``, best first."""
         sign = 1.0 if self.mode == "min" else -1.0
         known = [(state, state.metrics.get(self.metric, math.nan)) for state in steps]
         ranked = sorted((sign * value, -state.step) for state, value in known if math.isfinite(value))
@@ -54,14 +58,16 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Rules for what to keep; at least one. A step is kept if any of them keeps it.
+    """Rules for steps to keep. At least one rule is required; any rule can keep a step.
 
-    - ``last``: the newest n.
-    - ``every_steps``: steps that are multiples of it, for ever.
-    - ``best``: by one metric or several; a tuple once constructed. All steps, until one has the metric.
-    - ``younger_than_seconds``: by the time of the commit; one that is not known counts as young.
+    Attributes:
+        last: Keep this number of newest steps.
+        every_steps: Keep multiples of this number.
+        best: Keep the best steps by one or several metrics.
+        younger_than_seconds: Keep steps committed within this time; an unknown time counts as recent.
 
-    Raises OptionError, which names the field.
+    Raises:
+        OptionError: A rule is invalid; the message names the field.
     """
 
     last: int | None = None
@@ -87,7 +93,7 @@ class Keep:
 
     @property
     def has_rules(self) -> bool:
-        """Return whether any is given."""
+        """True if a rule is given."""
         return any(getattr(self, name) is not None for name in _RULES)
 
     @property
@@ -97,8 +103,11 @@ class Keep:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read the rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps,
-        ``optimizer`` a map of rules, ``parts`` one of such maps."""
+        """Read rules from plain data, such as YAML or JSON.
+
+        ``best`` is a map or a list of maps, ``optimizer`` a map of rules, and ``parts`` a map of maps of
+        rules.
+        """
         fields = _known(data, cls.__name__, [each.name for each in fields_of(cls)])
         best, optimizer, parts = map(fields.get, ("best", "optimizer", "parts"))
         if best is not None:
@@ -114,40 +123,47 @@ class Keep:
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that `from_dict` reads; rules that are not set are left out."""
+        """Return plain data for `from_dict`, without unset rules."""
         plain: dict[str, Any] = _plain(asdict(self))
         return plain
 
 
 class Part(NamedTuple):
-    """A part of a state, what is said of it (``name``), and which steps keep it. Entries are its own whose
-    names match one of ``patterns``."""
+    """Part of a state: its ``name``, patterns of its entries, and the rule for steps that keep it."""
 
     name: str
     patterns: tuple[str, ...]
     keep: Keep | None = None
 
     def is_gone(self, state: StepState) -> bool:
-        """Return whether it was dropped from a step."""
+        """Return whether the part was dropped from a step."""
         return state.dropped.issuperset(self.patterns)
 
 
 def part_named(name: str, keep: Keep | None = None) -> Part:
-    """Return the part that ``name`` stands for: "optimizer", or a glob on names of entries."""
+    """Return the part called ``name``: "optimizer", or a shell pattern on names of entries."""
     return Part(name, patterns_of_part(name), keep)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention(Keep):
-    """Rules for which checkpoints stay, and which parts of them; at least one. A step is kept if any of the
-    rules of `Keep` keeps it; without any all are.
+    """Rules for steps and parts to keep. At least one rule is required.
 
-    - ``optimizer``: of the steps that are kept, which keep their optimizer. From the others it is dropped,
-      and the weights stay as they are. Dropped are entries called as trainers call them: what is below
-      ``state`` and ``param_groups`` under a key that begins with ``optim``.
-    - ``parts``: the same for other parts, by globs on names of entries: ``{"ema.*": dcp.Keep(last=1)}``.
+    A step is kept if a rule of `Keep` keeps it; without such a rule, all steps are kept. The newest good step
+    and pinned steps keep all parts.
 
-    The newest good step keeps everything, and so do pinned ones. Raises OptionError, which names the field.
+    Attributes:
+        optimizer: Rule for steps that keep their optimizer: entries below ``state`` and ``param_groups``
+            under a key that begins with ``optim``.
+        parts: Rules for other parts, by shell patterns on names: ``{"ema.*": dcp.Keep(last=1)}``.
+
+    Raises:
+        OptionError: A rule is invalid; the message names the field.
+
+    Examples:
+        ```python
+        keep = dcp.Retention(last=3, every_steps=1000, best=dcp.Best("loss"), optimizer=dcp.Keep(last=2))
+        ```
     """
 
     optimizer: Keep | None = None
@@ -172,18 +188,19 @@ class Retention(Keep):
 
     @property
     def dropping(self) -> tuple[Part, ...]:
-        """The parts that have rules of their own."""
+        """The parts with rules of their own."""
         named = [] if self.optimizer is None else [part_named("optimizer", self.optimizer)]
         return (*named, *(Part(glob, (glob,), keep) for glob, keep in (self.parts or {}).items()))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps that are kept, with all reasons, and steps that are to be deleted, oldest first.
+    """Steps to keep, with all reasons, and steps to delete, oldest first.
 
-    ``newest`` is the good step that is kept whatever the rules. ``unjudged``: by metric, a sentence on the
-    rules that could not be judged, where they alone keep steps. ``drop``: of steps that are kept the parts
-    that are to be dropped from them, oldest first; which of these a step has at all is not known here.
+    Attributes:
+        newest: Good step that is kept regardless of rules.
+        unjudged: For each metric, a message about rules that could not be evaluated and alone keep steps.
+        drop: Parts to drop from kept steps, oldest first. A step may lack a listed part.
     """
 
     keep: Mapping[int, tuple[str, ...]]
@@ -194,10 +211,10 @@ class Plan:
 
 
 def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float) -> Plan:
-    """Return what ``retention`` (None keeps all) makes of committed ``steps``, each given once.
+    """Apply ``retention`` (None keeps all) to the committed ``steps``.
 
-    A damaged or partial step goes once ``last`` good ones (one, without that rule) are newer than it: it is
-    no loss then, and until then it may be all there is, or verify after the storage has recovered.
+    A damaged or partial step is deleted once ``last`` good steps (one without that rule) are newer. Until
+    then the step may be the only one, or may verify after the storage has recovered.
     """
     states = sorted(steps, key=lambda state: state.step)
     reasons: dict[int, list[str]] = {state.step: [] for state in states}
@@ -223,7 +240,7 @@ def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float)
     keep = {step: tuple(why) for step, why in reasons.items() if why}
     drop: dict[int, tuple[Part, ...]] = {}
     for part in retention.dropping if isinstance(retention, Retention) else ():
-        # Neither steps that go nor those that have lost it already must push it out of other steps.
+        # Deleted steps, and steps without the part, must not count for the part's rule.
         having = [state for state in good if state.step in keep and not part.is_gone(state)]
         planned = plan(part.keep, having, now_seconds)
         unjudged |= planned.unjudged
@@ -235,8 +252,9 @@ def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float)
 def _apply(
     retention: Keep, good: Sequence[StepState], now_seconds: float, reasons: dict[int, list[str]]
 ) -> dict[str, str]:
-    """Add the reasons of rules to keep ``good`` steps; where a rule has nothing to go by it keeps all, and if
-    it alone keeps some a sentence on its metric is returned."""
+    """Add ``reasons`` to keep ``good`` steps, and return messages by metric for rules that could not be
+    evaluated.
+    """
     if retention.last is not None:
         for state in good[-retention.last :]:
             reasons[state.step].append(f"last {retention.last}")
@@ -250,7 +268,7 @@ def _apply(
     for state in good:
         if every is not None and state.step % every == 0:
             reasons[state.step].append(f"every {every} steps")
-        committed = state.committed_seconds  # 0 on storages that know no time
+        committed = state.committed_seconds  # 0 if the storage has no time
         if young is not None and (committed is None or not 0 < committed <= now_seconds - young):
             reasons[state.step].append(f"younger than {young:g} s")
     alone = not all(reasons[state.step] for state in good)
@@ -279,7 +297,7 @@ def _check_count(name: str, value: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return rules without what is not set, and with lists for tuples."""
+    """Return rules without unset fields, with lists instead of tuples."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items() if each is not None}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
