@@ -1,5 +1,4 @@
-"""The service: a catalog of checkpoints, and jobs on them. Never imports torch in the API process.
+"""The service: a catalog of checkpoints with jobs. The API process never imports torch.
 
-Here is what all of it shares: the application (`app`), the settings, the roots and the errors. Everything
-else has a folder: requests enter by `http` and `routes`, which use `catalog`, `data` and `jobs`.
+`app` assembles the application of `core`, `catalog` and `features`; `serving` runs the processes.
 """

@@ -1,4 +1,4 @@
-"""The application: the core, and the features that plug into it. Nothing happens at import time."""
+"""Application: the core with the features that plug into it. Importing the module has no effect."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ __all__ = ["API", "create_app"]
 
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
-    """Return the service as an ASGI application; opens nothing before it is started.
+    """Return the service as an ASGI application; resources open at startup.
 
-    Its `Service` is ``app.state.service``. Raises ValueError if a route does not say who may use it.
+    The `Service` is ``app.state.service``. Raises ValueError if a route declares no scope.
     """
     check_settings(settings)
     service = Service.from_settings(settings, clock, kinds(), allowances, role_settings(settings))
@@ -53,7 +53,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
         summary="A catalog of checkpoints, and jobs on them.",
         lifespan=lifespan,
         routes=_routes(),
-        openapi_url=None,  # ours are offline, and declare their access as all routes do
+        openapi_url=None,  # the own pages work offline and declare their access
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -70,13 +70,13 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     check_routes(app)
     install_documentation(app)
     samples = [read for one in features() for read in one.sampled]
-    install_metrics(app, service, samples)  # outermost of all, so that it sees what the others answer
+    install_metrics(app, service, samples)  # outermost, to measure the final answers
     return app
 
 
 @cache
 def _routes() -> list[BaseRoute]:
-    """In the order in which they are looked through for each request."""
+    """Return the routes in matching order."""
     return [*documentation.routes, *assets.routes, *routes_of(features())]
 
 

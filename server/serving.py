@@ -1,4 +1,4 @@
-"""The processes of `dcp serve`: uvicorn, the worker beside it, and the end in good order."""
+"""Processes of `dcp serve`: uvicorn, the embedded worker, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -38,29 +38,34 @@ from dcp.storage.errors import CheckpointError
 
 _KEEP_ALIVE_SECONDS: Final = 15
 _FORCED_SECONDS: Final = 2.0
-_SETTLE_SECONDS: Final = 0.5  # the first requests come first
+_SETTLE_SECONDS: Final = 0.5  # let the first requests pass
 _log = structlog.get_logger(__name__)
 
 
 class PortError(CheckpointError):
-    """The address cannot be listened on."""
+    """The service cannot listen on the address."""
 
 
 def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
-    """Serve until SIGINT or SIGTERM; the exit status. Requests under way are finished, within limits.
+    """Serve until SIGINT or SIGTERM, and return the exit status. Running requests finish within limits.
 
-    ``flags`` are those of the settings that came from the command line, for the processes that are started.
-    Raises `PortError` and `FeatureError`, before anything else is done.
+    Args:
+        settings: The settings of the service.
+        flags: Settings from the command line, passed on to the child processes.
+
+    Raises:
+        PortError: The address is not available.
+        FeatureError: A feature cannot be imported.
     """
     configure_logs(settings)
-    schedules(settings)  # a feature that cannot be imported ends this process, not only the worker beside it
+    schedules(settings)  # fails here if a feature cannot be imported, not only in the worker
     _check_port(settings.host.strip("[]"), settings.port)
-    if "roots" not in settings.model_fields_set:  # a default, so a missing folder is no mistake
+    if "roots" not in settings.model_fields_set:  # the default folder may be missing
         for root in settings.roots.values():
             Path(root.url).mkdir(exist_ok=True)
     _tell_roots(settings)
     with ExitStack() as stack:
-        # For before uvicorn listens to signals and after: it sends itself again what has ended it.
+        # Before and after uvicorn handles signals; uvicorn raises the final signal again.
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, _end))
         stack.enter_context(_environment(flags_environment(flags)))
@@ -73,7 +78,7 @@ def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Here, because whoever has two of them should know it before a database is made, and in a line."""
+    """Refuse an unavailable port early: before a database is created, with a message of one line."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,7 +110,7 @@ def _tell_address(host: str, port: int) -> None:
 
 
 _ending = threading.Event()
-"""A signal has come before uvicorn listens to it."""
+"""Set by a signal that arrives before uvicorn handles signals."""
 
 
 def _end(_number: int, _frame: object) -> None:
@@ -114,8 +119,11 @@ def _end(_number: int, _frame: object) -> None:
 
 
 def _app(settings: Settings) -> FastAPI:
-    """Make the application. A signal meanwhile ends the process as it does at any other time, though pydantic
-    makes an error of its own of whatever is raised while it builds a model."""
+    """Create the application.
+
+    A signal meanwhile ends the process as usual, although pydantic wraps exceptions raised while it builds a
+    model.
+    """
     try:
         return create_app(settings)
     except Exception:
@@ -125,11 +133,12 @@ def _app(settings: Settings) -> FastAPI:
 
 
 _MADE_OBJECTS: Final = 50_000
-"""Between two looks for garbage: what is made of 200,000 objects takes thrice as long with 700."""
+"""Allocations between garbage collections: creating 200,000 objects takes three times as long with 700."""
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens: a worker that starts at the same time would slow it down."""
+    """uvicorn's server, which reports the start of listening: a worker that starts earlier would slow it
+    down."""
 
     def __init__(self, config: uvicorn.Config, begun: threading.Event) -> None:
         super().__init__(config)
@@ -145,13 +154,13 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if self.force_exit:  # by a second signal: then uvicorn leaves out the application's own end
+        if self.force_exit:  # after a second signal uvicorn skips the shutdown of the application
             await self._cut_short()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.lifespan.shutdown(), _FORCED_SECONDS)
 
     async def _cut_short(self) -> None:
-        """Let the clients of requests under way go, as if they had left."""
+        """Disconnect the clients of running requests."""
         running = list(self.server_state.tasks)
         if not running:
             return
@@ -164,7 +173,7 @@ class _Server(uvicorn.Server):
 
 def _settle() -> None:
     gc.collect()
-    gc.freeze()  # what is there now stays, and need not be looked through again and again
+    gc.freeze()  # exclude permanent objects from collections
     gc.set_threshold(_MADE_OBJECTS)
     gc.enable()
 
@@ -178,7 +187,7 @@ def _serve_here(settings: Settings, begun: threading.Event) -> int:
 def _serve_many(settings: Settings, begun: threading.Event) -> int:
     from uvicorn.supervisors import Multiprocess
 
-    # one migrates, before several would
+    # migrate once, before several processes start
     service = Service.from_settings(settings)
     try:
         prepare_database(service)
@@ -202,7 +211,7 @@ def _serve_many(settings: Settings, begun: threading.Event) -> int:
 
 
 def app_of_environment() -> Any:
-    """For API processes, which have their settings from the environment only."""
+    """Create the application of an API process, which reads its settings from the environment only."""
     settings = Settings()
     configure_logs(settings)
     return create_app(settings)
@@ -215,7 +224,7 @@ def _options(settings: Settings) -> dict[str, Any]:
         "log_config": None,
         "access_log": False,
         "server_header": False,
-        "proxy_headers": False,  # the application does it, for trusted ones only
+        "proxy_headers": False,  # the application handles proxies, trusted ones only
         "http": TimedHeads,
         "ws": "none",
         "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
@@ -225,9 +234,10 @@ def _options(settings: Settings) -> dict[str, Any]:
 
 
 def flags_environment(flags: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that were given as flags, as the environment of a process that is to have the same.
+    """Return settings given as flags as the environment of a child process.
 
-    The others come to it as they came to this one, so that no secret of a file gets into an environment.
+    Other settings reach the child from the file and the inherited environment, so no secret of a file enters
+    an environment.
     """
     return {
         f"DCP_SERVER_{name.upper()}": value if isinstance(value, str) else json.dumps(value)
@@ -260,10 +270,10 @@ _STABLE_SECONDS: Final = 60.0
 
 @contextmanager
 def worker_beside(shutdown_seconds: float, begin: threading.Event) -> Iterator[None]:
-    """Yield a worker with this process's environment as long as this lasts, from when ``begin`` is set.
+    """Run a worker with the environment of this process, started when ``begin`` is set.
 
-    At the end it has ``shutdown_seconds`` to stop. If this process is killed, it ends by itself, because its
-    standard input does.
+    At the end the worker has ``shutdown_seconds`` to stop. If this process is killed, the worker ends when
+    its standard input closes.
     """
     keeper = _Keeper(shutdown_seconds, begin)
     keeper.thread.start()
@@ -315,38 +325,41 @@ class _Keeper:
         with self._lock:
             if self._stopping.is_set():
                 return None
-            # A session of its own: Ctrl-C is for us, who then end it in good order.
+            # A session of its own: Ctrl-C reaches only this process, which stops the worker.
             self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
             return self._process
 
 
-# -- heads of requests in time -------------------------------------------------------------------------------
+# -- timeouts of request heads -------------------------------------------------------------------------------
 
 
 class TimedHeads(H11Protocol):
-    """Closes a connection whose next head is not whole ``head_seconds`` after it was opened, or after the
-    first byte of the head. How long one may be idle in between is uvicorn's ``timeout_keep_alive``."""
+    """Protocol that closes a connection whose request head is incomplete after ``head_seconds``.
+
+    The time starts with the connection or with the first byte of the head. uvicorn's ``timeout_keep_alive``
+    bounds idle time.
+    """
 
     head_seconds: ClassVar[float] = 10.0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """As of asyncio's protocols."""
+        """Start the timer of the first head."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """As of asyncio's protocols."""
+        """Start or stop the timer of the current head."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As of asyncio's protocols."""
+        """Stop the timer."""
         self._stop()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:  # the head is here
+        if self.conn.their_state is not h11.IDLE:  # the head is complete
             self._stop()
         elif self._timer is None and not self.transport.is_closing():
             self._timer = self.loop.call_later(self.head_seconds, self._end)

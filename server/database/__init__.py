@@ -1,4 +1,4 @@
-"""The catalog's database: tables, migrations, and the one way to read and write them.
+"""Database of the catalog: tables, migrations and access.
 
-What is in the tables, and what may become of it, is said by `dcp.server.catalog` and `dcp.server.core.jobs`.
+`dcp.server.catalog` and `dcp.server.core.jobs` define the contents and their changes.
 """

@@ -1,12 +1,12 @@
-"""Data too large for one transaction: drafts, and documents, JSON objects that lie beside their rows.
+"""Drafts and documents: data too large for one transaction, written in parts.
 
-A draft is a row of one table with many parts in another. It is written in short transactions with pauses,
-because on SQLite writers take turns, under a name that no reader looks up. One more transaction gives it the
-name under which it is found; what was killed before that is removed in time.
+A draft is a row of one table with many parts in another. Short transactions with pauses write the parts,
+because on SQLite writers take turns. Readers ignore drafts by name. A final transaction renames the complete
+draft; incomplete drafts are removed later.
 
-Of a document the lists, and long texts, lie in parts, so that a page reads a page. What tasks, jobs and
-statistics have in common they refer to together. A document that nothing refers to any more becomes a draft
-again, and is removed as such.
+A document is a JSON object. Its lists and long texts are stored in parts, so reading a page reads only a
+page. Tasks, jobs and statistics can share one document. A document without references becomes a draft again
+and is removed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ from dcp.server.database.tables import (
 )
 
 _DRAFT: Final = "draft-"
-"""The beginning of the name of a draft; the time follows, by which old ones are found."""
+"""Prefix of the names of drafts; the time of creation follows."""
 
 _MOST_PAUSE_SECONDS: Final = 0.1
 
 Pause = Callable[[float], None]
-"""Called between two transactions with the seconds that others are to have."""
+"""Callback between two transactions, with the seconds to leave to other writers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Drafts of one kind: by the ``name`` of their row, and the column of their parts that says whose they
-    are. ``rows`` of the parts are removed in one transaction."""
+    """Drafts of one kind: the ``name`` column of the row, and the column of the parts that refers to the
+    row.
+
+    One transaction removes at most ``rows`` parts.
+    """
 
     name: Column[Any]
     owner: Column[Any]
@@ -59,14 +62,14 @@ class Drafts:
     def write(
         self, database: Database, parts: Iterable[Sequence[Mapping[str, Any]]], pause: Pause = time.sleep
     ) -> None:
-        """Rows of parts, each sequence of them in a transaction of its own."""
+        """Write parts, each sequence of rows in a separate transaction."""
         for rows in parts:
             begun = time.monotonic()
             database.transact(partial(_execute, insert(self.owner.table), rows))
             pause(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))
 
     def remove(self, database: Database, number: int) -> None:
-        """Delete the draft with all of its parts."""
+        """Delete the draft with all parts."""
         parts = self.owner.table
         keys = [column for column in parts.primary_key if column is not self.owner]
         own = self.owner == number
@@ -84,7 +87,7 @@ class Drafts:
         database.transact(partial(_execute, delete(row).where(row.c.id == number), None))
 
     def forget(self, database: Database, before: float) -> int:
-        """Remove drafts that were begun before that time; how many."""
+        """Remove drafts older than the given time, and return their number."""
         query = select(self.name.table.c.id, self.name).where(self.name.like(f"{_DRAFT}%"))
         with database.read() as connection:
             drafts = connection.execute(query).all()
@@ -99,12 +102,12 @@ DOCUMENTS: Final = Drafts(documents.c.name, document_parts.c.document_id, rows=1
 
 
 def draft_name(now: float, token: str) -> str:
-    """Return the name of a draft begun ``now``; ``token`` is of it alone."""
+    """Return the name of a draft created ``now``, with a unique ``token``."""
     return f"{_DRAFT}{now:.0f}-{token}"
 
 
 def forget_drafts(database: Database, before: float) -> int:
-    """Remove drafts of all kinds that were begun before that time, by writers that were killed; how many."""
+    """Remove drafts of all kinds older than the given time, left by killed writers; return their number."""
     return sum(drafts.forget(database, before) for drafts in (STRUCTURES, DOCUMENTS))
 
 
@@ -114,10 +117,10 @@ def _execute(statement: Executable, rows: Sequence[Mapping[str, Any]] | None, co
 
 _ITEMS: Final = 100
 _CHARACTERS: Final = 1 << 16
-"""Of a list or a text in one part."""
+"""Characters of a list or text in one part."""
 
 _TRANSACTION_CHARACTERS: Final = 1 << 17
-"""In one transaction: hundredths of a second."""
+"""Characters of one transaction, which takes hundredths of a second."""
 
 _REFERRING: Final = (tasks, jobs, statistics)
 
@@ -125,16 +128,14 @@ _REFERRING: Final = (tasks, jobs, statistics)
 def prepare_document(
     database: Database, content: Mapping[str, Any], *, now: float, pause: Pause = time.sleep
 ) -> int:
-    """Return the number of a new document, a draft until `ensure_document` is given it; in short
-    transactions."""
+    """Write a new document as a draft, in short transactions, and return its number for `ensure_document`."""
     number = DOCUMENTS.begin(database, {"head": _head(content)}, now)
     DOCUMENTS.write(database, _together(_parts(number, content)), pause)
     return number
 
 
 def ensure_document(connection: Connection, content: Mapping[str, Any], prepared: int | None) -> int:
-    """Return the number of the document, which is written if it was not ``prepared``; the caller refers to
-    it."""
+    """Return the number of the document, writing it unless ``prepared``. The caller must store a reference."""
     if prepared is None:
         return write_document(connection, content)
     published = update(documents).where(documents.c.id == prepared).values(name=None)
@@ -144,7 +145,7 @@ def ensure_document(connection: Connection, content: Mapping[str, Any], prepared
 
 
 def write_document(connection: Connection, content: Mapping[str, Any]) -> int:
-    """Return the number of a new document, written at once: for small ones."""
+    """Write a small document at once and return its number."""
     statement = insert(documents).values(head=_head(content)).returning(documents.c.id)
     number = int(connection.execute(statement).scalar_one())
     if rows := list(_parts(number, content)):
@@ -153,7 +154,7 @@ def write_document(connection: Connection, content: Mapping[str, Any]) -> int:
 
 
 def read_document(connection: Connection, number: int) -> dict[str, Any]:
-    """All of it."""
+    """Return the whole document."""
     head = select(documents.c.head).where(documents.c.id == number)
     content = dict(connection.execute(head).scalar_one())
     table = document_parts.c
@@ -181,7 +182,7 @@ def read_items(connection: Connection, number: int, field: str, begin: int, end:
 
 
 def find_item(connection: Connection, number: int, field: str, name: str, value: str) -> Any | None:
-    """Return the first of a list whose ``name`` is ``value``; None if none is. Parts are read one by one."""
+    """Return the first item of a list whose ``name`` is ``value``, or None. Parts are read one by one."""
     table = document_parts.c
     query = select(table.content).where(table.document_id == number, table.field == field)
     parts = connection.execute(query.order_by(table.position), execution_options={"yield_per": 1}).scalars()
@@ -189,8 +190,10 @@ def find_item(connection: Connection, number: int, field: str, name: str, value:
 
 
 def abandon_documents(connection: Connection, now: float) -> int:
-    """Turn documents that no row refers to into drafts, and return their number. They are removed later,
-    since a reader may still use them."""
+    """Turn documents without references into drafts and return their number.
+
+    Deletion follows later, since a reader may still use a document.
+    """
     unused = [~select(table.c.document_id).where(_is_of(table)).exists() for table in _REFERRING]
     name = draft_name(now, "") + cast(documents.c.id, Text)
     statement = update(documents).where(documents.c.name.is_(None), *unused).values(name=name)
@@ -206,8 +209,7 @@ def _is_cut(value: Any) -> bool:
 
 
 def _head(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members that are in no part, and the names of all: `read_document` has them in this
-    order."""
+    """Return the members without parts and the names of all members, in the order of `read_document`."""
     return {name: type(value)() if _is_cut(value) else value for name, value in content.items()}
 
 
@@ -222,7 +224,7 @@ def _parts(number: int, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _together(parts: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """As many in a list as are written in one transaction; the next ones are encoded when they are due."""
+    """Group parts into transactions; each group is encoded on demand."""
     rows: list[dict[str, Any]] = []
     characters = 0
     for part in parts:

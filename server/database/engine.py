@@ -1,8 +1,8 @@
-"""Reading and writing, on SQLite with a single writer or on PostgreSQL, in short transactions.
+"""Database access in short transactions, on SQLite with a single writer or on PostgreSQL.
 
-SQLite is opened in WAL mode: readers see a snapshot and never wait; writers of this process take turns by a
-lock, those of other processes by SQLite's own. A transaction that begins to write does so at once (``BEGIN
-IMMEDIATE``), so that none fails in its middle because another one was quicker.
+SQLite runs in WAL mode: readers see a snapshot and never wait. Writers of this process take turns with a
+lock, writers of other processes with the lock of SQLite. A write transaction starts with ``BEGIN
+IMMEDIATE``, so a conflict cannot occur halfway.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BUSY_SECONDS: Final = 5.0
 _PATIENCE_SECONDS: Final = 10.0
 _ATTEMPTS: Final = 5
 _PAUSE_SECONDS: Final = 0.05
-_CACHE_KIB: Final = 4_096  # of each connection; what is not in it is in the memory of the system
+_CACHE_KIB: Final = 4_096  # per connection; the page cache of the system has the rest
 _WAL_LIMIT_BYTES: Final = 64 << 20
 _REPEATABLE: Final = {"40001", "40P01"}
-"""PostgreSQL: serialization failure, deadlock."""
+"""SQLSTATEs of PostgreSQL that permit a repetition: serialization failure, deadlock."""
 
 _AWAY: Final = ("08", "53", "57", "25006", "55P03")
-"""PostgreSQL, the beginnings of SQLSTATEs of errors of the server: no connection, no resources, stopped or
-timed out by it, read-only since a failover, a lock that is not released."""
+"""Prefixes of SQLSTATEs of PostgreSQL for an unavailable server: connection, resources, shutdown, timeouts,
+read-only after a failover, unreleased locks."""
 
 _AWAY_SQLITE: Final = {
     sqlite3.SQLITE_CORRUPT,
@@ -52,33 +52,34 @@ _AWAY_SQLITE: Final = {
 _POSTGRES: Final[Mapping[str, Any]] = {
     "connect_timeout": 5,
     "application_name": "dcphub",
-    # text is bytes where neither side has an encoding, as in a database that a server without locale has made
+    # without an encoding on both sides, text would be bytes (databases of servers without a locale)
     "client_encoding": "utf8",
-    # a server that is gone without a word is noticed after about 10 seconds, not after two hours
+    # detect a silent server after 10 seconds instead of two hours
     "keepalives_idle": 5,
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "tcp_user_timeout": 10_000,
     "options": "-c statement_timeout=60s -c lock_timeout=10s -c idle_in_transaction_session_timeout=120s",
 }
-"""Of libpq; what the URL says as well counts."""
+"""Connection options of libpq; options in the URL also apply."""
 
 
 class Encoded(str):
-    """JSON, for a column of JSON: encoded before the transaction begins, in which others wait."""
+    """JSON for a JSON column, encoded before the transaction begins to keep the transaction short."""
 
     __slots__ = ()
 
 
 class DatabaseUnavailableError(RuntimeError):
-    """The database cannot be reached, is full, or was locked for too long; the cause is `__cause__`."""
+    """The database is unreachable, full, or was locked for too long; `__cause__` has the cause."""
 
 
 class Database:
-    """The database at ``url``: ``sqlite:///PATH`` or ``postgresql+psycopg://...``; nothing is opened yet.
+    """Database at ``url``: ``sqlite:///PATH`` or ``postgresql+psycopg://...``. Creating the object opens
+    nothing.
 
-    Safe to use from many threads. Errors of the connection or the disk are `DatabaseUnavailableError`; the
-    next call tries again. Raises ValueError for a URL of another database.
+    Thread-safe. Failures of connection or disk raise `DatabaseUnavailableError`; the next call tries again.
+    Raises ValueError for other kinds of databases.
     """
 
     def __init__(self, url: str, *, pool_size: int = 8) -> None:
@@ -114,25 +115,25 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Yield a connection that only reads; on SQLite it sees one snapshot, on PostgreSQL one a
-        statement."""
+        """Yield a read-only connection: with one snapshot on SQLite, one snapshot per statement on
+        PostgreSQL."""
         with _translated(self), self.reader.begin() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction: committed at the end, rolled back if the block raises.
+        """Yield a connection with one transaction: committed at the end, rolled back on an exception.
 
-        Keep it short, and do no other I/O in it: on SQLite all other writers wait.
+        Keep the block short and free of other I/O: on SQLite all other writers wait.
         """
         with _translated(self), self._turn(), self.writer.begin() as connection:
             yield connection
 
     def transact(self, act: Callable[[Connection], T]) -> T:
-        """``act`` in a `write` transaction, repeated where the database asks for that; it must bear it.
+        """Call ``act`` in a `write` transaction, and repeat it on conflicts; ``act`` must tolerate a
+        repetition.
 
-        A database that stays locked is not waited for again and again: threads that wait are threads that
-        do not answer.
+        A locked database is not retried, since waiting threads cannot answer requests.
         """
         last_start = time.monotonic() + _PATIENCE_SECONDS
         for attempt in range(1, _ATTEMPTS + 1):
@@ -147,7 +148,7 @@ class Database:
         raise AssertionError("unreachable")
 
     def ping(self) -> None:
-        """Raises `DatabaseUnavailableError` if nothing can be read, or nothing written: it tries both."""
+        """Read and write once. Raises `DatabaseUnavailableError` on a failure."""
         if self.dialect == "sqlite":
             self._check_file()
         with self.read() as connection:
@@ -157,10 +158,10 @@ class Database:
                 version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
                 connection.exec_driver_sql(f"PRAGMA user_version = {int(version)}")
             else:
-                connection.execute(text("SELECT txid_current()"))  # which a replica refuses
+                connection.execute(text("SELECT txid_current()"))  # a replica refuses this
 
     def _check_file(self) -> None:
-        # Who has a file open that was removed or replaced would not notice.
+        # An open file that was removed or replaced would raise no error.
         try:
             status = Path(self.url.database or "").stat()
         except OSError:
@@ -190,7 +191,7 @@ class Database:
 
 
 class _HintingCompiler(SQLiteCompiler):
-    """Writes `Select.with_hint` behind the table's name: ``INDEXED BY ...``, ``NOT INDEXED``."""
+    """Compiler that appends `Select.with_hint` to the table name: ``INDEXED BY ...``, ``NOT INDEXED``."""
 
     def get_from_hint_text(self, table: FromClause, text: str | None) -> str | None:
         return text
@@ -211,7 +212,7 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
 
     @event.listens_for(engine, "connect")
     def _(connection: sqlite3.Connection, _record: Any) -> None:
-        connection.isolation_level = None  # transactions begin where we say so
+        connection.isolation_level = None  # `write` and `read` begin transactions explicitly
         cursor = connection.cursor()
         _log_ahead(cursor)
         for pragma in (
@@ -233,7 +234,7 @@ def _sqlite(url: URL, begin: str, pool_size: int, *, query_only: bool) -> Engine
 
 
 def _log_ahead(cursor: sqlite3.Cursor) -> None:
-    """Into WAL mode. Of another process that opens a new file at this instant SQLite itself does not wait."""
+    """Switch to WAL mode, waiting for other processes: SQLite does not wait during the creation of a file."""
     give_up = time.monotonic() + _BUSY_SECONDS
     while True:
         try:
@@ -250,11 +251,11 @@ def _encode(value: Any) -> str:
 
 
 def encode_json(value: Any, separators: tuple[str, str] | None = None) -> str:
-    """Escapes are only of what is no text: a PostgreSQL without an encoding takes no others."""
+    """Encode JSON, escaping only invalid text: PostgreSQL without an encoding accepts no other escapes."""
     text = json.dumps(value, ensure_ascii=False, separators=separators)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(value, separators=separators)
     return text
 
@@ -273,14 +274,14 @@ def _translated(database: Database) -> Iterator[None]:
 
 
 def _hide_values(error: DBAPIError) -> None:
-    # PostgreSQL shows the whole row that it refuses, secrets too, in the lines after the first.
+    # The lines after the first may contain the refused row with secrets.
     if error.orig is not None and error.orig.args:
         error.orig.args = (_first_line(error),)
     error.args = tuple(str(arg).partition("\n")[0] for arg in error.args)
 
 
 def _first_line(error: SQLAlchemyError) -> str:
-    # Without the statement and its parameters, which may hold secrets.
+    # Omit the statement and parameters, which may contain secrets.
     cause = error.orig if isinstance(error, DBAPIError) else error
     return str(cause).strip().partition("\n")[0]
 
@@ -299,22 +300,22 @@ def _is_repeatable(error: BaseException | None) -> bool:
     return getattr(error.orig, "sqlstate", None) in _REPEATABLE
 
 
-_NAMED: Final = 0x64_63_70  # "dcp": the class of advisory locks that are found by names
+_NAMED: Final = 0x64_63_70  # "dcp": class of the named advisory locks
 
 
 def dialect_insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """Return an INSERT that can be given ``ON CONFLICT``."""
+    """Return an INSERT that supports ``ON CONFLICT``."""
     return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
 
 
 def insert_missing(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert those rows whose keys are not there."""
+    """Insert rows whose primary keys do not exist yet."""
     if rows:
         connection.execute(dialect_insert(connection, table).on_conflict_do_nothing(), rows)
 
 
 def insert_or_update(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows, by primary key; those that are there get the other columns of the rows."""
+    """Insert rows, or update existing rows with the same primary key."""
     if not rows:
         return
     statement = dialect_insert(connection, table)
@@ -324,9 +325,9 @@ def insert_or_update(connection: Connection, table: Table, rows: Sequence[Mappin
 
 
 def lock_names(connection: Connection, names: Iterable[str]) -> None:
-    """Wait until no other transaction holds one of these names, and hold them until the end of this one.
+    """Wait for locks with these names, and hold them until the transaction ends.
 
-    On SQLite there is one writer, which needs none. Two names may share a lock, and only wait in vain.
+    SQLite has one writer and needs no lock. Two names may share a lock, which delays but never fails.
     """
     if connection.dialect.name == "postgresql":
         numbers = sorted({zlib.crc32(name.encode()) - (1 << 31) for name in names})

@@ -1,4 +1,4 @@
-"""Records in the database: their columns, and rows and JSON documents as records."""
+"""Mapping of records: their columns, and conversion of rows and JSON documents to records."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from dcp.server.records.declaring import ColumnType, OwnColumn, RecordField, fie
 R = TypeVar("R")
 
 JSON_DOCUMENT: Final = JSON()
-"""Of PostgreSQL too, whose JSONB does not keep the order of members: rules of ``rename`` apply in theirs."""
+"""Plain JSON, not JSONB, because JSONB loses the order of members: rules of ``rename`` are ordered."""
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
-"""Compared and sorted by code point on both: pages continue where they ended whatever the server's locale."""
-ID: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by INTEGER PRIMARY KEY only
+"""Text compared by code point on both databases: page cursors stay valid under any locale of the server."""
+ID: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers INTEGER PRIMARY KEY only
 
 _TYPES: Final[Mapping[ColumnType, TypeEngine[Any]]] = {
     "id": ID,
@@ -52,7 +52,7 @@ _TYPES: Final[Mapping[ColumnType, TypeEngine[Any]]] = {
 
 
 def columns_of(record: type[Any]) -> list[Column[Any]]:
-    """Return the columns of the record's own table, for its definition."""
+    """Return the columns of the record's own table."""
     return [_column(field, field.stored) for field in fields_of(record) if field.stored is not None]
 
 
@@ -73,7 +73,7 @@ def _default(value: bool | int | str | None) -> Any:
 
 
 def checks_of(record: type[Any]) -> list[CheckConstraint]:
-    """Checks by the database of the values of fields."""
+    """Return the CHECK constraints of the fields."""
     return [
         CheckConstraint(
             f"{field.column} IN ({', '.join(repr(value) for value in field.one_of.values)})",
@@ -85,7 +85,7 @@ def checks_of(record: type[Any]) -> list[CheckConstraint]:
 
 
 def shown_columns(record: type[Any], table: str, metadata: MetaData) -> list[Any]:
-    """Return the columns that make a record, its own and the joined ones, for `record_of_row`."""
+    """Return the own and joined columns of a record, as `record_of_row` needs them."""
     found: list[Any] = []
     for field in fields_of(record):
         if field.stored is not None:
@@ -97,8 +97,7 @@ def shown_columns(record: type[Any], table: str, metadata: MetaData) -> list[Any
 
 
 def record_of_row(record: type[R], row: Any, **given: Any) -> R:
-    """Return the record with the values of a row, each by the name of its column, and with those
-    ``given``."""
+    """Return the record of a row, with columns matched by name, and with the ``given`` values."""
     columns = row._mapping if isinstance(row, Row) else row
     for name, column, decode in _readers(cast(Any, record)):
         if name not in given:
@@ -125,9 +124,9 @@ _Decoder = Callable[[Any], Any]
 
 
 def record_of(kind: type[T], document: Any, **given: Any) -> T:
-    """Return a record of ``document``, a JSON object, with the fields that are ``given`` as they are.
+    """Return a record of ``document``, a JSON object, with the ``given`` field values.
 
-    Members that the record has not are passed over; those without a default must be there. Raises ValueError.
+    Unknown members are ignored. Raises ValueError if a member without default is missing.
     """
     if not isinstance(document, Mapping):
         raise ValueError(f"not a {kind.__name__} but {type(document).__name__}")
@@ -146,7 +145,7 @@ def record_of(kind: type[T], document: Any, **given: Any) -> T:
 
 
 def document_of(record: Any) -> dict[str, Any]:
-    """Return the JSON object of a flat record: `record_of` is the inverse."""
+    """Return the JSON object of a flat record, the inverse of `record_of`."""
     return {
         name: value.isoformat() if isinstance(value, datetime) else value
         for name, value in dataclasses.asdict(record).items()

@@ -1,9 +1,8 @@
-"""The tables of the catalog and of the ledger of jobs; the same on SQLite and PostgreSQL.
+"""Tables of the catalog and of the job ledger, equal on SQLite and PostgreSQL.
 
-Times are seconds since the epoch, UTC, as floating point. Sizes are bytes. Rows are never deleted where
-other rows refer to them; what is gone has a state. The columns of checkpoints and runs are those that the
-records declare (`dcp.server.records`). A change here or there needs a migration
-(`dcp.server.database.migrations`), and a test compares both.
+Times are float seconds since the epoch in UTC; sizes are bytes. Referenced rows are never deleted; a state
+marks removed objects. The records (`dcp.server.records`) declare the columns of checkpoints and runs. A
+change of columns needs a migration (`dcp.server.database.migrations`); a test compares both.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from dcp.server.database.mapping import ID, JSON_DOCUMENT, NAME, checks_of, colu
 from dcp.server.records.checkpoints import CheckpointDetail, Run
 
 COUNTED: Final = "ix_checkpoints_counted"
-"""The index by which checkpoints are counted."""
+"""Index for counting checkpoints."""
 
 metadata: Final = MetaData(
     naming_convention={
@@ -57,15 +56,15 @@ def _ref(name: str, target: str, **options: Any) -> Column[int]:
 
 
 def resource_table(name: str, *columns: Any) -> Table:
-    """Declare a table of what people create and change: with an id, a version, and the times of both, which
-    `dcp.server.core.resource` needs."""
+    """Declare a table of user-created objects with an id, a version and timestamps, for
+    `dcp.server.core.resource`."""
     times = [Column(f"{each}_seconds", Float, nullable=False) for each in ("created", "updated")]
     version = Column("version", Integer, nullable=False, server_default="1")
     return Table(name, metadata, _id(), version, *times, *columns)
 
 
 def _document() -> Column[int]:
-    # No foreign key: SQLite adds none to a table that is there. Only what nothing refers to is removed.
+    # No foreign key: SQLite cannot add one to an existing table. Only unreferenced documents are removed.
     return Column("document_id", ID, index=True)
 
 
@@ -78,12 +77,12 @@ roots: Final = Table(
     Column("name", String(64), nullable=False, unique=True),
     Column("url", Text, nullable=False),
     Column("is_configured", Boolean, nullable=False, server_default=true()),
-    Column("scan_state", JSON_DOCUMENT),  # what the scanner needs to tell what changed
+    Column("scan_state", JSON_DOCUMENT),  # state for detecting changes
     Column("scanned_seconds", Float),
     Column("scan_error", Text),
     Column("created_seconds", Float, nullable=False),
 )
-"""Storage from the configuration that the service may touch. One no longer configured keeps its rows."""
+"""Configured storage. Roots removed from the configuration keep their rows."""
 
 runs: Final = Table(
     "runs",
@@ -107,7 +106,7 @@ structures: Final = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("dtypes", JSON_DOCUMENT, nullable=False),  # {"bfloat16": bytes, ...}
 )
-"""Names, shapes and dtypes, once for all steps of a run that share them."""
+"""Names, shapes and dtypes, shared by the steps of a run."""
 
 structure_tensors: Final = Table(
     "structure_tensors",
@@ -135,31 +134,30 @@ structure_patterns: Final = Table(
     metadata,
     _ref("structure_id", "structures.id", primary_key=True),
     Column("pattern", NAME, primary_key=True),
-    Column("position", Integer, nullable=False),  # of the first tensor that has it
+    Column("position", Integer, nullable=False),  # position of the first match
     Column("tensor_count", Integer, nullable=False),
     Index(None, "pattern", "structure_id"),
 )
-"""Names in small letters, with "#" for each number: layers of a model differ by numbers only, so that a
-search looks at few."""
+"""Lower-case names with "#" for each number: a search tests one pattern for all layers."""
 
 tensor_patterns: Final = Table(
     "tensor_patterns",
     metadata,
     Column("pattern", NAME, primary_key=True),
 )
-"""All of them, each once."""
+"""All patterns, without duplicates."""
 
 checkpoints: Final = Table(
     "checkpoints",
     metadata,
     *columns_of(CheckpointDetail),
     _ref("root_id", "roots.id", nullable=False),
-    Column("step_order", BigInteger, Computed("coalesce(step, -1)", persisted=True)),  # none sorts first
-    Column("observed_seconds", Float, nullable=False, server_default="0"),  # when it was as it says here
-    Column("announced", String(64)),  # the committed content: its save id, or else its fingerprint
+    Column("step_order", BigInteger, Computed("coalesce(step, -1)", persisted=True)),  # no step sorts first
+    Column("observed_seconds", Float, nullable=False, server_default="0"),  # time of the observation
+    Column("announced", String(64)),  # save id or fingerprint of the committed content
     UniqueConstraint("root_id", "key"),
-    # One for each order, and by time within frequent filters: a page is read from an index, without
-    # sorting and without reading on. `dcp.server.catalog.listing` says which one.
+    # One index per order, and per frequent filter by time: pages are read from an index without
+    # sorting. `dcp.server.catalog.listing` chooses the index.
     Index(None, "committed_seconds", "id"),
     Index(None, "step_order", "id"),
     Index(None, "bytes", "id"),
@@ -173,7 +171,7 @@ checkpoints: Final = Table(
     Index(None, "is_pinned", "committed_seconds", "id"),
     Index(None, "registered_by", "committed_seconds", "id"),
     Index(None, "structure_id", "id"),
-    Index(  # the counts beside lists are made of it alone, without the rows
+    Index(  # covers the facet counts of lists
         COUNTED,
         "state",
         "verification",
@@ -183,30 +181,30 @@ checkpoints: Final = Table(
         "run_id",
         "structure_id",
     ),
-    Index(None, "save_id"),  # by which a checkpoint is found that another was resumed from
+    Index(None, "save_id"),  # finds the source of a resumed checkpoint
     Index(None, "resumed_from"),
-    Index(None, "content_digest"),  # who has the same tensors
+    Index(None, "content_digest"),  # finds equal tensors
     *checks_of(CheckpointDetail),
 )
-"""The columns that are shown are declared by `CheckpointDetail`; the others here."""
+"""`CheckpointDetail` declares the visible columns; the others are here."""
 
 kept: Final = Table(
     "kept",
     metadata,
     _ref("root_id", "roots.id", primary_key=True),
-    Column("owner", String(192), primary_key=True),  # "": no account registered them
+    Column("owner", String(192), primary_key=True),  # "": no account
     Column("checkpoint_count", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Index(None, "owner"),
 )
-"""Sums of committed checkpoints, by root and by the account that registered them."""
+"""Bytes of committed checkpoints, by root and by registering account."""
 
 checkpoint_names: Final = Table(
     "checkpoint_names",
     metadata,
     Column("name", NAME, primary_key=True),
 )
-"""The names that checkpoints have or had, each once: runs share most, so that a search looks at few."""
+"""Current and former names of checkpoints, without duplicates, for the search."""
 
 tags: Final = Table(
     "checkpoint_tags",
@@ -229,7 +227,7 @@ aliases: Final = Table(
     Column("updated_by", String(128)),
     Index(None, "name", "checkpoint_id"),
 )
-"""Names such as "best" that move from checkpoint to checkpoint of a run; protected ones need a scope."""
+"""Movable names such as "best" within a run; protected aliases need a scope."""
 
 metrics: Final = Table(
     "checkpoint_metrics",
@@ -245,10 +243,10 @@ lineage: Final = Table(
     metadata,
     _ref("child_id", "checkpoints.id", primary_key=True),
     _ref("parent_id", "checkpoints.id", primary_key=True),
-    Column("kind", String(32), primary_key=True),  # a `LineageKind`; resumed checkpoints say so themselves
+    Column("kind", String(32), primary_key=True),  # a `LineageKind`; resumed checkpoints have `resumed_from`
     _ref("job_id", "jobs.id"),
     Column("created_seconds", Float, nullable=False),
-    Column("map", String(256)),  # the weight map that it was made through
+    Column("map", String(256)),  # weight map of the conversion
     Index(None, "parent_id"),
 )
 
@@ -257,7 +255,7 @@ verifications: Final = Table(
     metadata,
     _id(),
     _ref("checkpoint_id", "checkpoints.id", nullable=False, index=True),
-    Column("fingerprint", String(64)),  # of what was verified
+    Column("fingerprint", String(64)),  # fingerprint of the verified content
     Column("mode", String(16), nullable=False),
     Column("outcome", String(16), nullable=False),  # "good" or "damaged"
     Column("findings", JSON_DOCUMENT, nullable=False),
@@ -275,7 +273,7 @@ statistics: Final = Table(
     Column("result", JSON_DOCUMENT, nullable=False),
     Column("created_seconds", Float, nullable=False),
     _ref("job_id", "jobs.id"),
-    _document(),  # has the list ``tensors``
+    _document(),  # with the list ``tensors``
 )
 
 audit: Final = Table(
@@ -289,12 +287,12 @@ audit: Final = Table(
     Column("detail", JSON_DOCUMENT),
     Column("request_id", String(64)),
     Column("address", String(64)),
-    Column("root", String(63)),  # in which it was, for its own admins; none: in none, or in several
-    Column("other_roots", JSON_DOCUMENT),  # names of those that the detail concerns as well
+    Column("root", String(63)),  # root of the target, for its admins; NULL: none or several
+    Column("other_roots", JSON_DOCUMENT),  # further roots named in the detail
     Index(None, "root", "id"),
 )
 
-# -- what happens --------------------------------------------------------------------------------------------
+# -- events and jobs -----------------------------------------------------------------------------------------
 
 events: Final = Table(
     "events",
@@ -307,13 +305,13 @@ events: Final = Table(
     Column("at_seconds", Float, nullable=False),
     Index(None, "checkpoint_id", "id"),
 )
-"""Events, written in the transaction of the change: of the catalog and of features."""
+"""Events of catalog and features, written in the transaction of the change."""
 
 consumers: Final = Table(
     "consumers",
     metadata,
     Column("name", String(64), primary_key=True),
-    Column("event_id", BigInteger, nullable=False),  # the last one that has been dealt with
+    Column("event_id", BigInteger, nullable=False),  # last handled event
 )
 
 schedules: Final = Table(
@@ -324,16 +322,16 @@ schedules: Final = Table(
     Column("lease_owner", String(128)),
     Column("lease_until_seconds", Float),
 )
-"""Periodic work that one process does at a time."""
+"""Periodic work, run by one process at a time."""
 
 workers: Final = Table(
     "workers",
     metadata,
     Column("owner", String(128), primary_key=True),
-    Column("kinds", JSON_DOCUMENT, nullable=False),  # of jobs, that it does
+    Column("kinds", JSON_DOCUMENT, nullable=False),  # kinds of jobs that the worker runs
     Column("seen_seconds", Float, nullable=False),
 )
-"""Workers that run, or ran a moment ago."""
+"""Workers that run or ran recently."""
 
 jobs: Final = Table(
     "jobs",
@@ -341,12 +339,12 @@ jobs: Final = Table(
     _id(),
     Column("kind", String(32), nullable=False),
     Column("state", String(16), nullable=False),
-    Column("priority", Integer, nullable=False, server_default="0"),  # the higher the sooner
+    Column("priority", Integer, nullable=False, server_default="0"),  # higher runs first
     Column("params", JSON_DOCUMENT, nullable=False),
     _ref("root_id", "roots.id"),
     _ref("checkpoint_id", "checkpoints.id", index=True),
     Column("created_by", String(128), nullable=False),
-    Column("owner", String(192), nullable=False),  # the account that limits and turns count it for
+    Column("owner", String(192), nullable=False),  # account for limits and turns
     Column("key_id", ID),
     Column("created_seconds", Float, nullable=False),
     Column("started_seconds", Float),
@@ -359,15 +357,15 @@ jobs: Final = Table(
     Column("fence", BigInteger, nullable=False, server_default="0"),
     Column("is_ending", Boolean, nullable=False, server_default=false()),  # cancelled or failed: stops
     Column("cancel_requested_seconds", Float),
-    Column("plan", JSON_DOCUMENT),  # what publishing needs, found out while planning
+    Column("plan", JSON_DOCUMENT),  # data from planning for publishing
     Column("progress", JSON_DOCUMENT),
     Column("result", JSON_DOCUMENT),
-    _document(),  # of a large result; ``result`` is what is short of it
+    _document(),  # large result; ``result`` has the short members
     Column("error", JSON_DOCUMENT),
-    Column("waiting", JSON_DOCUMENT),  # why the last attempt failed, and when the next one is
-    Column("dedup_key", String(128)),  # at most one unfinished job has it
-    Column("result_key", String(128)),  # the same for jobs whose results replace each other
-    Column("turn", BigInteger, nullable=False, server_default="0"),  # the lower the sooner, in one priority
+    Column("waiting", JSON_DOCUMENT),  # last failure and time of the next attempt
+    Column("dedup_key", String(128)),  # unique among unfinished jobs
+    Column("result_key", String(128)),  # equal for jobs whose results replace each other
+    Column("turn", BigInteger, nullable=False, server_default="0"),  # lower runs first within a priority
     Index(None, "state", "priority", "turn", "id"),
     Index(None, "owner", "state", "turn"),
     Index(None, "key_id", "state"),
@@ -394,7 +392,7 @@ job_roots: Final = Table(
     Column("job_id", ID, ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
     _ref("root_id", "roots.id", primary_key=True),
 )
-"""Roots of the checkpoints that a job names, except its own: the job is visible with all of them only."""
+"""Further roots of a job: the job is visible only to callers that see all of its roots."""
 
 tasks: Final = Table(
     "tasks",
@@ -412,7 +410,7 @@ tasks: Final = Table(
     Column("lease_until_seconds", Float),
     Column("fence", BigInteger, nullable=False, server_default="0"),
     Column("result", JSON_DOCUMENT),
-    _document(),  # in place of a large result
+    _document(),  # holds a large result
     Column("error", JSON_DOCUMENT),
     UniqueConstraint("job_id", "number"),
     Index(None, "state", "job_id"),
@@ -434,31 +432,31 @@ documents: Final = Table(
     "documents",
     metadata,
     _id(),
-    Column("name", String(64), unique=True),  # of a draft; none of one that is referred to
-    Column("head", JSON_DOCUMENT, nullable=False),  # what is in no part, and what is, empty
+    Column("name", String(64), unique=True),  # name of a draft; NULL once referenced
+    Column("head", JSON_DOCUMENT, nullable=False),  # members without parts; members in parts are empty
 )
-"""Results that are too large for rows which lists read."""
+"""Results too large for the rows of lists."""
 
 document_parts: Final = Table(
     "document_parts",
     metadata,
     _ref("document_id", "documents.id", primary_key=True),
     Column("field", NAME, primary_key=True),
-    Column("position", Integer, primary_key=True),  # of the first of its items among all
+    Column("position", Integer, primary_key=True),  # index of the first item
     Column("content", JSON_DOCUMENT, nullable=False),
 )
-"""Lists and long texts of ``documents``, some of it in a row."""
+"""Lists and long texts of ``documents``, several items per row."""
 
-# -- who may -------------------------------------------------------------------------------------------------
+# -- accounts and keys ---------------------------------------------------------------------------------------
 
 accounts: Final = resource_table(
     "accounts",
     Column("kind", String(16), nullable=False),  # "person", "service"
     Column("name", String(64), nullable=False),
     Column("title", String(256), nullable=False, server_default=""),
-    Column("issuer", String(512)),  # with the subject, of a person: as its provider calls it
+    Column("issuer", String(512)),  # identifies a person together with the subject
     Column("subject", String(255)),
-    Column("email", String(320)),  # only if the provider has verified it
+    Column("email", String(320)),  # verified addresses only
     Column("groups", JSON_DOCUMENT, nullable=False),  # as of the last sign-in
     Column("seen_seconds", Float),
     Column("disabled_seconds", Float),
@@ -471,7 +469,7 @@ grants: Final = resource_table(
     "grants",
     _ref("account_id", "accounts.id", index=True),
     Column("group_name", String(256), index=True),  # either of both
-    Column("grantee", String(300), nullable=False),  # both in one, because NULLs are never equal
+    Column("grantee", String(300), nullable=False),  # account or group: NULLs are never equal
     Column("role", String(16), nullable=False),
     Column("root", String(63), nullable=False),  # "*": all
     Column("created_by", String(128), nullable=False),
@@ -484,7 +482,7 @@ api_keys: Final = Table(
     metadata,
     _id(),
     Column("name", String(128), nullable=False),
-    Column("prefix", String(16), nullable=False, unique=True),  # shown, to tell keys apart
+    Column("prefix", String(16), nullable=False, unique=True),  # shown to identify the key
     Column("hash", LargeBinary(32), nullable=False),  # SHA-256 of a key of 256 random bits
     Column("scopes", JSON_DOCUMENT, nullable=False),
     Column("roots", JSON_DOCUMENT),  # names; none: all
@@ -492,20 +490,20 @@ api_keys: Final = Table(
     Column("expires_seconds", Float),
     Column("revoked_seconds", Float),
     Column("used_seconds", Float),
-    _ref("account_id", "accounts.id", index=True),  # whose it is; none: its own
+    _ref("account_id", "accounts.id", index=True),  # owner; NULL: an independent key
     Column("maker", String(256)),  # `Principal.maker`; none: made by the command line
 )
 
 sessions: Final = Table(
     "sessions",
     metadata,
-    Column("hash", LargeBinary(32), primary_key=True),  # SHA-256 of what a browser's cookie has
+    Column("hash", LargeBinary(32), primary_key=True),  # SHA-256 of the cookie value
     Column("key_id", ID, ForeignKey("api_keys.id")),  # either of both
     Column("account_id", ID, ForeignKey("accounts.id"), index=True),
     Column("created_seconds", Float, nullable=False),
     Column("expires_seconds", Float, nullable=False, index=True),
 )
-"""Browsers that are signed in with a key or as a person: they have its rights, and no longer than it."""
+"""Browser sessions of keys and people, with the same rights and lifetime."""
 
 idempotency: Final = Table(
     "idempotency_keys",

@@ -1,6 +1,6 @@
-"""Records that the service returns, each declared once: JSON, the client's type and columns follow.
+"""Records of the service, each declared once: JSON, client types and columns follow.
 
-Nothing here imports anything but the standard library, because the client does with httpx alone. What is done
-with records is in `dcp.server.catalog`; their columns are made in `dcp.server.database`, their JSON in
-`dcp.server.core.answers`.
+The package imports only the standard library, because the client needs the records without the service.
+`dcp.server.catalog` uses the records, `dcp.server.database` makes the columns, `dcp.server.core.answers` the
+JSON.
 """

@@ -1,4 +1,4 @@
-"""Scopes, keys, the caller, and the audit log."""
+"""Records of scopes, keys, the caller and the audit log."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 from dcp.server.records.declaring import OneOf, Shown
 
 Scope = Literal["read", "write", "convert", "delete", "admin"]
-"""read: look. write: register, label, pin, verify. convert: jobs that write to roots. delete: delete, and
-retention. admin: keys, webhooks, rules, protected aliases, audit log; it implies the others."""
+"""read: list and download. write: register, label, pin, verify. convert: jobs that write to roots. delete:
+deletion and retention. admin: keys, webhooks, rules, protected aliases, audit log, and all other scopes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """A change, by whom and of what."""
+    """A change with its actor and target."""
 
     id: int
     at: datetime
@@ -30,8 +30,8 @@ class AuditEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ApiKey:  # not Key: schemathesis would link key_id to answers of that name, and revoke the key it uses
-    """An API key without what it is made of; ``roots`` None: for all. ``used_at`` is right to a minute."""
+class ApiKey:  # not Key: schemathesis would link key_id to answers of this name and revoke its own key
+    """An API key without its secret. ``roots`` None: all roots. ``used_at`` is exact to a minute."""
 
     id: int
     name: str
@@ -57,7 +57,7 @@ class ApiKey:  # not Key: schemathesis would link key_id to answers of that name
 
 @dataclass(frozen=True, slots=True)
 class Whoami:
-    """The caller. ``scopes`` are all that it has, also those that "admin" implies; ``roots`` None: all."""
+    """The caller. ``scopes`` includes scopes implied by "admin"; ``roots`` None: all roots."""
 
     name: str
     key_id: Annotated[int | None, Shown("null: no key is needed here.")]
@@ -72,6 +72,6 @@ class Whoami:
 
 @dataclass(frozen=True, slots=True)
 class CreatedKey(ApiKey):
-    """A new key, with the only sight of it, which is in no repr."""
+    """A new key with its secret, which no later answer and no repr contains."""
 
     key: Annotated[str, Shown("Shown now and never again.")] = field(repr=False)

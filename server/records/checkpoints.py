@@ -1,4 +1,4 @@
-"""Checkpoints, runs and roots: the catalog's columns of each, and the fields that answers have."""
+"""Records of checkpoints, runs and roots: columns of the catalog and fields of answers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from dcp.server.records.declaring import (
 )
 
 State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
-"""incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused), vanished
-(not there any more, without an order), deleted (by order, restorable until ``purge_after``), purged (gone
-from storage, by order)."""
+"""incomplete (data without a commit), committed, unreadable (damaged or refused index), vanished (missing
+without a deletion), deleted (restorable until ``purge_after``), purged (removed from storage)."""
 Verdict = Literal["unverified", "good", "damaged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` that of the checkpoint.
+    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` the key of the checkpoint.
 
-    ``etag`` says which version of it this is. ``dtypes``: bytes by dtype; None where the structure is not
-    known.
+    ``etag`` identifies the version. ``dtypes`` maps dtypes to bytes; None if the structure is unknown.
     """
 
     id: Annotated[int, OwnColumn("id")]
@@ -104,7 +102,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDetail(Checkpoint):
-    """All that is known of a checkpoint. What is of the structure is None where that is not known."""
+    """A checkpoint with all known details. Fields of the structure are None if the structure is unknown."""
 
     save_id: Annotated[str | None, OwnColumn("code", 64), Found("of the same content")] = None
     resumed_from: Annotated[
@@ -114,7 +112,7 @@ class CheckpointDetail(Checkpoint):
         Shown("The save id of the checkpoint that its training went on from."),
     ] = None
     owner: Annotated[str | None, OwnColumn("code", 192), Found("the first"), Hidden()] = None  # its account
-    # of the commit objects: the scanner opens only what differs
+    # fingerprint of the commit objects: the scanner skips unchanged ones
     fingerprint: Annotated[
         str | None,
         OwnColumn("code", 64),
@@ -128,7 +126,7 @@ class CheckpointDetail(Checkpoint):
         Shown("Of the names and digests of all tensors; null without a manifest or a verification."),
     ] = None
     user_metadata: Annotated[Any, OwnColumn("json"), Found("always")] = None
-    # run, framework and library versions, timings: what the manifest says
+    # run, framework and library versions, timings from the manifest
     provenance: Annotated[Any, OwnColumn("json"), Found("always")] = None
     structure_digest: Annotated[str | None, JoinedColumn("structures", "digest")] = None
     tensor_count: Annotated[int | None, JoinedColumn("structures", "tensor_count")] = None
@@ -138,8 +136,11 @@ class CheckpointDetail(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The result of a registration; ``id`` is None if what was deleted had never been known. ``is_present``:
-    whether storage has it."""
+    """The result of a registration.
+
+    ``id`` is None for an unknown checkpoint reported as deleted. ``is_present`` is True if storage has the
+    checkpoint.
+    """
 
     id: int | None
     root: str
@@ -155,14 +156,14 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A folder that holds checkpoints; counts, sums and the latest are of the committed ones."""
+    """A folder of checkpoints. Counts, sums and latest values cover committed checkpoints."""
 
     id: Annotated[int, OwnColumn("id")]
     root: Annotated[str, JoinedColumn("roots", "name")]
     key: Annotated[str, OwnColumn("name"), Shown("Relative to the root; empty: the root itself.")]
     checkpoint_count: Annotated[int, OwnColumn("integer", default=0)]
     latest_step: Annotated[int | None, OwnColumn("large")]
-    latest_at: Annotated[datetime | None, OwnColumn("seconds")]  # when the newest was committed
+    latest_at: Annotated[datetime | None, OwnColumn("seconds")]  # commit time of the newest
     bytes: Annotated[int, OwnColumn("large", default=0)]
     created_at: Annotated[datetime, OwnColumn("seconds")]
     updated_at: Annotated[datetime, OwnColumn("seconds")]
@@ -170,10 +171,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A place where the service finds checkpoints; ``url`` is shown to admins only.
+    """A configured place of checkpoints. Only admins see ``url``.
 
-    ``lost`` checkpoints were not found by the last scan, and are kept as they were, because they are too many
-    at once; ``last_scan`` is its report.
+    ``lost`` counts checkpoints that the last scan missed but kept, because too many were missing at once;
+    ``last_scan`` is the report of the scan.
     """
 
     name: str

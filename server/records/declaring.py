@@ -1,4 +1,4 @@
-"""Declarations of the fields of records, in their ``Annotated`` types."""
+"""Declarations of record fields, used inside ``Annotated`` types."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-_LAST_SECONDS: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
+_LAST_SECONDS: Final = 253_402_300_799.0  # end of the year 9999, the last year of datetime
 
 ColumnType = Literal["id", "reference", "name", "code", "text", "integer", "large", "seconds", "flag", "json"]
-"""``code``: short text of a bounded length. ``name``: text that is sorted by code point. ``large``: an
-integer of 64 bits. ``seconds``: a time, since the epoch; its column ends in ``_seconds`` where the field ends
-in ``_at``."""
+"""``code``: short bounded text. ``name``: text sorted by code point. ``large``: 64-bit integer. ``seconds``:
+a time since the epoch; a field ``*_at`` has a column ``*_seconds``."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class OwnColumn:
-    """A column of the record's own table. ``refers`` is to a column of another, for a "reference"."""
+    """A column of the record's own table. ``refers`` names the referenced column of a "reference"."""
 
     type: ColumnType
     size: int = 0
@@ -31,7 +30,7 @@ class OwnColumn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedColumn:
-    """A column of another table, with which the record is shown."""
+    """A column of a joined table."""
 
     table: str
     column: str
@@ -39,41 +38,47 @@ class JoinedColumn:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Found out by looking. Where it was not (None): ``keeps`` says whether what is known stays. "the first":
-    it stays in any case while the content is the same."""
+    """A value found by inspecting storage; None if not inspected.
+
+    With ``keeps`` a known value survives None. "the first" keeps the first value while the content is the
+    same.
+    """
 
     keeps: Literal["nothing", "of the same content", "the first", "always"] = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """There are no other values than those of the ``Literal``. ``is_checked``: by the database as well."""
+    """Only the values of the ``Literal`` are allowed. ``is_checked`` adds a database constraint."""
 
     literal: Any
     is_checked: bool = False
 
     @property
     def values(self) -> tuple[str, ...]:
-        """In the order in which they are declared."""
+        """Return the values in declaration order."""
         return get_args(self.literal)
 
 
 @dataclass(frozen=True, slots=True)
 class IsFormat:
-    """The name of a format; there are others than this program knows."""
+    """The name of a format; plug-ins may add formats."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """Lists can be filtered by some of its values: by the field ``name`` of the list's filter."""
+    """A filter by some values, given as the field ``name`` of the list filter."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """Lists can be filtered by a range: from ``least`` on, to ``most`` or to before ``below``, fields of the
-    filter. ``column``: another one that has the same order, with -1 where there is no value."""
+    """A filter by range: from ``least`` to ``most`` (inclusive) or ``below`` (exclusive), fields of the list
+    filter.
+
+    ``column`` names another column with the same order, with -1 for no value.
+    """
 
     least: str
     most: str = ""
@@ -83,8 +88,8 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The field in the documentation of the API. ``may_be_absent``: no promise that each answer has it;
-    it is the field's default then."""
+    """The documentation of the field in the API. ``may_be_absent``: answers may omit the field, which then
+    has its default."""
 
     description: str | None = None
     examples: tuple[str, ...] = ()
@@ -93,13 +98,13 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """The field is for the service alone: no answer has it."""
+    """An internal field that no answer contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordField:
-    """The declaration of a field; ``hint`` is without what stands in ``Annotated`` and without None.
-    ``is_secret``: in no ``repr``."""
+    """The declaration of a field. ``hint`` is the type without ``Annotated`` and None; ``is_secret``
+    excludes the field from the ``repr``."""
 
     name: str
     hint: Any
@@ -118,7 +123,7 @@ class RecordField:
 
     @property
     def column(self) -> str:
-        """The name of its column, and of the like in rows: times are seconds there."""
+        """Return the column name; times are stored in seconds."""
         if self.hint is datetime:
             return f"{self.name.removesuffix('_at')}_seconds"
         return self.name
@@ -163,5 +168,5 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> RecordField:
 
 
 def moment(seconds: float) -> datetime:
-    """Seconds since the epoch as a time, in UTC; the nearest one where the calendar ends."""
+    """Return the UTC time of seconds since the epoch, clamped to the calendar."""
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_SECONDS), UTC)

@@ -1,4 +1,4 @@
-"""Jobs: their state, progress, tasks, events and errors."""
+"""Records of jobs: state, progress, tasks, events and errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dcp.server.records.declaring import Hidden, OneOf, Shown
 JobState = Literal["queued", "planning", "running", "publishing", "succeeded", "failed", "cancelled"]
 TaskState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL_STATES: Final = ("succeeded", "failed", "cancelled")
-"""Of jobs."""
+"""States of ended jobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """Progress of the tasks of a job; bytes count what is done of those that still run, too."""
+    """Progress of the tasks of a job; bytes include the finished part of running tasks."""
 
     done_tasks: int = 0
     total_tasks: int = 0
@@ -35,9 +35,9 @@ _FailedTask = Annotated[int | None, Shown("The number of the task that failed.",
 
 @dataclass(frozen=True, slots=True)
 class JobFailure:
-    """The failure of a job or a task: the ``type`` of the exception, and a text for the user.
+    """The failure of a job or task: the ``type`` of the exception, and a text for the user.
 
-    ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
+    ``is_environment``: a machine, network or storage failed, not the job or its data.
     """
 
     type: str
@@ -49,8 +49,10 @@ class JobFailure:
 
 @dataclass(frozen=True, slots=True)
 class JobWaiting:
-    """The failure of the last attempt at a job, which is tried again at ``next_attempt_at``, or when it is
-    retried by hand. ``since``: the first of ``count`` such failures in a row."""
+    """The last failure of a job that runs again at ``next_attempt_at`` or on a manual retry.
+
+    ``since`` is the time of the first of ``count`` consecutive failures.
+    """
 
     type: str
     detail: str
@@ -64,7 +66,7 @@ class JobWaiting:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job. ``is_ending``: it was cancelled or has failed, and is being cleared away."""
+    """A job. ``is_ending``: cancelled or failed, with tasks still stopping."""
 
     id: int
     kind: str
@@ -96,14 +98,14 @@ class Job:
     is_unserved: Annotated[
         bool, Shown("It has not ended, and no worker that runs does jobs of its kind.", may_be_absent=True)
     ] = False
-    document_id: Annotated[int | None, Hidden()] = None  # of the document with all of a large result
+    document_id: Annotated[int | None, Hidden()] = None  # document with the complete large result
     dedup_key: Annotated[str | None, Hidden()] = None
-    owner: Annotated[str, Hidden()] = ""  # the account that limits count it for
+    owner: Annotated[str, Hidden()] = ""  # account for limits
     key_id: Annotated[int | None, Hidden()] = None
 
     @property
     def is_final(self) -> bool:
-        """True once it has ended."""
+        """True for an ended job."""
         return self.state in FINAL_STATES
 
 
@@ -120,12 +122,12 @@ class JobTask:
     error: JobFailure | None = None
     id: Annotated[int, Hidden()] = 0
     job_id: Annotated[int, Hidden()] = 0
-    payload: Annotated[Mapping[str, Any], Hidden()] = field(default_factory=dict)  # of claimed ones
+    payload: Annotated[Mapping[str, Any], Hidden()] = field(default_factory=dict)  # set for claimed tasks
 
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """An event of a job; ids grow, so that a reader continues behind the last one it has seen."""
+    """An event of a job. Ids increase, so a reader can continue after the last id."""
 
     id: int
     job_id: int
@@ -147,8 +149,8 @@ class JobLogLine:
 
 @dataclass(frozen=True, slots=True)
 class JobThroughput:
-    """Throughput of the tasks of a job, over the ``seconds`` since they were started; None where nothing is
-    done yet."""
+    """Throughput of the tasks of a job over the ``seconds`` since their start; None before the first
+    progress."""
 
     job_id: int
     state: Annotated[str, OneOf(JobState)]

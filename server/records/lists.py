@@ -1,4 +1,4 @@
-"""Lists of records: all of them, or page after page."""
+"""Records of lists: complete, or as pages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Items(Generic[T]):
-    """All of them."""
+    """A complete list."""
 
     items: tuple[T, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """A page. ``next_cursor`` asks for the next one; None after the last."""
+    """A page of a list. ``next_cursor`` requests the next page and is None after the last."""
 
     items: tuple[T, ...]
     next_cursor: str | None
@@ -30,7 +30,7 @@ _WHY = "Why something may be missing: a root's first scan has not ended, its las
 
 @dataclass(frozen=True, slots=True)
 class NotedPage(Generic[T]):
-    """A page. ``notes``: why something may be missing."""
+    """A page of a list with ``notes``: reasons for missing entries."""
 
     items: tuple[T, ...]
     next_cursor: str | None

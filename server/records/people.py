@@ -1,4 +1,4 @@
-"""People and service accounts, and the roles that are granted to them."""
+"""Records of people, service accounts and their granted roles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Role = Literal["viewer", "contributor", "operator", "admin"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A person who signs in, or a service account, which has keys alone."""
+    """A person who signs in, or a service account, which uses only keys."""
 
     id: int
     kind: Annotated[str, OneOf(AccountKind)]

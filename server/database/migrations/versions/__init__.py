@@ -1,4 +1,4 @@
-"""Each step between two revisions of the tables; a released one is never changed.
+"""Migration steps between revisions of the tables. A released step never changes.
 
-The tables as they are to be are `dcp.server.database.tables`.
+`dcp.server.database.tables` declares the current tables.
 """
