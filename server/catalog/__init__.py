@@ -1,4 +1,4 @@
-"""The catalog: checkpoints, runs and labels as rows, by functions that take a `Connection` first.
+"""Catalog: checkpoints, runs and labels as rows, through functions that take a `Connection` first.
 
-Nothing here opens a file or knows of HTTP.
+The package opens no files and is independent of HTTP.
 """

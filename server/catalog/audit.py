@@ -1,4 +1,4 @@
-"""The audit log: a row for each requested change, with its actor, time and target."""
+"""Audit log: a row per requested change, with actor, time and target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
 
 _TABLES: Final[dict[str, Table]] = {"checkpoint": checkpoints, "run": runs, "job": jobs}
-"""With the root of each row, by the kind of a target."""
+"""Tables with the root of a target, by the kind of the target."""
 
 
 def record(
@@ -31,10 +31,10 @@ def record(
     address: str | None = None,
     root: str | None = None,
 ) -> None:
-    """Write one entry, which becomes visible with the transaction. No secrets.
+    """Write one entry without secrets; the entry becomes visible with the transaction.
 
-    ``root``: that of the target, for the admins of the root; that of a checkpoint, run or job is looked up.
-    Admins of some roots read the detail of a job if they are admins of all of its roots.
+    ``root`` is the root of the target, for its admins; the root of a checkpoint, run or job is looked up.
+    Admins of some roots can read the detail of a job if they administer all roots of the job.
     """
     connection.execute(
         insert(audit).values(
@@ -61,7 +61,7 @@ def _root_of(connection: Connection, target: str) -> str | None:
 
 
 def _other_roots(connection: Connection, target: str) -> list[str]:
-    """Return the further roots of a job: noted here, because the entry stays longer than the job."""
+    """Return the further roots of a job. The entry stores them because it outlives the job."""
     kind, _, number = target.partition(":")
     if kind != "job" or not number.isdecimal():
         return []
@@ -70,8 +70,7 @@ def _other_roots(connection: Connection, target: str) -> list[str]:
 
 
 def last_removal(connection: Connection, checkpoint_id: int) -> AuditEntry | None:
-    """Return the entry of the last time that the checkpoint was deleted; None where the log has none any
-    more."""
+    """Return the entry of the last deletion of the checkpoint; None if the log has none."""
     to = audit.c.detail["to"].as_string()
     query = (
         select(audit)
@@ -97,8 +96,11 @@ def audit_page(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[AuditEntry]:
-    """Entries of this actor, action, target and root (each exactly), newest first, from ``since_seconds`` to
-    before ``until_seconds``; those in ``visible`` roots alone, without details that concern other roots."""
+    """Return entries of this actor, action, target and root (exact matches), newest first.
+
+    Times range from ``since_seconds`` to before ``until_seconds``. Only entries in ``visible`` roots appear,
+    without details of other roots.
+    """
     query = select(audit)
     for name, value in {"actor": actor, "action": action, "target": target, "root": root}.items():
         if value is not None:

@@ -1,7 +1,7 @@
-"""Checkpoints as rows: what has been found or registered, and in which state it is.
+"""Changes of checkpoint rows: results of scans and registrations, and states.
 
-A change bumps ``version`` (the ETag), keeps the sums of the run, and writes what others wait for, all in the
-caller's transaction.
+Each change increments ``version`` (the ETag), updates the sums of the run, and writes events, in the
+transaction of the caller.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NEXT: Final[Mapping[str, frozenset[str]]] = {
 def upsert_checkpoint(
     connection: Connection, facts: CheckpointFacts, *, now: float | None = None, actor: str | None = None
 ) -> Upserted:
-    """Write what has been found out of one checkpoint; see `upsert_checkpoints`."""
+    """Write the facts of one checkpoint; see `upsert_checkpoints`."""
     return upsert_checkpoints(connection, [facts], now=now, actor=actor)[0]
 
 
@@ -52,11 +52,11 @@ def upsert_checkpoints(
     now: float | None = None,
     actor: str | None = None,
 ) -> list[Upserted]:
-    """Write what has been found out of checkpoints, each key once; one answer for each, in order.
+    """Write the facts of checkpoints with distinct keys, and return one result for each, in order.
 
-    Makes runs and structures as needed, updates the runs' sums, emits "checkpoint.committed" for content that
-    is new. With ``actor`` each change is in the audit log; scans have none.
-    Raises `MissingError` for a root that `sync_roots` does not know.
+    Creates runs and structures as needed, updates sums, and emits "checkpoint.committed" for new content.
+    With ``actor`` each change is audited; scans pass none. Raises `MissingError` for a root unknown to
+    `sync_roots`.
     """
     now = time.time() if now is None else now
     roots = {name: root_id(connection, name) for name in sorted({one.root for one in facts})}
@@ -109,7 +109,7 @@ class _Batch:
             }
             left -= self._insert(new, facts)
             if not left:
-                break  # otherwise another process has inserted them since: they are rows by now
+                break  # otherwise another process inserted them meanwhile
         else:
             raise AssertionError("a row is there and is not")
         self._add_labels(facts, runs)
@@ -202,7 +202,7 @@ class _Batch:
             audit.record(self.connection, self.actor, action, *about, now=self.now, root=facts.root)
 
     def _add_labels(self, facts: Mapping[_Place, CheckpointFacts], runs: Mapping[_Place, int]) -> None:
-        """Tags and metrics that are new; to a checkpoint that has not changed else they are a change."""
+        """Add new tags and metrics. For an otherwise unchanged checkpoint they count as a change."""
         labelled = {
             place: one
             for place, one in facts.items()
@@ -242,11 +242,15 @@ def set_state(
     problem: str | None = None,
     purge_after_seconds: float | None = None,
 ) -> CheckpointDetail:
-    """Set the state, with what belongs to it; the checkpoint as it is then.
+    """Set the state with its fields, and return the changed checkpoint.
 
-    ``purge_after_seconds`` (a time) goes with "deleted". Emits "checkpoint.deleted"; writes an
-    audit entry. Setting the state that it has does nothing. Raises `MissingError`, `ChangedError`, and
-    `StateError` for a state that does not follow the present one, and for deleting what is pinned.
+    ``purge_after_seconds`` (a time) belongs to "deleted". Emits "checkpoint.deleted" and writes an audit
+    entry. Setting the current state does nothing.
+
+    Raises:
+        MissingError: The checkpoint does not exist or is not visible.
+        ChangedError: The version differs.
+        StateError: The transition is not allowed, or the checkpoint to delete is pinned.
     """
     now = time.time() if now is None else now
     row = lock_checkpoint(connection, checkpoint_id)
@@ -286,9 +290,9 @@ def mark_vanished(
     observed_seconds: float,
     now: float | None = None,
 ) -> int:
-    """These were not there any more at ``observed_seconds``; how many that changes.
+    """Mark checkpoints as missing at ``observed_seconds``, and return the number of changes.
 
-    Those that were seen since stay, and those that are deleted by order.
+    Checkpoints seen since then, and deleted ones, stay unchanged.
     """
     now = time.time() if now is None else now
     number = root_id(connection, root)

@@ -1,6 +1,6 @@
-"""Cursors: the place at which a page ended, as a word that clients send back and need not understand.
+"""Cursors: opaque positions between pages, returned by clients.
 
-Nothing secret is in one and it gives no rights, so it is not signed; whatever comes back is checked.
+Cursors contain no secrets and grant no rights, so they are not signed; every cursor is validated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _MAX_INTEGER: Final = (1 << 63) - 1
 
 
 def encode_cursor(mark: str, *values: int | float | str) -> str:
-    """Return the cursor of a query (`query_mark`, or a name) whose last row has ``values`` to sort by."""
+    """Return the cursor of a query (`query_mark` or a name) after a row with these sort ``values``."""
     data = json.dumps([_VERSION, mark, *values], separators=(",", ":")).encode()
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
-    """Return the values, one of each type. `InvalidQueryError` for one of another service or query."""
+    """Return the values, one of each type. Raises `InvalidQueryError` for a cursor of another service or
+    query."""
     try:
         if len(cursor) > _MAX_CHARACTERS:
             raise ValueError
@@ -60,8 +61,11 @@ def read_page(
     limit: int,
     descending: bool = False,
 ) -> Page[T]:
-    """Up to ``limit`` rows of ``query`` behind the cursor as records, in the order of ``keys``, columns with
-    their types that tell rows apart. `InvalidQueryError` for a cursor of another query."""
+    """Return up to ``limit`` rows of ``query`` after the cursor as records, ordered by ``keys``.
+
+    ``keys`` are columns with their types that identify a row. Raises `InvalidQueryError` for a cursor of
+    another query.
+    """
     columns = [column for column, _ in keys]
     if cursor is not None:
         order, last = tuple_(*columns), tuple_(*decode_cursor(cursor, mark, *(kind for _, kind in keys)))
@@ -75,12 +79,12 @@ def read_page(
 
 
 def offset_of(cursor: str | None, mark: str, first: int = 0) -> int:
-    """Return the number that a cursor has, from which a page begins; ``first`` without a cursor."""
+    """Return the offset of a cursor; ``first`` without a cursor."""
     return first if cursor is None else max(first, decode_cursor(cursor, mark, int)[0])
 
 
 def query_mark(*parts: object) -> str:
-    """Return a short word for the query that ``parts`` describe: a cursor is valid for that query only."""
+    """Return a short hash of ``parts``: a cursor is valid only for the query with this mark."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

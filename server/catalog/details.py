@@ -1,4 +1,4 @@
-"""Checkpoints as they are shown: by id, or by key, step or alias; a row with its labels."""
+"""Single checkpoints: lookup by id, key, step or alias, with labels."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ C = TypeVar("C", bound=Checkpoint)
 
 _NOTED_METRICS: Final = "noted_metrics"
 _NOTED_PARTS: Final = "noted_parts"
-"""Notes in user metadata: of metrics, which may not be finite, and of a partial save."""
+"""Keys of user metadata that describe non-finite metrics and partial saves."""
 
 
 def row_columns(record: type[Checkpoint] = Checkpoint) -> list[Any]:
-    """Return the columns of a `Checkpoint` but for its labels, of the tables that `joined` joins."""
+    """Return the columns of a `Checkpoint` without labels, from the tables that `joined` joins."""
     user = checkpoints.c.user_metadata
     noted = user["metrics"].label(_NOTED_METRICS), user[PARTIAL].label(_NOTED_PARTS)
     return [*shown_columns(record, "checkpoints", metadata), *noted]
 
 
 def joined(query: Select[Any]) -> Select[Any]:
-    """``query`` on checkpoints, with the root, the run and the structure of each."""
+    """Join root, run and structure to a ``query`` on checkpoints."""
     return (
         query.join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
         .join(runs, runs.c.id == checkpoints.c.run_id)
@@ -41,7 +41,7 @@ def joined(query: Select[Any]) -> Select[Any]:
 def get_checkpoint(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
 ) -> CheckpointDetail:
-    """All of a checkpoint; `MissingError` if there is none that may be seen."""
+    """Return all details of a checkpoint. Raises `MissingError` if none is visible."""
     query = joined(select(*row_columns(CheckpointDetail))).where(checkpoints.c.id == checkpoint_id)
     row = connection.execute(query).mappings().one_or_none()
     if row is None or (visible is not None and row["root"] not in visible):
@@ -52,7 +52,7 @@ def get_checkpoint(
 def keys_of(
     connection: Connection, numbers: Iterable[int], visible: frozenset[str] | None = None
 ) -> dict[int, str]:
-    """Return the keys of some checkpoints, of those that may be seen."""
+    """Return the keys of the visible checkpoints among these."""
     columns = (checkpoints.c.id, checkpoints.c.key, roots.c.name)
     query = joined(select(*columns)).where(checkpoints.c.id.in_(sorted(set(numbers))))
     rows = connection.execute(query)
@@ -60,7 +60,7 @@ def keys_of(
 
 
 def with_labels(connection: Connection, rows: Sequence[Mapping[Any, Any]]) -> list[Checkpoint]:
-    """Rows of `row_columns` as checkpoints, in the same order."""
+    """Return rows of `row_columns` as checkpoints with labels, in order."""
     labels = labels_of(connection, [row["id"] for row in rows])
     return [_made(Checkpoint, row, labels[row["id"]]) for row in rows]
 
@@ -84,9 +84,9 @@ def lock_checkpoint(
     visible: frozenset[str] | None = None,
     expected_version: int | None = None,
 ) -> Mapping[Any, Any]:
-    """Return the row with ``root`` and ``run``; locked until this transaction ends.
+    """Return the row with ``root`` and ``run``, locked until the transaction ends.
 
-    Raises `MissingError`, and `ChangedError` if it is not in ``expected_version``.
+    Raises `MissingError`, and `ChangedError` if the version is not ``expected_version``.
     """
     query = joined(select(checkpoints, roots.c.name.label("root"), runs.c.key.label("run")))
     query = query.where(checkpoints.c.id == checkpoint_id).with_for_update(of=checkpoints)
@@ -99,14 +99,14 @@ def lock_checkpoint(
 
 
 def bump(connection: Connection, checkpoint_id: int, now: float, **values: Any) -> None:
-    """Make another version of the checkpoint, with ``values`` of columns where these change."""
+    """Increment the version of the checkpoint, and set the ``values`` of other columns."""
     statement = update(checkpoints).where(checkpoints.c.id == checkpoint_id)
     values |= {"version": checkpoints.c.version + 1, "updated_seconds": now}
     connection.execute(statement.values(**values))
 
 
 def labels_of(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """Return the labels by id: ``tags`` and ``aliases`` (sorted), and ``metrics``."""
+    """Return ``tags``, ``aliases`` (sorted) and ``metrics`` by checkpoint id."""
     wanted = list(numbers)
     found: dict[int, dict[str, Any]] = {
         number: {"tags": (), "aliases": (), "metrics": {}} for number in wanted
@@ -134,8 +134,11 @@ def labels_of(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointName:
-    """A ``key``; or a ``run`` with a ``step`` or an ``alias``, or with neither: its latest step. ``root``
-    where several have the same. Raises `InvalidQueryError` for anything else."""
+    """The name of a checkpoint: a ``key``, or a ``run`` with a ``step``, an ``alias`` or neither (the latest
+    step).
+
+    ``root`` selects among equal names. Raises `InvalidQueryError` for other combinations.
+    """
 
     root: str | None = None
     key: str | None = None
@@ -162,8 +165,11 @@ class CheckpointName:
 def find_checkpoint(
     connection: Connection, name: CheckpointName, visible: frozenset[str] | None = None
 ) -> CheckpointDetail:
-    """Return the checkpoint that is called so. Of several, as in other roots or formats: a committed one
-    before others, and of those the newest. `MissingError` if there is none that may be seen."""
+    """Return the checkpoint with this name.
+
+    Among several, such as in other roots or formats, committed ones come first, then the newest. Raises
+    `MissingError` if none is visible.
+    """
     query = _matching(name)
     if name.root is not None:
         query = query.where(roots.c.name == name.root)
@@ -182,7 +188,7 @@ def find_checkpoint(
 def _matching(name: CheckpointName) -> Select[Any]:
     query = select(checkpoints.c.id).join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
     if name.key is not None:
-        last = name.key.rpartition("/")[2]  # has an index
+        last = name.key.rpartition("/")[2]  # indexed
         return query.where(checkpoints.c.name == last, checkpoints.c.key == name.key)
     query = query.join(runs, runs.c.id == checkpoints.c.run_id).where(runs.c.key == name.run)
     if name.step is not None:

@@ -3,22 +3,22 @@
 ::
 
     CatalogError
-        MissingError        there is none, or none that may be seen
-        ChangedError        it is not in the version that was expected
-        StateError          not in this state
-        ProtectedError      a protected name, without the scope for it
-        InvalidQueryError   a filter, sort, label or cursor that cannot be meant
+        MissingError        the object does not exist or is not visible
+        ChangedError        the object has another version than expected
+        StateError          the current state does not allow the operation
+        ProtectedError      the name is protected and the caller lacks the scope
+        InvalidQueryError   a filter, sort order, label or cursor is invalid
 """
 
 from __future__ import annotations
 
 
 class CatalogError(Exception):
-    """Base of all; its text may be shown to the caller."""
+    """Base of all errors of the catalog; callers may see the text."""
 
 
 class MissingError(CatalogError):
-    """There is no ``what`` (such as "checkpoint") called or numbered ``key``, or none that may be seen."""
+    """No visible ``what`` (such as "checkpoint") has the name or number ``key``."""
 
     def __init__(self, what: str, key: int | str) -> None:
         super().__init__(f"there is no {what} {key}")
@@ -27,7 +27,7 @@ class MissingError(CatalogError):
 
 
 class ChangedError(CatalogError):
-    """It was changed since: it has ``version``, and ``expected`` was required."""
+    """The object changed: the version is ``version``, and ``expected`` was required."""
 
     def __init__(self, what: str, key: int | str, *, expected: int, version: int) -> None:
         super().__init__(f"{what} {key} has changed: it is in version {version}, not {expected}")
@@ -38,7 +38,7 @@ class ChangedError(CatalogError):
 
 
 class StateError(CatalogError):
-    """It is in ``state``, in which this cannot be done."""
+    """The object is in ``state``, which does not allow the operation."""
 
     def __init__(self, message: str, *, state: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class ProtectedError(CatalogError):
 
 
 class InvalidQueryError(CatalogError):
-    """``field`` of a request cannot be meant so."""
+    """``field`` of a request has an invalid value."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

@@ -1,4 +1,4 @@
-"""Events of the catalog, in order, and how far each consumer of them has come."""
+"""Events of the catalog in order, and the position of each consumer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CHECKPOINT_EVENTS: Final = (
     "checkpoint.tagged",
     "checkpoint.aliased",
 )
-"""Kinds of events of the catalog; features declare others."""
+"""Kinds of events of the catalog; features declare further kinds."""
 
 _ORDER_LOCK: Final = 0x6576_656E_7473
 
 
 @dataclass(frozen=True, slots=True)
 class NewEvent:
-    """An event to write. ``kind`` is one of `CHECKPOINT_EVENTS`, or one that a feature declares."""
+    """An event to write. ``kind`` is one of `CHECKPOINT_EVENTS` or declared by a feature."""
 
     kind: str
     root_id: int | None = None
@@ -37,14 +37,14 @@ class NewEvent:
 
 
 def checkpoint_event(kind: str, row: Mapping[Any, Any], **data: Any) -> NewEvent:
-    """Return an event of a checkpoint: ``row`` with the keys of its root and run."""
+    """Return an event of a checkpoint; ``row`` includes the keys of root and run."""
     known = {name: row[name] for name in ("root", "run", "key", "step", "format")}
     return NewEvent(kind, row["root_id"], row["id"], known | data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEvent:
-    """An event. A later one has a greater id, on PostgreSQL too."""
+    """An event. Later events have greater ids, also on PostgreSQL."""
 
     id: int
     kind: str
@@ -63,16 +63,16 @@ def emit(
     data: Mapping[str, Any] | None = None,
     now: float | None = None,
 ) -> None:
-    """Write one event, which becomes visible with the transaction. See `emit_all`."""
+    """Write one event, visible with the transaction; see `emit_all`."""
     event = NewEvent(kind, root_id, checkpoint_id, data or {})
     emit_all(connection, [event], now=time.time() if now is None else now)
 
 
 def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> None:
-    """Write events; best as the last step of a transaction.
+    """Write events, preferably as the last step of a transaction.
 
-    PostgreSQL assigns ids before it commits. A reader of "all after 6" that sees 8 while 7 is not committed
-    yet would never see 7, so writers of events take turns from here to their commit.
+    PostgreSQL assigns ids before the commit. A reader that sees id 8 while id 7 is uncommitted would miss 7,
+    so writers of events take turns from this call to their commit.
     """
     if not new:
         return

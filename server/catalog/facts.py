@@ -1,7 +1,4 @@
-"""Facts about a checkpoint, and the changes of its row that follow from them.
-
-Facts come from the scanner, or from a trainer. Decides only; no I/O.
-"""
+"""Facts of a checkpoint, and the row changes that follow from them. Pure functions without I/O."""
 
 from __future__ import annotations
 
@@ -27,18 +24,18 @@ FoundState = Literal["incomplete", "committed", "unreadable"]
 
 _MAX_STEP: Final = (1 << 63) - 1
 _MAX_TEXT: Final = 4000
-END_OF_TIME: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
+END_OF_TIME: Final = 253_402_300_799.0  # end of the year 9999, the last year of datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """A checkpoint as it was at ``observed_seconds``.
+    """A checkpoint as observed at ``observed_seconds`` by the scanner or a trainer.
 
-    ``key`` is relative to the root. What is None was not found out, and leaves what is known. ``save_id``
-    names the save, ``resumed_from`` the one that its training went on from, ``fingerprint`` the commit
-    objects; a new save id, or without one a new fingerprint, is new content. ``content_digest`` is of all
-    tensors. ``tags`` and ``metrics`` are added to those that it has. ``problem`` is for unreadable ones.
-    ``registered_by`` named it to the service, for the account ``owner``: the first who did so stays.
+    Fields that are None were not observed and keep known values. ``key`` is relative to the root.
+    ``save_id`` identifies the save, ``resumed_from`` the save from which training resumed, ``fingerprint``
+    the commit objects. A new save id, or else a new fingerprint, means new content. ``content_digest``
+    covers all tensors. ``tags`` and ``metrics`` are added to existing ones. ``problem`` describes unreadable
+    checkpoints. ``registered_by`` is the first registrant, for the account ``owner``.
     """
 
     root: str
@@ -87,12 +84,11 @@ class CheckpointFacts:
 
     @property
     def run_key(self) -> str:
-        """The key of the run: the folder that holds the checkpoint; "" is the root itself."""
+        """The key of the folder that holds the checkpoint; "" is the root."""
         return self.key.rpartition("/")[0]
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns of `tables.checkpoints` that these facts give, but for those that refer to
-        others."""
+        """Return the columns of `tables.checkpoints` given by the facts, without references."""
         return {
             field.column: _cleaned(field.stored, getattr(self, field.column))
             for field in fields_of(CheckpointDetail)
@@ -101,7 +97,7 @@ class CheckpointFacts:
 
 
 def _cleaned(stored: OwnColumn, value: Any) -> Any:
-    """Return a value from a foreign file, such that the column takes it."""
+    """Return a value of a foreign file in a form that the column accepts."""
     if value is None:
         return None
     match stored.type:
@@ -122,7 +118,7 @@ def _cleaned(stored: OwnColumn, value: Any) -> Any:
 
 
 def _shown(seconds: float) -> float | None:
-    # Times of files may be anything; those that no calendar has would spoil every list they are in.
+    # File times may be arbitrary; times outside of the calendar would break every list.
     if not 0 < seconds < math.inf:
         return None
     return min(END_OF_TIME, seconds)
@@ -130,7 +126,7 @@ def _shown(seconds: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Upserted:
-    """The result of an upsert. ``became_committed``: this content is there, whole, for the first time."""
+    """The result of an upsert. ``became_committed``: the content is complete for the first time."""
 
     id: int
     is_new: bool
@@ -151,22 +147,22 @@ _BY_ORDER: Final = frozenset({"deleted", "purged"})
 
 @dataclass(frozen=True, slots=True)
 class RowChange:
-    """The columns to set (none: nothing is new), and what that means."""
+    """The columns to set (empty: no change), and the meaning of the change."""
 
     columns: dict[str, Any]
     became_committed: bool = False
     is_other_save: bool = False
-    """Another save to the same key: what was measured of the old one does not hold any more."""
+    """Another save replaced the key: measurements of the old save are invalid."""
     is_ignored: bool = False
-    """The facts are older than the row, or it is deleted by order."""
+    """The facts are older than the row, or the checkpoint is deleted."""
 
 
 def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> RowChange:
-    """Changes by ``facts`` (with their ``columns``) of ``row``, one of `tables.checkpoints`.
+    """Return the change of ``row``, a row of `tables.checkpoints`, by ``facts`` with their ``columns``.
 
-    Facts that were observed before the row change nothing: a scan may write its batch after the trainer has
-    announced the commit of a save. What is deleted by order stays so while its bytes wait to be purged;
-    only a new save to the same key brings it back. Content is announced as committed once.
+    Facts older than the row change nothing: a scan may write its batch after a trainer registered a newer
+    save. A deleted checkpoint stays deleted until the purge; only a new save to its key restores it. Content
+    is announced once.
     """
     is_new = is_new_content(row, facts, columns)
     is_older = facts.observed_seconds < row["observed_seconds"]
@@ -185,7 +181,7 @@ def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[s
         given |= {"announced": announcement(columns), "verification": "unverified", "verified_seconds": None}
     else:
         if facts.state == "committed" and columns["save_id"] is not None:
-            given["announced"] = columns["save_id"]  # from now on notes may change the fingerprint
+            given["announced"] = columns["save_id"]  # later notes may change the fingerprint
         elif row["announced"] == "":
             given["announced"] = announcement(columns)
         if given["problem"] is None and row["verification"] == "damaged":
@@ -205,18 +201,18 @@ def announcement(columns: Mapping[str, Any]) -> str:
 
 
 def is_new_content(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> bool:
-    """Return True if the content is whole, and has not been announced yet."""
+    """Return True if the content is complete and not announced yet."""
     if facts.state != "committed":
         return False
     if row["announced"] is None:
         return True
     names = {columns["save_id"], columns["fingerprint"]} - {None}
     if row["announced"] == "" and row["state"] not in ("incomplete", "unreadable"):
-        # It was too young for a fingerprint when it was announced: its time and size have to do.
+        # Announced before it had a fingerprint: compare time and size.
         return any(row[name] != columns[name] for name in ("committed_seconds", "bytes"))
     if not names or row["announced"] in names:
         return False
-    # Read again, without or with a save id that the first one lacked: the commit objects are the same.
+    # Same commit objects, read with or without a save id.
     is_same_object = (
         row["state"] not in ("incomplete", "unreadable")
         and columns["fingerprint"] is not None

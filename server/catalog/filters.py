@@ -1,8 +1,8 @@
-"""Filters and orders of lists of checkpoints, each filter as SQL, and checks of what they name.
+"""Filters and sort orders of checkpoint lists as SQL, with validation of names.
 
-As SQL a filter is a test of a row, and a way to find the rows it leaves (`RowCondition.candidates`) where an
-index leads to few: `dcp.server.catalog.listing` asks how few. An unknown root, run or metric is refused,
-since an empty page would look fine.
+A filter is a test of a row, and selects candidate rows (`RowCondition.candidates`) where an index is
+selective; `dcp.server.catalog.listing` counts them. Unknown roots, runs and metrics are refused, since an
+empty page would hide a typing error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONDITION: Final = re.compile(r"([A-Za-z0-9_./:@+-]+?)\s*(<=|>=|!=|==|=|<|>)\s*
 
 @dataclass(frozen=True, slots=True)
 class MetricCondition:
-    """The checkpoint has the metric, and its value compares so."""
+    """A comparison with the value of a metric."""
 
     name: str
     comparison: Comparison
@@ -57,7 +57,7 @@ class MetricCondition:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Such as "loss<2.5"; `InvalidQueryError` for anything else."""
+        """Parse a comparison such as "loss<2.5". Raises `InvalidQueryError`."""
         found = _CONDITION.fullmatch(text.strip())
         try:
             if found is None:
@@ -81,10 +81,10 @@ RootName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]
 
 
 class CheckpointFilter(Query):
-    """Filters of lists of checkpoints, in queries of the API and in addresses of pages.
+    """Filters of checkpoint lists, in API queries and page addresses.
 
-    A checkpoint has to meet all that are given; where several values are given, one of them, but all of the
-    tags. Those that compare a column stand at its field in `dcp.server.records.checkpoints`.
+    All given filters must match. Of several values of one filter any must match, but all tags must. Filters
+    of a column are declared at its field in `dcp.server.records.checkpoints`.
     """
 
     root: RootName | None = None
@@ -123,7 +123,7 @@ class CheckpointFilter(Query):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The states of checkpoints that are listed; empty for all."""
+        """The states of listed checkpoints; empty for all."""
         return () if "any" in self.state else self.state or ("committed",)
 
     @property
@@ -132,16 +132,17 @@ class CheckpointFilter(Query):
         return tuple(MetricCondition.parse(text) for text in self.metric)
 
     def mark(self) -> tuple[object, ...]:
-        """Return the same for equal filters only, in all processes."""
+        """Return a hash that is equal for equal filters in all processes."""
         values = (getattr(self, name) for name in CheckpointFilter.model_fields)
         return tuple(sorted(value) if isinstance(value, tuple) else value for value in values)
 
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """By what, and whether the greatest comes first; among equals the same way by id.
+    """A sort key with direction; ties are ordered by id in the same direction.
 
-    By step, checkpoints without one come as if before step 0. By a metric, those without it are left out.
+    Without a step, checkpoints sort before step 0. Sorting by a metric excludes checkpoints without the
+    metric.
     """
 
     by: SortBy = "time"
@@ -156,7 +157,7 @@ class Sort:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Such as "-time", "step" or "metric:loss"; `InvalidQueryError` for anything else."""
+        """Parse an order such as "-time", "step" or "metric:loss". Raises `InvalidQueryError`."""
         by, colon, metric = text.removeprefix("-").partition(":")
         return cls(by, text.startswith("-"), metric if colon else None)  # type: ignore[arg-type]
 
@@ -168,16 +169,15 @@ _c: Final = checkpoints.c
 
 
 def _where(test: ColumnElement[bool]) -> Select[Any]:
-    # A query of its own, also where it is within one on the same table.
+    # Not correlated with an outer query on the same table.
     return select(_c.id).where(test).correlate(None)
 
 
 @dataclass(frozen=True, slots=True)
 class RowCondition:
-    """``test`` holds for a row; ``candidates`` selects the ids of all rows for which it does.
+    """A ``test`` of a row, and optional ``candidates``: a query of the ids of all matching rows.
 
-    ``column``: the test is that this column has a certain value, or (``is_range``) that it is in a range, and
-    nothing else.
+    ``column``: the test only compares this column with a value, or with a range (``is_range``).
     """
 
     test: ColumnElement[bool]
@@ -189,7 +189,7 @@ class RowCondition:
 def conditions_of(
     connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
 ) -> list[RowCondition]:
-    """Return the conditions of a filter, for those who may see these roots."""
+    """Return the conditions of a filter for a caller who sees these roots."""
     return [
         *_of_places(connection, wanted, visible),
         *_of_columns(wanted),
@@ -276,7 +276,7 @@ def _tests_of_range(
         getattr(wanted, name) if name else None for name in (within.least, within.most, within.below)
     )
     if least is None and within.column and (most is not None or below is not None):
-        least = 0  # what has no value is in no range
+        least = 0  # missing values match no range
     return [
         *([column >= least] if least is not None else []),
         *([column <= most] if most is not None else []),
@@ -296,7 +296,7 @@ def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
 
 
 def _labelled(table: Table, *tests: ColumnElement[bool]) -> RowCondition:
-    """Return the condition that a row of ``table`` that meets the tests is of the checkpoint."""
+    """Return the condition that a row of ``table`` meets the tests and belongs to the checkpoint."""
     test = exists().where(table.c.checkpoint_id == _c.id, *tests).correlate(checkpoints)
     return RowCondition(test, select(table.c.checkpoint_id).where(*tests))
 
@@ -310,7 +310,7 @@ def _of_structures(connection: Connection, wanted: CheckpointFilter) -> list[Row
     if wanted.tensor is not None:
         names = structure_tensors.c.fqn
         if is_glob(wanted.tensor):
-            # Structures are few, and one that has such a tensor is left at the first of them.
+            # Structures are few; EXISTS stops at the first match.
             own = (
                 exists()
                 .where(
@@ -343,10 +343,9 @@ _METRICS: Final = 200
 def check_filter(
     connection: Connection, wanted: CheckpointFilter, sort: Sort, visible: frozenset[str] | None
 ) -> None:
-    """Raises InvalidQueryError for a root, a run or a metric that is named and is not there, with near names.
+    """Raise InvalidQueryError for unknown roots, runs or metrics, with similar names.
 
-    What may be seen counts alone. As long as a root has not been looked through for the first time, a run or
-    a metric that is not known may yet come.
+    Only visible names count. Before the first scan of a root ends, unknown runs and metrics are accepted.
     """
     seen = list_roots(connection, visible)
     _check_root(wanted.root, seen)
@@ -361,13 +360,13 @@ def check_filter(
 
 
 def check_root(connection: Connection, root: str | None, visible: frozenset[str] | None) -> None:
-    """Raises InvalidQueryError for a root that there is not, or that may not be seen."""
+    """Raise InvalidQueryError for an unknown or invisible root."""
     if root is not None:
         _check_root(root, list_roots(connection, visible))
 
 
 def notes_of(connection: Connection, root: str | None, visible: frozenset[str] | None) -> list[str]:
-    """Reasons why rows may be missing in a list of one root, or of all."""
+    """Return reasons for missing rows in a list of one root, or of all."""
     notes = []
     for row in list_roots(connection, visible):
         if root not in (None, row.name) or not row.is_configured:
@@ -418,7 +417,7 @@ def _has_metric(connection: Connection, name: str, visible: frozenset[str] | Non
 
 
 def _names_of_metrics(connection: Connection) -> list[str]:
-    """By as many steps through the index as there are names, since each is there many thousand times."""
+    """Return the distinct names with one index step per name, since each name has many thousand rows."""
     names: list[str] = []
     while len(names) < _METRICS:
         query = select(func.min(metrics.c.name))

@@ -1,10 +1,9 @@
-"""Values that come in: types of bodies, queries and parameters, names of formats, and data of foreign files.
+"""Input types of bodies, queries and parameters, format names, and cleaning of foreign data.
 
-Both databases take what comes out of here and give it back alike: PostgreSQL stores no NUL in text or JSON,
-neither database a lone surrogate, JSON no NaN; integers end at 63 bits, and an index row of PostgreSQL at
-2,704 bytes. A hostile name must not make a whole scan fail.
+Cleaned values fit both databases: PostgreSQL stores no NUL, no database a lone surrogate, JSON no NaN;
+integers have 63 bits, and index rows of PostgreSQL 2,704 bytes. One hostile name must not fail a whole scan.
 
-Formats are those that are registered, also while the service runs.
+Formats include formats registered at run time.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from dcp.storage.formats.format import Format
 from dcp.storage.formats.registry import file_suffixes, format_names, format_of, formats, target_names
 
 MAX_ID: Final = 2**53 - 1
-"""Larger identifiers are not exact in JavaScript, and the service has none."""
+"""Largest exact integer of JavaScript; the service assigns no larger identifiers."""
 
 MAX_PAGE: Final = 500
-"""Rows of a page at most."""
+"""Maximum rows of a page."""
 
 _MAX_PLAIN_DEPTH: Final = 16
 NAME_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*$"
@@ -50,19 +49,19 @@ Step = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
 class Request(BaseModel):
-    """A body that comes in. Unknown members and numbers in quotes are refused, since they are mistakes."""
+    """Base of request bodies. Unknown members and quoted numbers are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Query(BaseModel):
-    """A query of an address. Unknown names are refused, since they are mistakes."""
+    """Base of URL queries. Unknown parameters are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Paged(Query):
-    """The size of a page, and where it begins."""
+    """Page size and cursor."""
 
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
     cursor: (
@@ -75,7 +74,7 @@ class Paged(Query):
 
 
 def is_clean(text: str) -> bool:
-    """Return whether databases and logs take it: no control characters, no halves of surrogate pairs."""
+    """Return True if databases and logs accept the text: no control characters, no lone surrogates."""
     return not any(ord(char) < 32 or ord(char) == 127 or 0xD800 <= ord(char) < 0xE000 for char in text)
 
 
@@ -91,8 +90,7 @@ Text = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_clean)
 
 
 class LateChoice:
-    """In ``Annotated``: text that is one of ``values()``, called when it is checked or documented, because
-    features add some."""
+    """Marker in ``Annotated``: text from ``values()``, evaluated late because features add values."""
 
     def __init__(self, values: Callable[[], Collection[str]]) -> None:
         self._values = values
@@ -110,7 +108,7 @@ class LateChoice:
 
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=NAME_PATTERN)]
-"""Of tags, aliases, metrics, keys, rules: letters, digits and ``_./:@+=-``."""
+"""Name of a tag, alias, metric, key or rule: letters, digits and ``_./:@+=-``."""
 
 
 def _plain(value: Any) -> Any:
@@ -140,7 +138,7 @@ def _check_plain(value: Any, depth: int) -> None:
 
 
 Plain = Annotated[Any, AfterValidator(_plain)]
-"""Any JSON that both databases store and give back."""
+"""JSON that both databases store without loss."""
 
 
 def _seconds(text: Any) -> float:
@@ -157,30 +155,30 @@ Time = Annotated[
     BeforeValidator(_seconds),
     WithJsonSchema({"type": "string", "format": "date-time", "examples": ["2026-01-31T12:00:00Z"]}),
 ]
-"""A time that comes in: RFC 3339 with its offset; in Python seconds since the epoch."""
+"""Input time: RFC 3339 with an offset; seconds since the epoch in Python."""
 
 
 MAX_KEY_BYTES: Final = 1024
 NONFINITE: Final = ("nan", "inf", "-inf")
-"""Numbers that JSON does not have, as `clean_json` writes them."""
+"""Non-finite numbers as written by `clean_json`."""
 _MAX_NAME_BYTES: Final = 1024
 _MAX_INTEGER: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 32
 _MAX_JSON_ITEMS: Final = 10_000
 _LABEL: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 UNSTORABLE: Final = re.compile("[\x00\ud800-\udfff]")
-"""NUL and halves of surrogate pairs."""
+"""NUL and lone surrogates."""
 
 
 def clean_text(text: str) -> str:
-    """``text`` with NUL and lone surrogates written out (``\\x00``, ``\\udc80``)."""
+    r"""Return ``text`` with NUL and lone surrogates escaped (``\x00``, ``\udc80``)."""
     if not UNSTORABLE.search(text):
         return text
     return UNSTORABLE.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def short_name(text: str) -> str:
-    """``text`` clean, and if it is too long for an index, cut and followed by a hash of the whole."""
+    """Return clean ``text``, cut and followed by a hash if too long for an index."""
     text = clean_text(text)
     encoded = text.encode()
     if len(encoded) <= _MAX_NAME_BYTES:
@@ -190,12 +188,13 @@ def short_name(text: str) -> str:
 
 
 def clean_integer(value: int) -> int:
-    """``value``, or the nearest one that a column holds."""
+    """Return ``value``, clamped to the range of a column."""
     return max(-_MAX_INTEGER - 1, min(_MAX_INTEGER, value))
 
 
 def clean_json(value: Any) -> Any:
-    """``value`` as JSON: unknown things and numbers that are not finite as text, depth and size bounded."""
+    """Return ``value`` as JSON with bounded depth and size; unknown objects and non-finite numbers become
+    text."""
     return _cleaned(value, _MAX_DEPTH, [_MAX_JSON_ITEMS])
 
 
@@ -217,13 +216,15 @@ def _cleaned(value: Any, depth: int, left: list[int]) -> Any:
         case list() | tuple() | set() | frozenset():
             return [_cleaned(item, depth - 1, left) for item in value]
         case _:
-            from dcp.storage.formats.torch.python_values import value_text  # only here: numpy takes its time
+            from dcp.storage.formats.torch.python_values import (
+                value_text,
+            )  # imported late: numpy is slow to import
 
             return clean_text(value_text(value)[:1000])
 
 
 def check_key(key: str) -> str:
-    """``key`` if it is a clean relative one; `InvalidQueryError` if not. "" is none."""
+    """Return ``key`` if it is a clean relative key. Raises `InvalidQueryError`, also for ""."""
     parts = key.split("/")
     if not key or any(part in ("", ".", "..") for part in parts) or "\\" in key or UNSTORABLE.search(key):
         raise InvalidQueryError("key", "a relative path of non-empty parts is needed, without . and ..")
@@ -233,7 +234,7 @@ def check_key(key: str) -> str:
 
 
 def check_label(field: str, name: str) -> str:
-    """``name`` if a tag, alias or metric may be called so; `InvalidQueryError` if not."""
+    """Return ``name`` if it is a valid tag, alias or metric. Raises `InvalidQueryError`."""
     if not _LABEL.fullmatch(name):
         raise InvalidQueryError(
             field,
@@ -243,16 +244,16 @@ def check_label(field: str, name: str) -> str:
 
 
 UNKNOWN: Final = "unknown"
-"""Of what the service that looked at it did not know."""
+"""Format of checkpoints that no installed format recognizes."""
 
 
 def catalog_formats() -> list[str]:
-    """Return the formats that a checkpoint may have."""
+    """Return the formats of checkpoints in the catalog."""
     return [*format_names(), UNKNOWN]
 
 
 def format_in_catalog(name: str) -> str:
-    """``name``, or that it is not known."""
+    """Return ``name`` if the format is known, else `UNKNOWN`."""
     return UNKNOWN if format_of(name) is None else name
 
 
@@ -262,18 +263,18 @@ def _download_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class OneOfNames:
-    """Beside ``str`` in an ``Annotated`` type: one of ``names()``, as if it was a ``Literal`` of them."""
+    """Marker for ``str`` in ``Annotated``: one of ``names()``, like a ``Literal`` evaluated late."""
 
     names: Callable[[], Sequence[str]]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a check when a value comes."""
+        """Return a validator that checks values on arrival."""
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return an enum of what is known now."""
+        """Return an enum of the names known now."""
         return {**handler(schema), "enum": list(self.names())}
 
     def _checked(self, value: str) -> str:
@@ -288,12 +289,11 @@ FormatName = Annotated[str, OneOfNames(catalog_formats)]
 SourceFormat = Annotated[str, OneOfNames(format_names)]
 TargetFormat = Annotated[str, OneOfNames(target_names)]
 DownloadFormat = Annotated[str, OneOfNames(_download_names)]
-"""Formats that can be written as one file."""
+"""Formats of single-file downloads."""
 
 
 def fault_of_target_name(one: Format, key: str) -> str | None:
-    """Return the reason why a target ``key`` (in lower case) would not be found again as one of this
-    format."""
+    """Return the reason why a scan would not recognize a target ``key`` (lower case) as this format."""
     as_file = one.target.as_file if one.target is not None else "never"
     if as_file != "never" and one.has_suffix(key):
         return None

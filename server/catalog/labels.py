@@ -1,7 +1,7 @@
-"""Labels that people and programs give: tags, pins, metrics, and aliases such as "best" that move in a run.
+"""Labels: tags, pins, metrics, and aliases such as "best" that move within a run.
 
-Each change bumps the version of the checkpoint, is noted in the audit log, and can be made to depend on the
-version that was seen. Nothing is written where nothing changes.
+Each change increments the version of the checkpoint, writes an audit entry, and can require an expected
+version. Unchanged labels write nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dcp.server.records.checkpoints import CheckpointDetail
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name that moves from checkpoint to checkpoint of a run. ``is_protected``: only admins move it."""
+    """A name that moves between checkpoints of a run. ``is_protected``: only admins move the alias."""
 
     run_id: int
     name: str
@@ -52,9 +52,10 @@ _ALIASES_LOCK: Final = 0x616C_6961 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change: its actor, time and conditions.
+    """A change with actor, time and conditions.
 
-    ``expected_version`` None is any; ``visible`` None is all roots. ``detail`` joins the audit entry.
+    ``expected_version`` None accepts any version; ``visible`` None is all roots. ``detail`` joins the audit
+    entry.
     """
 
     actor: str
@@ -66,7 +67,7 @@ class Change:
 
     @property
     def at_seconds(self) -> float:
-        """``now``, or the time it is."""
+        """Return ``now``, or else the current time."""
         return time.time() if self.now is None else self.now
 
     def record(
@@ -94,7 +95,7 @@ class Change:
 def add_tags(
     connection: Connection, checkpoint_id: int, names: Iterable[str], change: Change
 ) -> CheckpointDetail:
-    """Give tags; emits "checkpoint.tagged" with those that are new. See `set_pinned` for what is raised."""
+    """Add tags, and emit "checkpoint.tagged" with the new ones. Raises like `set_pinned`."""
     wanted = sorted({check_label("tag", name) for name in names})
 
     def act(row: Mapping[Any, Any]) -> Mapping[str, Any] | None:
@@ -121,7 +122,7 @@ def add_tags(
 def remove_tags(
     connection: Connection, checkpoint_id: int, names: Iterable[str], change: Change
 ) -> CheckpointDetail:
-    """Take tags away; those that it has not are fine. See `set_pinned` for what is raised."""
+    """Remove tags; absent tags are ignored. Raises like `set_pinned`."""
     wanted = {check_label("tag", name) for name in names}
 
     def act(_row: Mapping[Any, Any]) -> Mapping[str, Any] | None:
@@ -137,9 +138,9 @@ def remove_tags(
 def set_pinned(
     connection: Connection, checkpoint_id: int, is_pinned: bool, change: Change
 ) -> CheckpointDetail:
-    """Pin it, so that it is not deleted, or unpin it.
+    """Pin the checkpoint against deletion, or unpin it.
 
-    Raises `MissingError`, `ChangedError` (another version), `StateError` (it is deleted or purged).
+    Raises `MissingError`, `ChangedError` (another version), or `StateError` (deleted or purged).
     """
 
     def act(row: Mapping[Any, Any]) -> Mapping[str, Any] | None:
@@ -158,7 +159,7 @@ def set_pinned(
 def set_metrics(
     connection: Connection, checkpoint_id: int, values: Mapping[str, float | None], change: Change
 ) -> CheckpointDetail:
-    """Set metrics, finite numbers; None takes one away. Those that are not named stay. See `set_pinned`."""
+    """Set finite metrics; None removes a metric, and other metrics stay. Raises like `set_pinned`."""
     for name, value in values.items():
         check_label("metric", name)
         if value is not None and not math.isfinite(value):
@@ -215,7 +216,7 @@ def _tags(connection: Connection, checkpoint_id: int) -> set[str]:
 
 
 def get_alias(connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None) -> Alias:
-    """One alias; `MissingError` if there is none that may be seen."""
+    """Return one alias. Raises `MissingError` if none is visible."""
     row = connection.execute(
         _select(visible).where(aliases.c.run_id == run_id, aliases.c.name == name)
     ).first()
@@ -231,7 +232,7 @@ def list_aliases(connection: Connection, run_id: int, visible: frozenset[str] | 
 
 
 def lock_aliases(connection: Connection, run_id: int) -> None:
-    """Let other changes of the aliases of a run wait for the end of this transaction; on SQLite all do."""
+    """Lock the aliases of a run until the transaction ends; SQLite serializes all writers."""
     if connection.dialect.name == "postgresql":
         key = _ALIASES_LOCK + run_id % (1 << 32)
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
@@ -247,11 +248,11 @@ def set_alias(
     is_admin: bool = False,
     is_protected: bool | None = None,
 ) -> Alias:
-    """Let the alias name this checkpoint of the run; make it if it is not there. Emits "checkpoint.aliased".
+    """Create the alias or move it to this checkpoint of the run. Emits "checkpoint.aliased".
 
-    ``change.expected_version`` is that of the alias; 0 is "not there". ``is_protected`` None leaves it; only
-    an admin sets it, and moves what is protected. Raises `MissingError`, `ChangedError`, `ProtectedError`,
-    and `StateError` for a checkpoint that is deleted or purged.
+    ``change.expected_version`` is the version of the alias; 0 means absent. ``is_protected`` None keeps the
+    protection; only admins set it and move protected aliases. Raises `MissingError`, `ChangedError`,
+    `ProtectedError`, and `StateError` for a deleted or purged checkpoint.
     """
     check_label("alias", name)
     lock_aliases(connection, run_id)

@@ -1,20 +1,17 @@
-"""Lists of checkpoints: filtered, in order, page by page, in a time that does not grow with the catalog.
+"""Lists of checkpoints: filters, order and pages, in a time independent of the size of the catalog.
 
-There are two ways. Either some filter leaves few rows: these are found by the filter's index, tested, and
-sorted. Or none does: then the rows are read in the requested order, from an index that has this order, and
-tested until the page is full, which is soon because each filter leaves many. The rows that a filter leaves
-are counted beforehand, up to `FEW`, in its index.
+If some filter matches few rows, its index finds them, and they are tested and sorted. Otherwise rows are
+read in the requested order from an index and tested until the page is full, which is soon because each
+filter matches many rows. The matches of a filter are counted beforehand in its index, up to `FEW`.
 
-The index is named to SQLite. Without statistics it guesses: pages in order of size, name or step take 20
-times the steps at 100,000 checkpoints, and more with each one; with those of ``PRAGMA optimize`` they still
-do. A whole ``ANALYZE`` leads it to the same indexes, but has to be repeated as the catalog grows, and is seen
-by connections that are opened after it. PostgreSQL keeps statistics by itself: it is only kept from reading
-in order what few rows would have answered.
+SQLite gets the name of the index. Without statistics SQLite guesses, and pages by size, name or step take 20
+times the steps at 100,000 checkpoints; statistics of ``PRAGMA optimize`` do not help. ``ANALYZE`` leads to
+the same indexes, but must be repeated as the catalog grows. PostgreSQL keeps its own statistics; it is only
+kept from reading in order when few rows match.
 
-Counts beside a list say how many checkpoints each value of a filter would leave. A filter is left out where
-its own values are counted, so that they say what choosing another one would bring. Filters that are not given
-all count the same rows, which are grouped by all of their columns at once: from an index of these columns
-alone as long as nothing else is filtered by, a million rows in a third of a second.
+Facets count the checkpoints for each value of a filter, without the filter itself. Filters that are not
+given count the same rows, grouped by all of their columns at once; a covering index counts a million rows in
+a third of a second.
 """
 
 from __future__ import annotations
@@ -35,12 +32,12 @@ from dcp.server.records.declaring import OneOf, Shown
 from dcp.server.records.lists import Page
 
 FacetName = Literal["state", "verification", "format", "pinned", "root", "run", "tag", "dtype"]
-"""As the filters of the list are called."""
+"""Names of facets, equal to the filters of the list."""
 
 
 @dataclass(frozen=True, slots=True)
 class FacetValue:
-    """A value of a filter, and how many checkpoints it would leave. ``root`` and ``run_id`` are of a run."""
+    """A value of a filter with its number of checkpoints. ``root`` and ``run_id`` describe a run."""
 
     value: str
     count: int
@@ -50,7 +47,7 @@ class FacetValue:
 
 @dataclass(frozen=True, slots=True)
 class Facet:
-    """The values of one filter, the most frequent first; ``is_cut``: there are more."""
+    """The values of one filter, most frequent first. ``is_cut``: there are more values."""
 
     name: Annotated[str, OneOf(FacetName)]
     values: tuple[FacetValue, ...]
@@ -59,8 +56,7 @@ class Facet:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacets:
-    """Checkpoints that a list would have (``count``), and by the values of each filter those that it would
-    have with another value of that filter."""
+    """The number of listed checkpoints (``count``), and the numbers for other values of each filter."""
 
     count: int
     is_cut: Annotated[bool, Shown("Always false: all checkpoints are counted.")]
@@ -70,10 +66,10 @@ class CheckpointFacets:
 _NEWEST_FIRST: Final = Sort()
 
 WINDOWS: Final = (1_000, 4_000, 16_000, 64_000)
-"""Rows that are tested one after the other before a page is answered as it is."""
+"""Rows tested per page before the page is returned incomplete."""
 
 _Place = tuple[Any, int]
-"""The value to sort by, and the id."""
+"""Sort value and id."""
 
 
 def list_checkpoints(
@@ -84,13 +80,11 @@ def list_checkpoints(
     limit: int = 50,
     visible: frozenset[str] | None = None,
 ) -> Page[Checkpoint]:
-    """Return a page of those that ``wanted`` leaves, and that may be seen.
+    """Return a page of the visible checkpoints that match ``wanted``.
 
-    A page may have fewer than ``limit``, even none, and a next one: where filters that each leave many leave
-    next to nothing together, the search stops after `WINDOWS` rows, and the next page continues there.
-
-    What is written between two pages may be missed or, if it moves in the order, be seen twice; all that
-    stays where it is is seen once. Raises `InvalidQueryError` for a cursor of another query.
+    A page may be short or empty and have a next page: the search stops after `WINDOWS` rows, and the next
+    page continues there. Rows that do not move are returned exactly once; new and moved rows may be missed
+    or repeated. Raises `InvalidQueryError` for a cursor of another query.
     """
     mark = query_mark("checkpoints", wanted.mark(), sort, None if visible is None else sorted(visible))
     last = None
@@ -113,8 +107,8 @@ def neighbour(
     is_next: bool,
     tensor: str | None = None,
 ) -> Checkpoint | None:
-    """Return the committed checkpoint of the run that comes next to ``found`` by step, of those that have the
-    ``tensor``, if it is given; None without any."""
+    """Return the committed checkpoint next to ``found`` by step in its run, optionally with the ``tensor``;
+    else None."""
     if found.step is None or (found.step == 0 and not is_next):
         return None
     wanted = CheckpointFilter(
@@ -129,7 +123,7 @@ def neighbour(
 
 
 class Search:
-    """The way to the pages of one question, chosen once."""
+    """The query plan of one list request, shared by its pages."""
 
     def __init__(
         self,
@@ -145,7 +139,7 @@ class Search:
         self._number = metrics.c.checkpoint_id if sort.by == "metric" else checkpoints.c.id
 
     def run(self, last: _Place | None, limit: int) -> tuple[list[_Place], _Place | None]:
-        """Up to ``limit`` rows behind ``last``, and where the search stopped if before the end."""
+        """Return up to ``limit`` rows after ``last``, and the stopping place if before the end."""
         found: list[_Place] = []
         for window in WINDOWS:
             end = None
@@ -159,7 +153,7 @@ class Search:
         return found, last
 
     def query(self, last: _Place | None = None, end: _Place | None = None) -> Select[Any]:
-        """Positions and ids of what follows ``last``, in order, to ``end``."""
+        """Return the query of places and ids after ``last``, in order, to ``end``."""
         query = self._in_order(last).where(*(condition.test for condition in self._plan.rest))
         if end is not None:
             order = tuple_(self._position, self._number)
@@ -167,7 +161,7 @@ class Search:
         return select_by(self._connection, self._plan, query)
 
     def _nth(self, last: _Place | None, count: int) -> _Place | None:
-        # Of the index alone, which is quick.
+        # Reads only the index.
         query = select_by(self._connection, self._plan, self._in_order(last)).limit(1).offset(count - 1)
         row = self._connection.execute(query).one_or_none()
         return None if row is None else (row.position, row.id)
@@ -198,7 +192,7 @@ def _shown(connection: Connection, numbers: list[int]) -> list[Checkpoint]:
 
 
 FEW: Final = 5_000
-"""Rows that are taken one by one and sorted in some milliseconds."""
+"""Number of rows that can be fetched one by one and sorted in milliseconds."""
 
 ORDERS: Final[dict[str, tuple[str, type]]] = {
     "time": ("committed_seconds", float),
@@ -207,7 +201,7 @@ ORDERS: Final[dict[str, tuple[str, type]]] = {
     "name": ("name", str),
 }
 _WITHIN: Final[dict[str, tuple[str, ...]]] = {
-    # of several, the first is thought to leave the fewest
+    # of several, the first is assumed to match the fewest
     "time": ("run_id", "is_pinned", "verification", "root_id", "format", "state"),
     "step": ("run_id",),
     "bytes": (),
@@ -217,9 +211,9 @@ _WITHIN: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """``driver`` finds the rows; without one they are read in order, on SQLite by ``index``.
+    """The plan: ``driver`` finds the rows; without a driver rows are read in order, on SQLite by ``index``.
 
-    ``rest`` is what each row is still tested for, ``by_index`` what the index says of all that are read.
+    ``rest`` are the remaining tests of each row; ``by_index`` are the conditions met by the index.
     """
 
     driver: RowCondition | None
@@ -229,7 +223,7 @@ class QueryPlan:
 
 
 def plan(connection: Connection, conditions: Sequence[RowCondition], sort: Sort) -> QueryPlan:
-    """Return the way for these conditions and this order."""
+    """Return the plan for these conditions and this order."""
     able = [condition for condition in conditions if condition.candidates is not None]
     counts = counts_of(connection, able)
     few = [(count, number) for number, count in enumerate(counts) if count <= FEW]
@@ -240,7 +234,7 @@ def plan(connection: Connection, conditions: Sequence[RowCondition], sort: Sort)
         return QueryPlan(driver, None, (), [each for each in conditions if each is not driver])
     if sort.by == "metric":
         return QueryPlan(None, None, (), conditions)
-    # Few or not: there may be an index of just the rows with one of the values, in this order.
+    # A partial index with one of the values may have this order.
     first = driver or next((singles[name] for name in within if name in singles), None)
     column, _ = ORDERS[sort.by]
     by_index = [each for each in conditions if each is first or (each.is_range and each.column == column)]
@@ -253,12 +247,12 @@ def plan(connection: Connection, conditions: Sequence[RowCondition], sort: Sort)
 
 
 def order_of(sort: Sort) -> ColumnElement[Any]:
-    """Return the column to sort by, before the id."""
+    """Return the sort column, which precedes the id."""
     return metrics.c.value if sort.by == "metric" else checkpoints.c[ORDERS[sort.by][0]]
 
 
 def select_by(connection: Connection, chosen: QueryPlan, query: Select[Any]) -> Select[Any]:
-    """``query``, which has `checkpoints`, so that it goes the chosen way."""
+    """Return ``query`` on `checkpoints`, forced to follow the plan."""
     if chosen.driver is None:
         if chosen.index is None:
             return query.with_hint(checkpoints, "NOT INDEXED", "sqlite")
@@ -267,12 +261,12 @@ def select_by(connection: Connection, chosen: QueryPlan, query: Select[Any]) -> 
     assert candidates is not None
     if connection.dialect.name == "postgresql":
         return query.where(checkpoints.c.id == any_(func.array(candidates.scalar_subquery())))
-    # By row number only: not indexed is everything else.
+    # By row number only: prevents other indexes.
     return query.with_hint(checkpoints, "NOT INDEXED", "sqlite").where(checkpoints.c.id.in_(candidates))
 
 
 def counts_of(connection: Connection, conditions: Sequence[RowCondition]) -> list[int]:
-    """Return the number of rows that each condition with candidates leaves; `FEW` and one is "many"."""
+    """Return the matches of each condition with candidates, counted up to `FEW` + 1."""
     queries = []
     for condition in conditions:
         if condition.candidates is None:
@@ -289,7 +283,7 @@ _LEFT_OUT: Final[Mapping[FacetName, Mapping[str, Any]]] = {
     "pinned": {"pinned": None},
     "root": {"root": None},
     "run": {"run": None, "run_id": None},
-    "tag": {},  # a checkpoint has several, and a list takes those that have all of them
+    "tag": {},  # a checkpoint has several tags, and a list requires all of them
     "dtype": {"dtype": None},
 }
 _COLUMNS: Final[Mapping[FacetName, str]] = {
@@ -310,7 +304,7 @@ def checkpoint_facets(
     *,
     limit: int = 20,
 ) -> CheckpointFacets:
-    """Counts of what may be seen, with up to ``limit`` values of each filter."""
+    """Return counts of visible checkpoints, with up to ``limit`` values of each filter."""
     counted: dict[CheckpointFilter, _Counted] = {}
 
     def of(filtered: CheckpointFilter) -> _Counted:
@@ -325,7 +319,7 @@ def checkpoint_facets(
 
 
 class _Counted:
-    """The checkpoints of one filter, by the values of their columns."""
+    """The checkpoints of one filter, grouped by column values."""
 
     def __init__(
         self, connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
@@ -356,7 +350,7 @@ class _Counted:
         counts: Counter[Any] = Counter()
         for row in self._rows:
             counts[row[place]] += row[-1]
-        del counts[None]  # no structure is known
+        del counts[None]  # unknown structure
         return counts
 
     def _of_tags(self, limit: int) -> Counter[Any]:

@@ -1,8 +1,7 @@
-"""Names: find parts and globs in them, on both databases alike, and tell the layers of tensors.
+"""Names: substring and glob conditions equal on both databases, and layers of tensors.
 
-Case matters, and `*` crosses `/`. A glob has `*`, `?` and `[...]` (`[!...]` is "none of"), as `fnmatch` has.
-In brackets are letters, digits and underscores, single or as ranges such as `a-f`; brackets around anything
-else stand for themselves.
+Matching is case-sensitive, and `*` crosses `/`. Globs have `*`, `?` and `[...]` (`[!...]` negates) like
+`fnmatch`. Brackets accept letters, digits, underscores and ranges such as `a-f`; other brackets are literal.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SMALL: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 def check_pattern(field: str, pattern: str) -> str:
-    """``pattern`` if it may be searched for; `InvalidQueryError` if not. More stars take longer to match."""
+    """Return ``pattern`` if it is a valid glob. Raises `InvalidQueryError`; stars are limited."""
     check_text(field, pattern)
     sets = [text for kind, text in _tokens(pattern) if kind in ("of", "not of")]
     if any(found[0] > found[2] for text in sets for found in re.findall(r"\w-\w", text)):
@@ -35,37 +34,36 @@ def check_pattern(field: str, pattern: str) -> str:
 
 
 def check_text(field: str, text: str) -> str:
-    """``text`` if it may be searched for as it stands; `InvalidQueryError` if not."""
+    """Return ``text`` if it is a valid search text. Raises `InvalidQueryError`."""
     if not text or len(text) > _MAX_CHARACTERS or UNSTORABLE.search(text):
         raise InvalidQueryError(field, f"1 to {_MAX_CHARACTERS} characters, without NUL")
     return text
 
 
 def fold(text: str) -> str:
-    """In small letters, as both databases do it: those from A to Z."""
+    """Lower the letters A to Z, as both databases do."""
     return text.translate(_SMALL)
 
 
 def pattern_of(name: str) -> str:
-    """Return the name in lower case with "#" for each number: the same for names that differ by these
-    only."""
+    """Return the name in lower case with "#" for each number."""
     return _NUMBER.sub("#", fold(name))
 
 
 def is_glob(pattern: str) -> bool:
-    """Return True for a pattern with characters that are special in globs."""
+    """Return True if the pattern contains special characters of globs."""
     return any(character in pattern for character in "*?[")
 
 
 def contains(connection: Connection, column: ColumnElement[Any], part: str) -> ColumnElement[bool]:
-    """``column`` has ``part`` in it."""
+    """Return the condition that ``column`` contains ``part``."""
     if connection.dialect.name == "postgresql":
         return func.strpos(column, part) > 0
     return func.instr(column, part) > 0
 
 
 def matches(connection: Connection, column: ColumnElement[Any], glob: str) -> ColumnElement[bool]:
-    """Return the condition that all of ``column`` matches ``glob``."""
+    """Return the condition that the whole ``column`` matches ``glob``."""
     tokens = _tokens(glob)
     if connection.dialect.name == "postgresql":
         return column.regexp_match("^(?:" + "".join(map(_as_regex, tokens)) + ")$")
@@ -73,7 +71,7 @@ def matches(connection: Connection, column: ColumnElement[Any], glob: str) -> Co
 
 
 _Token = tuple[str, str]
-"""A kind ("any", "one", "of", "not of", "text"), and the characters."""
+"""A kind ("any", "one", "of", "not of", "text") with its characters."""
 
 
 def _tokens(glob: str) -> list[_Token]:
@@ -109,7 +107,7 @@ def _as_sqlite(token: _Token) -> str:
     return {"any": "*", "one": "?", "of": f"[{text}]", "not of": f"[^{text}]"}[kind]
 
 
-# -- layers, as names of tensors tell them -------------------------------------------------------------------
+# -- layers of tensors --------------------------------------------------------------------------------------
 
 
 _NUMBERED: Final = re.compile(r"(.*?(?:^|[._])[0-9]+)\.", re.DOTALL)
@@ -118,29 +116,29 @@ _LAST_NUMBER: Final = re.compile(r"(?:^|[._])([0-9]{1,9})$")
 
 
 def layer_of(fqn: str) -> str:
-    """Return a name to its first number that stands by itself and has something below it, as of a block of a
-    model (``layers.3`` or ``layers_3``); without one, to its last dot."""
+    """Return the name up to its first separate inner number (``layers.3`` or ``layers_3``), or else up to
+    the last dot."""
     numbered = _NUMBERED.match(fqn)
     return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
 
 
 def is_of_optimizer(fqn: str) -> bool:
-    """Return True if its first or second part names an optimizer: ``optimizer.state.0``, ``app.optim.w``."""
+    """Return True if the first or second part names an optimizer: ``optimizer.state.0``, ``app.optim.w``."""
     return any(_OF_OPTIMIZER.fullmatch(name) for name in fqn.split(".", 2)[:2])
 
 
 def layer_number(fqn: str) -> int | None:
-    """Return the number at the end of its layer; None if it has none."""
+    """Return the number at the end of the layer name, or None."""
     found = _LAST_NUMBER.search(layer_of(fqn))
     return None if found is None else int(found[1])
 
 
 def in_order(name: str) -> list[Any]:
-    """As people count: layers.2 before layers.10."""
+    """Sort naturally: layers.2 before layers.10."""
     parts = re.split(r"([0-9]+)", name)
     return [_counted(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def _counted(digits: str) -> tuple[int, str]:
     digits = digits.lstrip("0")
-    return len(digits), digits  # as numbers are ordered; int refuses thousands of digits
+    return len(digits), digits  # numeric order; int refuses thousands of digits

@@ -1,7 +1,7 @@
-"""Roots, which the configuration names or named once, and their runs: folders that hold checkpoints.
+"""Roots, configured now or earlier, and their runs: folders of checkpoints.
 
-The sums of a run, and those of a root by the accounts that registered its checkpoints, are kept up to date as
-checkpoints come and go, so that a sum is read from a few rows.
+Sums of runs, and sums of roots by registering account, are updated with each change of a checkpoint, so
+reading a sum takes a few rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dcp.server.records.checkpoints import Run
 from dcp.server.records.lists import Page
 
 LIVING: Final = ("committed", "unreadable", "incomplete")
-"""States of checkpoints that are there, as far as is known."""
+"""States of checkpoints assumed to exist in storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootRow:
-    """A root. ``scan_state`` is the scanner's own."""
+    """A root. ``scan_state`` belongs to the scanner."""
 
     id: int
     name: str
@@ -43,30 +43,30 @@ class RootRow:
 
     @property
     def lost(self) -> int:
-        """The number of checkpoints that the last scan did not find and did not believe to be gone."""
+        """The number of checkpoints that the last scan missed without marking them as vanished."""
         found = self._noted("lost")
         return found if type(found) is int else 0
 
     @property
     def doubted_runs(self) -> frozenset[str]:
-        """Runs that they are of."""
+        """Runs with missed checkpoints."""
         found = self._noted("doubted_runs")
         return frozenset(found) if isinstance(found, list) else frozenset()
 
     @property
     def is_other_place(self) -> bool:
-        """True if the last scan found no checkpoint that the catalog knew."""
+        """True if the last scan found no known checkpoint."""
         return self._noted("is_other_place") is True
 
     def _noted(self, name: str) -> Any:
-        # Written by the version that scanned last, which may be another one.
+        # Another version may have written this.
         return self.scan_state.get(name) if isinstance(self.scan_state, dict) else None
 
 
 def sync_roots(connection: Connection, urls: Mapping[str, str], *, now: float | None = None) -> None:
-    """Make the roots of the configuration, by name, and mark those that it does not have any more.
+    """Create the configured roots by name, and mark removed ones.
 
-    A root whose URL changed begins anew to be scanned; its checkpoints are marked by that scan.
+    A root with a new URL is scanned from the start; the scan marks missing checkpoints.
     """
     created = time.time() if now is None else now
     insert_missing(
@@ -85,7 +85,7 @@ def sync_roots(connection: Connection, urls: Mapping[str, str], *, now: float | 
 
 
 def root_id(connection: Connection, name: str) -> int:
-    """Return the number of a root; `MissingError` if there never was one of this name."""
+    """Return the number of a root. Raises `MissingError` for an unknown name."""
     found = connection.execute(select(roots.c.id).where(roots.c.name == name)).scalar()
     if found is None:
         raise MissingError("root", name)
@@ -93,7 +93,7 @@ def root_id(connection: Connection, name: str) -> int:
 
 
 def root_row(connection: Connection, name: str) -> RootRow:
-    """Return a root; `MissingError` if there never was one of this name."""
+    """Return a root. Raises `MissingError` for an unknown name."""
     row = connection.execute(select(roots).where(roots.c.name == name)).one_or_none()
     if row is None:
         raise MissingError("root", name)
@@ -101,7 +101,7 @@ def root_row(connection: Connection, name: str) -> RootRow:
 
 
 def has_living(connection: Connection, name: str) -> bool:
-    """Return True if the catalog knows checkpoints in the root that are there, as far as is known."""
+    """Return True if the catalog knows existing checkpoints in the root."""
     query = (
         select(checkpoints.c.id)
         .join(roots, roots.c.id == checkpoints.c.root_id)
@@ -112,7 +112,7 @@ def has_living(connection: Connection, name: str) -> bool:
 
 
 def list_roots(connection: Connection, visible: frozenset[str] | None = None) -> list[RootRow]:
-    """All roots that may be seen, by name."""
+    """Return all visible roots, by name."""
     rows = connection.execute(select(roots).order_by(roots.c.name)).all()
     return [RootRow(**row._mapping) for row in rows if visible is None or row.name in visible]
 
@@ -120,7 +120,7 @@ def list_roots(connection: Connection, visible: frozenset[str] | None = None) ->
 def set_scanned(
     connection: Connection, name: str, *, state: Any, error: str | None = None, now: float
 ) -> None:
-    """Note the end of a scan of the root: its state for the next one, and its error if it failed."""
+    """Store the end of a scan: the state for the next scan, and the error of a failed one."""
     number = root_id(connection, name)
     _update(connection, number, scan_state=state, scan_error=error, scanned_seconds=now)
 
@@ -130,7 +130,7 @@ def _update(connection: Connection, number: int, **values: Any) -> None:
 
 
 RunSort = Literal["latest", "-latest", "key", "-key", "bytes", "-bytes", "checkpoints", "-checkpoints"]
-"""With a minus the greatest first. A run without committed checkpoints is the oldest."""
+"""Sort orders; a minus means descending. Runs without committed checkpoints are the oldest."""
 
 _SORTS: Final[Mapping[str, tuple[Column[Any], type]]] = {
     "latest": (runs.c.latest_order, float),
@@ -143,7 +143,7 @@ _CHUNK: Final = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFilter:
-    """Runs of a root, whose key has a part, or matches a glob; all of what is given holds."""
+    """Filter of runs by root, part of the key and glob; all given filters must match."""
 
     root: str | None = None
     contains: str | None = None
@@ -155,7 +155,7 @@ class RunFilter:
                 check_pattern(name, pattern)
 
     def apply(self, connection: Connection, query: Select[Any]) -> Select[Any]:
-        """``query``, which has `runs` and `roots`, of these only."""
+        """Restrict ``query``, which includes `runs` and `roots`."""
         if self.root is not None:
             query = query.where(roots.c.name == self.root)
         if self.contains is not None:
@@ -168,7 +168,7 @@ class RunFilter:
 def ensure_runs(
     connection: Connection, places: Iterable[tuple[int, str]], *, now: float
 ) -> dict[tuple[int, str], int]:
-    """Return the ids of runs by root id and key; those that are not there are made."""
+    """Return the ids of runs by root id and key, creating missing runs."""
     wanted = sorted(set(places))
     known = _ids(connection, wanted)
     missing = [place for place in wanted if place not in known]
@@ -183,7 +183,7 @@ def ensure_runs(
 
 
 def get_run(connection: Connection, run_id: int, visible: frozenset[str] | None = None) -> Run:
-    """Return a run; `MissingError` if there is none that may be seen."""
+    """Return a run. Raises `MissingError` if none is visible."""
     row = connection.execute(select_runs(visible).where(runs.c.id == run_id)).one_or_none()
     if row is None:
         raise MissingError("run", run_id)
@@ -216,13 +216,15 @@ def list_runs(
 
 
 def touch_run(connection: Connection, run_id: int, now: float) -> None:
-    """Note that a label, metric or verdict of one of its checkpoints has changed: ``updated_seconds`` is of
-    any change, so that what is computed of a run knows when it is old."""
+    """Set ``updated_seconds`` after a change of a label, metric or verification.
+
+    Values derived from a run compare ``updated_seconds`` to detect changes.
+    """
     connection.execute(update(runs).where(runs.c.id == run_id).values(updated_seconds=now))
 
 
 def select_runs(visible: frozenset[str] | None) -> Select[Any]:
-    """Return the columns of `Run`, of those that may be seen."""
+    """Return a query of the columns of `Run` for visible runs."""
     columns = shown_columns(Run, "runs", metadata)
     query = select(*columns).join_from(runs, roots, roots.c.id == runs.c.root_id)
     return query if visible is None else query.where(roots.c.name.in_(sorted(visible)))
@@ -244,19 +246,18 @@ NO_ACCOUNT: Final = ""
 
 
 class SumChanges:
-    """Checkpoints and bytes that come and go, by run, and by root and account; `write` adds them to the
-    sums."""
+    """Changes of counts and bytes by run, and by root and account; `write` adds them to the sums."""
 
     def __init__(self) -> None:
         self._of_runs: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
         self._kept: defaultdict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
 
     def touch(self, run_id: int) -> None:
-        """Note that a checkpoint of the run has changed in another way."""
+        """Note another change of a checkpoint of the run."""
         self._of_runs[run_id]
 
     def count(self, before: Mapping[Any, Any] | None, after: Mapping[Any, Any] | None) -> None:
-        """Note that a row of ``checkpoints`` was ``before`` and is ``after``; None: there is none."""
+        """Note a row of ``checkpoints`` as ``before`` and ``after``; None: absent."""
         for sign, row in ((-1, before), (1, after)):
             if row is not None:
                 self.touch(row["run_id"])
@@ -267,7 +268,7 @@ class SumChanges:
                     added[1] += sign * row["bytes"]
 
     def write(self, connection: Connection, *, now: float) -> None:
-        """Write the sums, in the transaction of the change; the cost does not grow with the runs."""
+        """Write the sums in the transaction of the change; the cost is independent of the number of runs."""
         if not self._of_runs:
             return
         of_run = (checkpoints.c.run_id == bindparam("number"), checkpoints.c.state == "committed")
@@ -303,7 +304,7 @@ class SumChanges:
 
 
 def bytes_kept_of(connection: Connection, *, owner: str | None = None, root: str | None = None) -> int:
-    """Return the bytes of all committed checkpoints that an account registered, or of a root."""
+    """Return the bytes of committed checkpoints registered by an account, or of a root."""
     query = select(func.coalesce(func.sum(kept.c.bytes), 0))
     if owner is not None:
         query = query.where(kept.c.owner == owner)
@@ -331,16 +332,16 @@ def kept_by_root(connection: Connection) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The state by which the scanner decides to look at a checkpoint again."""
+    """The state from which the scanner decides to inspect a checkpoint again."""
 
     state: str
     fingerprint: str | None
 
 
 def known_of_run(connection: Connection, root: str, run_key: str) -> dict[str, Known]:
-    """Return the checkpoints of a run by their names, gone ones too; empty for a run that is not known.
+    """Return the checkpoints of a run by name, including removed ones; empty for an unknown run.
 
-    Raises `MissingError` for a root that is not.
+    Raises `MissingError` for an unknown root.
     """
     query = (
         select(checkpoints.c.name, checkpoints.c.state, checkpoints.c.fingerprint)

@@ -1,8 +1,7 @@
-"""Search as one types: names that contain the text, in any case, the best first.
+"""Incremental search: names that contain the text in any case, best matches first.
 
-Runs, names of checkpoints, aliases and tags are few enough to look at each. Of tensors the patterns of their
-names are looked at (`dcp.server.catalog.structures`), of which there are some hundred to a million
-names.
+Runs, checkpoint names, aliases and tags are few enough to test all. Tensors are searched through their name
+patterns (`dcp.server.catalog.structures`): a few hundred per million names.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ from dcp.server.database.tables import (
 from dcp.server.records.declaring import OneOf, Shown
 
 HitKind = Literal["run", "checkpoint", "alias", "tag", "tensor", "note"]
-"""Notes are found by their feature."""
+"""Kinds of hits; the notes feature finds notes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """Something whose name has what was searched for. ``rank``: 0 is the same name, 1 begins with it, 2 has
-    it at the beginning of a word, 3 anywhere.
+    """A match. ``rank``: 0 equal, 1 prefix, 2 start of a word, 3 elsewhere.
 
-    ``checkpoint_id`` is the one that is meant, or the newest one of a tensor. ``count``: checkpoints with the
-    tag, or tensors of one structure whose names differ by numbers only.
+    ``checkpoint_id`` is the matching checkpoint, or the newest with the tensor. ``count``: checkpoints with
+    the tag, or tensors of one structure whose names differ only by numbers.
     """
 
     kind: Annotated[str, OneOf(HitKind), Shown("Features of other packages may find further kinds.")]
@@ -58,24 +56,24 @@ class SearchHit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best hits of each kind, the best of all first."""
+    """The best hits of each kind, best first."""
 
     items: tuple[SearchHit, ...]
 
 
 _BEGIN_WORDS: Final = ("/", ".", "_", "-", " ")
 _NAMES: Final = 50
-"""Of checkpoints, and patterns of tensors, of which hits are made; the best."""
+"""Maximum matching checkpoint names and tensor patterns that become hits."""
 _ROWS: Final = 2_000
-"""Checkpoints of these names that are sorted."""
+"""Maximum checkpoints of these names that are sorted."""
 _TAGS: Final = 5_000
 _COUNTED: Final = 1_000
 _TENSORS: Final = 100_000
-"""Names that are looked at where a number in them was searched for."""
+"""Maximum names tested for a searched number."""
 _MAX_STEP: Final = (1 << 63) - 1
 _BY_NAME: Final = "INDEXED BY ix_checkpoints_name_id"
 _BY_STRUCTURE: Final = "INDEXED BY ix_checkpoints_structure_id_id"
-"""Hints for SQLite, which would go through all of a root instead."""
+"""Index hints for SQLite, which would otherwise read a whole root."""
 _LAST: Final = "\U0010ffff"
 
 
@@ -87,9 +85,11 @@ def search(
     kinds: Collection[str] = (),
     limit: int = 10,
 ) -> SearchResult:
-    """Visible things with ``text`` in their names, or with it as their step or path: up to ``limit`` of each
-    of ``kinds``, all by default. Raises `InvalidQueryError` for text that cannot be
-    searched for. Kinds that features find are ignored."""
+    """Return visible objects with ``text`` in their names, or as their step or path.
+
+    Returns up to ``limit`` hits of each of ``kinds`` (default: all). Ignores kinds found by features. Raises
+    `InvalidQueryError` for invalid text.
+    """
     typed = check_text("q", text.strip())
     one = _SearchRequest(connection, typed, fold(typed), _visible_ids(connection, visible), limit)
     found = [hit for kind, find in _FINDERS.items() if not kinds or kind in kinds for hit in find(one)]
@@ -108,7 +108,7 @@ def _visible_ids(connection: Connection, visible: frozenset[str] | None) -> list
 class _SearchRequest:
     connection: Connection
     typed: str
-    text: str  # in small letters
+    text: str  # lower case
     root_ids: list[int] | None
     limit: int
 
@@ -117,11 +117,11 @@ class _SearchRequest:
 
     def folded(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
         is_sqlite = self.connection.dialect.name == "sqlite"
-        # Not by the language of the server: so that both find the same.
+        # Independent of the locale of the server, for equal results.
         return func.lower(column if is_sqlite else cast(column, Text).collate("C"))
 
     def rank(self, column: ColumnElement[Any], text: str | None = None) -> ColumnElement[Any]:
-        """As `SearchHit.rank`, of a column that has the text."""
+        """Return the `SearchHit.rank` of a column that contains the text."""
         wanted = self.text if text is None else text
         name = self.folded(column)
         begins = [self.has(column, f"{mark}{wanted}") for mark in _BEGIN_WORDS]
@@ -187,7 +187,7 @@ def _tags(one: _SearchRequest) -> Iterator[SearchHit]:
 
 
 def _distinct_tags() -> Any:
-    """By as many steps through the index as there are tags, since each is there many times."""
+    """Return the tags with one index step per tag, since each tag has many rows."""
     known = select(func.min(tags.c.tag).label("tag")).cte("known", recursive=True)
     following = select(func.min(tags.c.tag)).where(tags.c.tag > known.c.tag).scalar_subquery()
     step = select(following).where(known.c.tag.is_not(None))
@@ -198,7 +198,7 @@ def _distinct_tags() -> Any:
 
 
 def _checkpoints(one: _SearchRequest) -> Iterator[SearchHit]:
-    """By step, by name, and by the end of the run's key and the name with a slash between."""
+    """Find by step, by name, and by the end of the run key and the name joined with a slash."""
     found: dict[int, SearchHit] = {}
     folder, slash, name = one.text.rpartition("/")
     for hits in (_of_step(one), _of_path(one, folder, name) if slash else _of_name(one)):
@@ -238,7 +238,7 @@ def _of_name(one: _SearchRequest) -> Iterator[SearchHit]:
 
 
 def _of_path(one: _SearchRequest, folder: str, name: str) -> Iterator[SearchHit]:
-    """Below the newest runs whose keys end so."""
+    """Find below the newest runs whose keys end with the text."""
     key = one.folded(runs.c.key)
     is_it = or_(key == folder, func.substr(key, func.length(key) - len(folder)) == f"/{folder}")
     newest = select(runs.c.id).where(is_it, one.seen(runs.c.root_id)).order_by(runs.c.latest_order.desc())
@@ -252,7 +252,7 @@ def _of_path(one: _SearchRequest, folder: str, name: str) -> Iterator[SearchHit]
 
 
 def _select_checkpoints(*columns: ColumnElement[Any]) -> Select[Any]:
-    """Return those that are there, or can be restored."""
+    """Select existing and restorable checkpoints."""
     own = (checkpoints.c.id, checkpoints.c.key, checkpoints.c.name, checkpoints.c.step, checkpoints.c.run_id)
     query = select(*own, roots.c.name.label("root"), runs.c.key.label("run"), *columns)
     query = query.join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
@@ -275,7 +275,7 @@ class _TensorPlace(NamedTuple):
 
 
 def _tensors(one: _SearchRequest) -> Iterator[SearchHit]:
-    """One of all tensors whose names differ by numbers only."""
+    """Find one tensor for all tensors whose names differ only by numbers."""
     pattern, text = tensor_patterns.c.pattern, pattern_of(one.text)
     query = select(pattern).where(contains(one.connection, pattern, text))
     if one.root_ids is not None:
@@ -299,7 +299,7 @@ def _tensor(one: _SearchRequest, place: _TensorPlace) -> SearchHit | None:
 
 
 def _structures(one: _SearchRequest, pattern: ColumnElement[Any]) -> Select[Any]:
-    """Structures with the pattern, of checkpoints that may be seen, the newest first."""
+    """Return structures with the pattern of visible checkpoints, newest first."""
     own = structure_patterns.c
     query = select(own.structure_id, own.position, own.tensor_count)
     query = query.where(own.pattern == pattern, _is_seen(one, own.structure_id).exists())
@@ -316,7 +316,7 @@ def _is_seen(one: _SearchRequest, structure_id: ColumnElement[Any]) -> Select[An
 
 
 def _first(one: _SearchRequest, pattern: str) -> _TensorPlace | None:
-    """Return the first tensor of the pattern, in the newest structure that has it."""
+    """Return the first tensor of the pattern, in the newest structure with the pattern."""
     row = one.connection.execute(_structures(one, literal(pattern)).limit(1)).one_or_none()
     if row is None:
         return None
@@ -326,8 +326,7 @@ def _first(one: _SearchRequest, pattern: str) -> _TensorPlace | None:
 
 
 class _Numbered:
-    """Tensors whose names have the text with the numbers that are in it. Names that begin with it are found
-    by their index; else structures are looked through, the newest first, each once."""
+    """Search of tensors by text with numbers: prefixes by index, else structures from the newest."""
 
     def __init__(self, one: _SearchRequest) -> None:
         self._one = one
@@ -345,7 +344,7 @@ class _Numbered:
             self._begin.setdefault(pattern_of(fqn), (number, fqn))
 
     def find(self, pattern: str) -> _TensorPlace | None:
-        """Return the first tensor of the pattern; None if no name has the text."""
+        """Return the first tensor of the pattern; None if no name contains the text."""
         query = _structures(self._one, literal(pattern))
         begin = self._begin.get(pattern)
         if begin is not None:
@@ -392,4 +391,4 @@ _FINDERS: Final[Mapping[HitKind, Callable[[_SearchRequest], Iterator[SearchHit]]
     "tag": _tags,
     "tensor": _tensors,
 }
-"""In the order in which hits of the same rank are shown."""
+"""Finders in the display order of hits with equal rank."""

@@ -1,8 +1,7 @@
-"""Facts of a checkpoint, taken from its index and the listing of its files alone.
+"""Facts of a checkpoint from its index and file listing. Pure functions that open nothing.
 
-Pure: nothing is opened here. Foreign data is taken as far as the catalog has a place for it: steps of a
-hundred digits, metrics that are NaN, and times after the end of time come from files of unknown
-origin.
+Foreign data is clamped to the range of the catalog: steps of a hundred digits, NaN metrics and times outside
+of the calendar occur in files of unknown origin.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _STEP: Final = re.compile(
     r"[^A-Za-z0-9]*([0-9]+)(?:\.[A-Za-z]+)?$",
     re.IGNORECASE,
 )
-"""A number after a word that trainers put before a step, or by itself: not that of a seed or a version."""
+"""A number alone or after a word that trainers use for steps; not the number of a seed or version."""
 _REVISION: Final = re.compile(r"[0-9a-f]{40}")
 _METRIC: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 _MAX_METRICS: Final = 1000
@@ -50,13 +49,13 @@ _MAX_MAP: Final = 256
 
 
 def structure_of(index: CheckpointIndex) -> StructureFacts:
-    """Names, kinds, shapes and dtypes of all tensors and values; some microseconds for each."""
+    """Return names, kinds, shapes and dtypes of all entries, in microseconds per entry."""
     objects = (Tensor(fqn, "object", None, None, 0) for fqn in index.objects.fqns)
     return StructureFacts.of([*_tensors(index), *objects])
 
 
 def content_digest_of(index: CheckpointIndex) -> str | None:
-    """One digest for all tensors, by their names; None where the manifest lacks the digest of one."""
+    """Return one digest of all tensors by name; None if the manifest lacks a digest."""
     if not len(index.digests) or not all(index.digests):
         return None
     return digest_of_all((fqn, index.digest(row) or "") for row, fqn in enumerate(index.fqns))
@@ -81,10 +80,10 @@ def facts_of_source(
     marks: Sequence[FileInfo] | None = None,
     fingerprint: str | None = None,
 ) -> CheckpointFacts:
-    """Return the facts of an opened checkpoint. ``listing`` is that of the folder, which is read if None.
+    """Return the facts of an opened checkpoint. ``listing`` is the listing of the folder, read if None.
 
-    ``marks`` and their ``fingerprint`` must be from before it was opened, so that a change in between shows;
-    without ``marks`` they are those of ``listing``.
+    ``marks`` and their ``fingerprint`` must precede the opening to expose concurrent changes; without
+    ``marks`` they are taken from ``listing``.
     """
     index = source.index
     files = list(source.store.list() if listing is None else listing)
@@ -127,8 +126,8 @@ def facts_of_parts(
     modified_seconds: float,
     observed_seconds: float,
 ) -> CheckpointFacts:
-    """Return the facts of what an index says, in whatever way that was read."""
-    own = {} if is_of_files(format) else user  # there it is text that others wrote, by names of their own
+    """Return the facts of the contents of an index."""
+    own = {} if is_of_files(format) else user  # in files, foreign text with arbitrary names
     step = own.get("step")
     world_size = provenance.get("world_size")
     resumed_from = provenance.get("resumed_from")
@@ -166,9 +165,10 @@ def facts_without_index(
     fingerprint: str | None = None,
     problem: str | None = None,
 ) -> CheckpointFacts:
-    """Return the facts of one whose index cannot be read ("unreadable", ``problem`` says why), or of data
-    that nothing has committed ("incomplete"): a save is under way, or was killed. ``files`` are those
-    found."""
+    """Return the facts of a checkpoint without a readable index, from its ``files``.
+
+    The state is "unreadable" with a ``problem``, or "incomplete" for a running or killed save.
+    """
     return CheckpointFacts(
         root=root,
         key=key,
@@ -185,16 +185,20 @@ def facts_without_index(
 
 
 def step_of_name(key: str) -> int | None:
-    """Return the number at the end of the last part of ``key``, before a suffix, where it is all of that or
-    stands after a word for steps; None without one, and of a revision of a model hub."""
+    """Return the step number at the end of ``key`` before a suffix, alone or after a word for steps.
+
+    Returns None without a number, and for revisions of a model hub.
+    """
     name = key.rpartition("/")[2]
     match = None if _REVISION.fullmatch(name) else _STEP.search(name)
     return None if match is None or len(match[1]) > 18 else int(match[1])
 
 
 def marks_of(listing: Iterable[FileInfo], file: str | None = None) -> list[FileInfo]:
-    """Return the files of a folder that change whenever the checkpoint in it does: its commit objects, of
-    weights without one all of them, or the one ``file``."""
+    """Return the files that change with every change of the checkpoint.
+
+    These are the commit objects, all files of weights without one, or the single ``file``.
+    """
     if file is not None:
         return [info for info in listing if info.name == file]
     files = list(listing)
@@ -225,7 +229,7 @@ def _save_id(provenance: Mapping[str, Any]) -> str | None:
 
 
 def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Small facts as they are; of the timings of thousands of ranks the slowest of each phase."""
+    """Return small facts unchanged, and of rank timings the slowest of each phase."""
     kept = {name: provenance[name] for name in _KEPT_PROVENANCE if provenance.get(name) is not None}
     if isinstance(weights := provenance.get("map"), str):
         kept["map"] = weights[:_MAX_MAP]
@@ -258,8 +262,7 @@ def _moment(seconds: float) -> str | None:
 
 
 def _metrics(noted: Any) -> dict[str, float]:
-    """Return the metrics that a table, a cursor and JSON can hold: finite numbers, by names as the catalog
-    takes them."""
+    """Return the metrics with valid names and finite values."""
     found: dict[str, float] = {}
     for name, value in noted.items() if isinstance(noted, dict) else ():
         if type(name) is not str or not _METRIC.fullmatch(name) or len(found) >= _MAX_METRICS:
@@ -272,8 +275,10 @@ def _metrics(noted: Any) -> dict[str, float]:
 
 
 def _time(value: Any, otherwise: float) -> float | None:
-    """``value`` if it is a time, else ``otherwise``; None where that is none either, so that what is found
-    today on a storage without times does not count as fifty years old."""
+    """Return ``value`` if it is a time, else ``otherwise``; None if neither is one.
+
+    Storage without times must not make a new checkpoint appear fifty years old.
+    """
     if type(value) is float and 0 < value < END_OF_TIME:
         return value
     return min(otherwise, END_OF_TIME) if otherwise > 0 else None

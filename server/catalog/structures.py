@@ -1,10 +1,11 @@
-"""Structures: names, shapes and dtypes of tensors, once for all checkpoints that share them.
+"""Structures: names, shapes and dtypes of tensors, shared between checkpoints.
 
-A large one is written as a draft (`dcp.server.database.documents`) before the transaction that refers to it,
-so that other writers do not wait for hundreds of thousands of rows; it gets its digest with the last of them.
+A large structure is written as a draft (`dcp.server.database.documents`) before the transaction that refers
+to it, so other writers do not wait for hundreds of thousands of rows. The draft gets its digest with the
+last rows.
 
-A search looks at patterns of names: in lower case, each number as "#". Layers of a model differ by numbers
-only, so that a million names have some hundred patterns.
+The search tests patterns of names: lower case, with "#" for each number. A million names have a few hundred
+patterns, because layers differ only by numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """Sums of all below one name; ``entry`` where the name itself is a tensor or a value."""
+    """Sums of all entries below one name; ``entry`` if the name itself is an entry."""
 
     name: str
     tensors: int
@@ -64,7 +65,7 @@ class TreeNode:
 
     @property
     def is_optimizer(self) -> bool:
-        """True if it belongs to an optimizer, by its name."""
+        """True if the name belongs to an optimizer."""
         return is_of_optimizer(self.name)
 
 
@@ -78,21 +79,22 @@ class TensorType:
 
 _DRAFT_TENSORS: Final = 2_000
 _DRAFT_ROWS: Final = 2_000
-"""In one transaction: hundredths of a second."""
+"""Rows of one transaction, which takes hundredths of a second."""
 _MAX_PATTERNS: Final = 5_000
-"""Of one structure, which are written in one transaction; of stranger ones the first are found."""
+"""Maximum patterns of one structure, written in one transaction; the search ignores further ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructureFacts:
-    """The structure of a checkpoint; `of` makes one. ``tensors`` are in the order of their names."""
+    """The structure of a checkpoint, made by `of`. ``tensors`` are sorted by name."""
 
     digest: str
     tensors: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> StructureFacts:
-        """With the digest: SHA-256 over names, kinds, dtypes and shapes. Objects' sizes are no part of it."""
+        """Return the structure with its digest: SHA-256 of names, kinds, dtypes and shapes, without sizes of
+        objects."""
         ordered = tuple(sorted(tensors, key=lambda tensor: tensor.fqn))
         digest = hashlib.sha256(b"dcp structure 1\0")
         for tensor in ordered:
@@ -103,7 +105,7 @@ class StructureFacts:
 
 
 def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -> dict[str, int]:
-    """Return the ids of structures, by digest; missing ones are written."""
+    """Return the ids of structures by digest, writing missing ones."""
     wanted = {one.digest: one for one in facts}
     known = _ids(connection, wanted)
     for digest in sorted(wanted.keys() - known.keys()):
@@ -114,7 +116,7 @@ def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -
 def prepare_structures(
     database: Database, facts: Iterable[StructureFacts | None], *, clock: Callable[[], float] = time.time
 ) -> None:
-    """Write those that are large and missing, so that `ensure_structures` finds them."""
+    """Write large missing structures in advance for `ensure_structures`."""
     large = {one.digest: one for one in facts if one is not None and len(one.tensors) > _DRAFT_TENSORS}
     if not large:
         return
@@ -139,7 +141,7 @@ def _write(connection: Connection, facts: StructureFacts) -> int:
     columns = _columns(facts)
     statement = dialect_insert(connection, structures).on_conflict_do_nothing().returning(structures.c.id)
     number = connection.execute(statement, columns).scalar()
-    if number is None:  # another process has written it since, and this waited for its end
+    if number is None:  # another process wrote it while this one waited
         return _ids(connection, [facts.digest])[facts.digest]
     if facts.tensors:
         connection.execute(insert(structure_tensors), _tensor_rows(number, _as_counted(facts)))
@@ -162,19 +164,19 @@ def _prepare(database: Database, facts: StructureFacts, now: float) -> None:
 
 
 def _as_counted(facts: StructureFacts) -> list[Tensor]:
-    """As people count: layer 2 before layer 10. Their places are kept with them."""
+    """Sort naturally, layer 2 before layer 10, and keep the positions."""
     return sorted(facts.tensors, key=lambda tensor: in_order(tensor.fqn))
 
 
 def _publish(connection: Connection, number: int, facts: StructureFacts, dtypes: Mapping[str, int]) -> bool:
-    """Return the draft is the structure now; False if another one was quicker."""
+    """Turn the draft into the structure; return False if another process was faster."""
     if _ids(connection, [facts.digest]):
         return False
     try:
         with connection.begin_nested():
             named = update(structures).where(structures.c.id == number).values(digest=facts.digest)
             connection.execute(named)
-    except IntegrityError:  # in this instant
+    except IntegrityError:  # inserted concurrently
         return False
     _write_names(connection, number, facts, dtypes)
     return True
@@ -214,7 +216,7 @@ def _tensor_rows(structure_id: int, tensors: Sequence[Tensor], first: int = 0) -
 def _write_names(
     connection: Connection, structure_id: int, facts: StructureFacts, dtypes: Iterable[str]
 ) -> None:
-    """Write the dtypes, and the patterns of names, each with its first tensor, in the order of names."""
+    """Write the dtypes, and the name patterns with the first tensor of each, in order."""
     rows: list[dict[str, Any]] = [{"structure_id": structure_id, "dtype": one} for one in sorted(dtypes)]
     insert_missing(connection, structure_dtypes, rows)
     found: dict[str, list[int]] = {}
@@ -235,12 +237,12 @@ def _write_names(
 
 
 _COUNTED: Final = 2000
-"""Names of one level of a tree that are put in order as people count; more would be read for each page."""
+"""Maximum names of one tree level in natural order; more would slow down each page."""
 
 
 _PARTS: Final = 12
 _LONG_NAME: Final = 80
-"""Longer names are not those of a model or an optimizer, and no globs."""
+"""Longer names belong to no model or optimizer, and are no globs."""
 
 
 def tensors_page(
@@ -253,9 +255,9 @@ def tensors_page(
     kind: EntryKind | None = None,
     dtype: str | None = None,
 ) -> Page[Tensor]:
-    """Entries whose names match ``glob``, of one kind and dtype if these are given.
+    """Return a page of entries whose names match ``glob``, optionally of one kind and dtype.
 
-    Raises `InvalidQueryError` for a glob or cursor that cannot be meant.
+    Raises `InvalidQueryError` for an invalid glob or cursor.
     """
     table = structure_tensors.c
     mark = query_mark("tensors", structure_id, glob, kind, dtype)
@@ -281,8 +283,8 @@ def tree_level(
 ) -> Page[TreeNode]:
     """Return the names directly below ``prefix``, a name without its last dot; "" is the top.
 
-    ``is_collapsed``: a name with a single one below it is one with that, as ``model.decoder``. Raises
-    `InvalidQueryError` for a cursor that cannot be meant.
+    ``is_collapsed`` joins a name with its single child, as in ``model.decoder``. Raises `InvalidQueryError`
+    for an invalid cursor.
     """
     table = structure_tensors.c
     start = f"{prefix}." if prefix else ""
@@ -291,7 +293,7 @@ def tree_level(
     is_postgres = connection.dialect.name == "postgresql"
     dot = (func.strpos if is_postgres else func.instr)(rest, ".")
     name: ColumnElement[Any] = case((dot > 0, func.substr(rest, 1, dot - 1)), else_=rest)
-    if is_postgres:  # by code points, as SQLite; otherwise it goes by the language of the server
+    if is_postgres:  # by code point as on SQLite, independent of the locale
         name = name.collate("C")
     is_tensor = case((table.kind == "tensor", 1), else_=0)
     query = select(
@@ -325,8 +327,7 @@ def tree_level(
 
 
 def tree_levels(connection: Connection, structure_id: int, prefix: str, most: int) -> list[str]:
-    """Return the last ``most`` prefixes of the levels above ``prefix``, and that itself; without those that
-    have a single name below them."""
+    """Return ``prefix`` and the last ``most`` prefixes above it, without those with a single child."""
     parts = prefix.split(".") if prefix else []
     levels = [".".join(parts[:end]) for end in range(1, len(parts) + 1)][-2 * most :]
     if not levels:
@@ -347,8 +348,7 @@ def tree_levels(connection: Connection, structure_id: int, prefix: str, most: in
 
 
 def _common(first: str, last: str) -> str:
-    """Return the name that all names from ``first`` to ``last``, in the order of code points, are or are
-    below; "" without one."""
+    """Return the common parent of all names from ``first`` to ``last`` by code point; "" without one."""
     if first == last:
         return first
     differ = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
@@ -356,8 +356,10 @@ def _common(first: str, last: str) -> str:
 
 
 def parts_of(connection: Connection, structure_id: int | None) -> list[TreeNode]:
-    """Return the parts of a checkpoint, such as a model and its optimizer: the top of the tree, and the level
-    below a name that holds an optimizer among others. Nothing where there are many."""
+    """Return the parts of a checkpoint, such as model and optimizer; empty if there are many.
+
+    Parts are the top of the tree, and the children of a name that contains an optimizer.
+    """
     if structure_id is None:
         return []
     top = _parts_below(connection, structure_id, "")
@@ -383,7 +385,7 @@ def _parts_below(connection: Connection, structure_id: int, prefix: str) -> list
 def _ordered(
     connection: Connection, query: Select[Any], name: ColumnElement[Any], last: str | None, limit: int
 ) -> Sequence[Row[Any]]:
-    """Return the rows behind the name ``last``, as people count; by code point where there are very many."""
+    """Return the rows after the name ``last`` in natural order; by code point for very many names."""
     rows = connection.execute(query.limit(_COUNTED + 1)).all()
     if len(rows) > _COUNTED and last is None:
         return rows[:limit]

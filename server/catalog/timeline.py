@@ -1,6 +1,6 @@
-"""The checkpoints and metrics of a run over its steps, in as many bins as a person can look at.
+"""Timelines: checkpoints and metrics of a run over its steps, in bins.
 
-Rows are read once, in order, and added up as they come: memory is that of the bins.
+Rows are read once in order; memory is bounded by the bins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dcp.storage.near_names import listed
 
 @dataclass(frozen=True, slots=True)
 class BinValues:
-    """The values of the checkpoints of a bin that have one; ``last`` is that of the highest step."""
+    """Aggregates of the values in a bin; ``last`` belongs to the highest step."""
 
     name: Annotated[str, Shown("What is summed up: bytes, save_seconds, or a metric's name.")]
     count: int
@@ -38,10 +38,10 @@ class BinValues:
 
 @dataclass(frozen=True, slots=True)
 class TimelineBin:
-    """Neighbouring checkpoints of a run by step, ``count`` of them in whatever states.
+    """Neighbouring checkpoints of a run by step, ``count`` in all states.
 
-    ``checkpoint_id`` is the last committed one, or the last of all where none is. Values are of committed
-    ones; ``save_seconds`` are those of the slowest rank in each phase, of saves that noted them.
+    ``checkpoint_id`` is the last committed checkpoint, or else the last. Values cover committed checkpoints.
+    ``save_seconds`` is the slowest rank of each phase, for saves with timings.
     """
 
     checkpoint_id: Annotated[int, Shown("The last committed one, or the last of all.")]
@@ -61,7 +61,7 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True)
 class RunTimeline:
-    """The checkpoints of a run that have a step, in bins; ``metric_names`` are those its newest one has."""
+    """The checkpoints of a run with a step, in bins; ``metric_names`` are the metrics of the newest."""
 
     run_id: int
     count: Annotated[int, Shown("Checkpoints with a step, within the requested steps.")]
@@ -71,7 +71,7 @@ class RunTimeline:
 
 @dataclass(frozen=True, slots=True)
 class SeriesPoint:
-    """Neighbouring checkpoints of a run, ``count`` of them; ``checkpoint_id`` is of one."""
+    """``count`` neighbouring checkpoints of a run; ``checkpoint_id`` is one of them."""
 
     checkpoint_id: Annotated[int, Shown("Of one of them.")]
     first_step: int
@@ -85,7 +85,7 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A metric over the steps of a run; ``count`` checkpoints have it as a finite number."""
+    """A metric over the steps of a run; ``count`` checkpoints have a finite value."""
 
     run_id: int
     metric: str
@@ -101,9 +101,9 @@ class Series:
 _ROWS_AT_ONCE: Final = 2_000
 _MAX_LISTED: Final = 10
 _BY_RUN: Final = "INDEXED BY ix_checkpoints_run_id_step_order_id"
-"""For SQLite, which without statistics begins with the metrics of all runs."""
+"""Index hint for SQLite, which would otherwise begin with the metrics of all runs."""
 _SAVING: Final = ("blocked", "plan", "write")
-"""Phases of a save that follow one another; the others are parts of them."""
+"""Consecutive phases of a save; other phases are parts of them."""
 
 
 def run_timeline(
@@ -116,9 +116,10 @@ def run_timeline(
     min_step: int | None = None,
     max_step: int | None = None,
 ) -> RunTimeline:
-    """Return the checkpoints of a run that have a step, from ``min_step`` to ``max_step``, in at most
-    ``points`` bins of about as many each, with the metrics ``names``. `MissingError` for a run that may not
-    be seen."""
+    """Return checkpoints from ``min_step`` to ``max_step`` in up to ``points`` bins of similar counts.
+
+    ``names`` selects metrics. Raises `MissingError` for an invisible run.
+    """
     get_run(connection, run_id, visible)
     within = [checkpoints.c.run_id == run_id, checkpoints.c.step_order >= max(0, min_step or 0)]
     if max_step is not None:
@@ -127,7 +128,7 @@ def run_timeline(
     bins = [_Bin() for _ in range(min(points, count))]
     flags = _aliases(connection, run_id)
     for place, (row, measured) in enumerate(_rows(connection, _select(within), names)):
-        found = bins[min(place, count - 1) * len(bins) // count]  # more may have come since they were counted
+        found = bins[min(place, count - 1) * len(bins) // count]  # more rows may exist than counted
         found.add(row, measured, flags.get(row.id, ()))
     return RunTimeline(
         run_id, count, metric_names(connection, run_id), tuple(one.result() for one in bins if one.count)
@@ -142,8 +143,10 @@ def steps_of_run(
     max_step: int | None = None,
     format: str | None = None,
 ) -> list[int]:
-    """Return the committed checkpoints of a run that have a step within these, by step, the newest of each;
-    of one format, which is that of the last step if none is given."""
+    """Return the newest committed checkpoint of each step in the range, by step.
+
+    All have one format: the given one, or else the format of the last step.
+    """
     column = checkpoints.c
     query = select(column.id, column.step, column.format).where(
         column.run_id == run_id, column.state == "committed", column.step_order >= max(0, min_step or 0)
@@ -156,10 +159,9 @@ def steps_of_run(
 
 
 def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
-    """Return the checkpoints of the ``last`` steps of a run, the newest first; what a job made of other
-    checkpoints is none.
+    """Return the checkpoints of the ``last`` steps of a run, newest first, without results of jobs.
 
-    StateError that names those of them that are damaged, partial, or there several times; and for fewer.
+    Raises StateError for fewer steps, and names damaged, partial and ambiguous ones.
     """
     column = checkpoints.c
     made = select(lineage.c.child_id).where(lineage.c.child_id == column.id)
@@ -185,7 +187,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
 
 
 def _problem(rows: Sequence[Any]) -> str:
-    """Return the reason why a step cannot be used; "" if it can."""
+    """Return the reason why a step is unusable; "" if it is usable."""
     if len(rows) > 1:
         return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
     row = rows[0]
@@ -198,7 +200,7 @@ def _problem(rows: Sequence[Any]) -> str:
 
 
 def save_seconds_of(phases: Any) -> float | None:
-    """Seconds of a save, from the slowest rank of each phase; None where nothing was noted."""
+    """Return the seconds of a save from the slowest rank of each phase; None without timings."""
     known = phases if isinstance(phases, Mapping) else {}
     found = [known[name] for name in _SAVING if isinstance(known.get(name), int | float)]
     return sum(found) if found and math.isfinite(sum(found)) else None
@@ -225,7 +227,7 @@ def _select(within: Sequence[Any]) -> Select[Any]:
 def _rows(
     connection: Connection, query: Select[Any], names: Sequence[str]
 ) -> Iterator[tuple[Row[Any], Mapping[str, float]]]:
-    """Rows in order, with the metrics of each."""
+    """Return rows in order, with the metrics of each."""
     streamed = connection.execute(query, execution_options={"yield_per": _ROWS_AT_ONCE})
     for rows in streamed.partitions():
         measured: dict[int, dict[str, float]] = {row.id: {} for row in rows}
@@ -246,8 +248,8 @@ def _aliases(connection: Connection, run_id: int) -> dict[int, tuple[str, ...]]:
 
 
 def metric_names(connection: Connection, run_id: int) -> tuple[str, ...]:
-    """List the metrics of the newest checkpoint of the run that has any: those of all its checkpoints would
-    be a look at each. Those that are NaN there count, too."""
+    """Return the metrics of the newest checkpoint with metrics, including NaN; reading all checkpoints would
+    be slow."""
     newest = connection.execute(
         select(checkpoints.c.id, checkpoints.c.user_metadata["metrics"])
         .where(
@@ -289,7 +291,7 @@ class _Values:
 @dataclass(slots=True)
 class _Bin:
     count: int = 0
-    rows: list[Row[Any]] = field(default_factory=list)  # the first, and the last until now
+    rows: list[Row[Any]] = field(default_factory=list)  # first and latest row
     committed_id: int | None = None
     times: _Values = field(default_factory=_Values)
     states: Counter[str] = field(default_factory=Counter)
@@ -343,8 +345,10 @@ class _Bin:
 def metric_series(
     connection: Connection, run_id: int, metric: str, visible: frozenset[str] | None = None, *, points: int
 ) -> Series:
-    """``metric`` of the committed checkpoints of a run that have a step: by step, in at most ``points`` of
-    about as many checkpoints each. `MissingError` for a run that may not be seen."""
+    """Return ``metric`` of committed checkpoints by step, in up to ``points`` points of similar counts.
+
+    Raises `MissingError` for an invisible run.
+    """
     get_run(connection, run_id, visible)
     rows = connection.execute(_binned(run_id, metric, points))
     found = tuple(record_of_row(SeriesPoint, row) for row in rows)
@@ -357,7 +361,7 @@ def metric_series(
 
 
 def _binned(run_id: int, metric: str, points: int) -> Select[Any]:
-    """Rows of `SeriesPoint`."""
+    """Group rows into `SeriesPoint` values."""
     order = (checkpoints.c.step_order, checkpoints.c.id)
     bin_number = func.ntile(points).over(order_by=order).label("bin")
     rows = (
@@ -386,6 +390,6 @@ def _binned(run_id: int, metric: str, points: int) -> Select[Any]:
 
 
 def _with_step(run_id: int) -> tuple[ColumnElement[bool], ...]:
-    """Conditions of committed checkpoints of the run that have a step."""
+    """Return the conditions of committed checkpoints of the run with a step."""
     is_committed = checkpoints.c.state == "committed"
     return checkpoints.c.run_id == run_id, is_committed, checkpoints.c.step.is_not(None)

@@ -135,7 +135,7 @@ def prepare_document(
 
 
 def ensure_document(connection: Connection, content: Mapping[str, Any], prepared: int | None) -> int:
-    """Return the number of the document, writing it unless ``prepared``. The caller must store a reference."""
+    """Return the number of the document, written unless ``prepared``. The caller must store a reference."""
     if prepared is None:
         return write_document(connection, content)
     published = update(documents).where(documents.c.id == prepared).values(name=None)
