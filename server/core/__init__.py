@@ -1,1 +1,1 @@
-"""The core of the service: what every feature plugs into, and which knows none of them."""
+"""Core of the service: the base of all features, independent of each of them."""

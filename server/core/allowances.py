@@ -1,4 +1,4 @@
-"""Allowances: how much an account, a key or a root may use, by the settings or by a feature."""
+"""Allowances: usage limits of accounts, keys and roots, from the settings or a feature."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LimitName = Literal[
 ]
 
 SERVICE: Final = "service:"
-"""Begins the owner of jobs of the service itself (scans, rules, retention), which have no limits."""
+"""Owner prefix of the service's own jobs (scans, rules, retention), which have no limits."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LimitSubject:
-    """An account (by `Principal.owner`), a key (by its id) or a root (by its name)."""
+    """An account (`Principal.owner`), a key (id) or a root (name)."""
 
     kind: SubjectKind
     name: str
@@ -48,11 +48,11 @@ class LimitSubject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """The limits of one subject; None is no limit.
+    """The limits of one subject; None means no limit.
 
-    ``jobs_running``: jobs at work at a time, of all workers. ``jobs_queued``: jobs in the queue.
-    ``downloads`` at a time, their bytes a second together, and ``requests``: each process of the API counts
-    its own. ``bytes_kept``: of committed checkpoints; more are refused at registration, and above
+    ``jobs_running``: concurrent jobs over all workers. ``jobs_queued``: queued jobs. ``downloads``
+    (concurrent), their total bytes per second, and ``requests`` are counted by each API process.
+    ``bytes_kept``: bytes of committed checkpoints; registrations above are refused, and above
     ``bytes_kept_warning`` answers warn.
     """
 
@@ -66,35 +66,34 @@ class Allowance:
 
 
 class Allowances:
-    """Allowances of the settings: one for each account. A feature has a subclass in ``allowances``."""
+    """Allowances from the settings, equal for all accounts. A feature passes a subclass as ``allowances``."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.of_account = Allowance(
             jobs_queued=settings.max_queued_jobs,
-            downloads=-(-settings.max_downloads // 2),  # so that some are left for others
+            downloads=-(-settings.max_downloads // 2),  # leave some for other accounts
             requests=Rate.parse(settings.rate_limit),
         )
 
     def of(
         self, subjects: Iterable[LimitSubject], connection: Connection | None = None
     ) -> Mapping[LimitSubject, Allowance]:
-        """Return the allowance of each subject: as the database has it now by ``connection``, else as it was
-        at the last `refresh`."""
+        """Return the allowance of each subject: current with a ``connection``, else as of the last
+        `refresh`."""
         return {subject: self.default(subject) for subject in subjects}
 
     def default(self, subject: LimitSubject) -> Allowance:
-        """Return the allowance of a subject for which nothing else is declared."""
+        """Return the allowance of a subject without its own limits."""
         is_limited = subject.kind == "account" and subject.name != LOCAL.owner
         return self.of_account if is_limited and not subject.name.startswith(SERVICE) else Allowance()
 
     def refresh(self, database: Database) -> None:
-        """Read the database again, if that was more than a second ago. Called for each request with a key."""
+        """Read the database again after a second. Called for each request with a key."""
 
 
 def subjects_of(owner: str, key_id: int | None, root: str | None = None) -> tuple[LimitSubject, ...]:
-    """Return the subjects that a request or a job of an account and a key counts for; with one for the
-    ``root`` that it is for."""
+    """Return the subjects of a request or job: account, key, and ``root`` if given."""
     found = [LimitSubject("account", owner)]
     if key_id is not None:
         found.append(LimitSubject("key", str(key_id)))
@@ -124,7 +123,7 @@ def refusal(
     wait_seconds: int | None = None,
     **extra: Any,
 ) -> ProblemError:
-    """Return the problem of a request that a limit refuses: names the limit, the use and the remedy."""
+    """Return the problem of a request above a limit, with the limit, the use and the remedy."""
     detail = (
         f"{limit}: {_named(subject)} may have {_amount(limit, allowed)} {_UNITS[limit]} and has "
         f"{_amount(limit, used)}; "
@@ -142,7 +141,7 @@ def refusal(
 
 
 def _amount(limit: LimitName, value: int) -> str:
-    """Return a number, or bytes in the units of the settings, such as 1.5 TB."""
+    """Format a number, or bytes in the units of the settings, such as 1.5 TB."""
     is_size = limit.startswith("bytes")
     return ByteSize(value).human_readable(decimal=True, separator=" ") if is_size else f"{value:,}"
 
@@ -158,11 +157,11 @@ def _named(subject: LimitSubject) -> str:
 def keeping(
     connection: Connection, allowances: Allowances, subjects: Iterable[LimitSubject]
 ) -> Iterator[list[str]]:
-    """Keep the limits of bytes in a block that registers checkpoints: at its end the list has the warnings.
+    """Enforce byte limits around a block that registers checkpoints; the yielded list receives warnings.
 
-    Raises ConflictError for more bytes than one of ``subjects`` may keep, after which the transaction must
-    not be committed; what adds no bytes passes. Others that register for the same ones wait for the end of
-    this transaction.
+    Raises ConflictError above the limit of one of ``subjects``, after which the transaction must roll back;
+    changes without additional bytes pass. Concurrent registrations for the same subjects wait for the end of
+    the transaction.
     """
     found = allowances.of(subjects, connection)
     limited = {subject: found[subject] for subject in sorted(found) if _limits_bytes(found[subject])}
@@ -180,7 +179,7 @@ def keeping(
 
 
 def check_room(connection: Connection, allowances: Allowances, subjects: Iterable[LimitSubject]) -> None:
-    """Raise ConflictError where one of ``subjects`` keeps as many bytes as it may, before more come."""
+    """Raise ConflictError if one of ``subjects`` already keeps its maximum of bytes."""
     for subject, allowance in sorted(allowances.of(subjects, connection).items(), key=lambda one: one[0]):
         if allowance.bytes_kept is not None:
             used = bytes_kept(connection, subject)
@@ -189,7 +188,7 @@ def check_room(connection: Connection, allowances: Allowances, subjects: Iterabl
 
 
 def bytes_kept(connection: Connection, subject: LimitSubject) -> int:
-    """Return the bytes of the committed checkpoints of an account or a root. Keys keep none of their own."""
+    """Return the bytes of committed checkpoints of an account or root; keys keep none."""
     if subject.kind == "key":
         return 0
     if subject.kind == "account":
@@ -198,7 +197,7 @@ def bytes_kept(connection: Connection, subject: LimitSubject) -> int:
 
 
 def bytes_warning(subject: LimitSubject, allowance: Allowance, used: int) -> str | None:
-    """Return the warning for an account or a root that keeps more than it should, or None."""
+    """Return the warning for an account or root above its warning limit, or None."""
     size = partial(_amount, "bytes_kept")
     most, warned = allowance.bytes_kept, allowance.bytes_kept_warning
     if most is not None and used > most:

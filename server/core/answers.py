@@ -1,4 +1,4 @@
-"""Answers: identifiers in paths, times, problem documents, and records as JSON, by their declarations."""
+"""Answers: identifiers in paths, times, problem documents, and records as JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ IdPath = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 
 class Answer(BaseModel):
-    """A body that goes out."""
+    """Base of answer bodies."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
 
 
 class Problem(BaseModel):
-    """An error (RFC 9457). `detail` says what to do; some kinds have further members."""
+    """An error (RFC 9457). `detail` names the remedy; some kinds have further members."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -60,7 +60,7 @@ _TITLES: Final = {
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For ``responses=`` of a route: these errors, as problem documents."""
+    """Return ``responses=`` of a route for these error statuses, as problem documents."""
     return {
         status: {
             "description": _TITLES[status],
@@ -74,12 +74,12 @@ NamePath = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME_PATTE
 
 
 def rfc3339(seconds: float) -> str:
-    """Seconds since the epoch as ``2026-01-31T12:00:00.250Z``."""
+    """Format seconds since the epoch as ``2026-01-31T12:00:00.250Z``."""
     return rfc3339_of(moment(seconds))
 
 
 def rfc3339_of(time: datetime) -> str:
-    """Return the same, of a time in UTC."""
+    """Format a UTC time like `rfc3339`."""
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -88,26 +88,26 @@ def rfc3339_of(time: datetime) -> str:
 
 _Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 _ANSWERS: Final[dict[Any, type[RecordAnswer]]] = {}
-"""By record: those that others have in them."""
+"""Answer models by record, for nested records."""
 _ABSENT: Final = object()
 
 
 class RecordAnswer(Answer):
-    """A record as it is answered with: see `answer_model`."""
+    """The answer model of a record; see `answer_model`."""
 
     record: ClassVar[type[Any]]
     members: ClassVar[tuple[RecordField, ...]]
     written: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]]
-    """Members whose values JSON has in another way, and what makes it of them."""
+    """Members with another JSON form, and their converters."""
 
-    if TYPE_CHECKING:  # the members of the record
+    if TYPE_CHECKING:  # members of the record
 
         def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
     def of(cls, found: Any, **others: Any) -> Self:
-        """Return the record, or a row with the same (times as seconds), besides what ``others`` say."""
-        if isinstance(found, cls.record):  # lists have thousands of values
+        """Return the answer of the record or an equal row (times as seconds), with the ``others`` members."""
+        if isinstance(found, cls.record):  # fast path: lists have thousands of values
             values = {field.name: getattr(found, field.name) for field in cls.members}
         else:
             values = {
@@ -134,7 +134,7 @@ class RecordAnswer(Answer):
 
 
 def _default(field: RecordField) -> Any:
-    """Of documents that were stored before the field was there."""
+    """Return the default of a field that older stored documents lack."""
     is_new = field.shown is not None and field.shown.may_be_absent
     return field.default if is_new else _ABSENT
 
@@ -151,14 +151,14 @@ def _made(record: type[Any], name: str, doc: str, args: tuple[Any, ...]) -> type
 
 
 def _filled(field: RecordField, args: tuple[Any, ...]) -> RecordField:
-    """Return the field of a generic record, of these ``args``."""
+    """Return the field of a generic record with these ``args``."""
     is_open = bool(getattr(field.hint, "__parameters__", ()))
     return dataclasses.replace(field, hint=field.hint[args]) if is_open else field
 
 
 def answer_model(returned: Any) -> Any:
-    """Return the model of what a route returns: of a record, such as a ``Page[Run]``, one that is made of
-    it."""
+    """Return the answer model of a route's return type; a record, such as ``Page[Run]``, gets a generated
+    model."""
     record = get_origin(returned) or returned
     if not (isinstance(record, type) and dataclasses.is_dataclass(record)):
         return returned
@@ -172,7 +172,7 @@ def answer_model(returned: Any) -> Any:
 
 
 def answer_of(model: Any, found: Any) -> Any:
-    """Return what a route returned as its answer: of a record its ``model``, else as it is."""
+    """Return the return value of a route as answer: a record through its ``model``, else unchanged."""
     is_record = isinstance(model, type) and issubclass(model, RecordAnswer) and not isinstance(found, model)
     return model.of(found) if is_record and dataclasses.is_dataclass(found) else found
 
@@ -193,7 +193,7 @@ def _type(field: RecordField) -> Any:
 
 
 def _json_type(hint: Any, literal: Any = None) -> Any:
-    """``literal`` in place of its text."""
+    """Replace the type of text by ``literal``."""
     if get_origin(hint) is tuple:
         return list[_json_type(get_args(hint)[0], literal)]  # type: ignore[misc]
     if get_origin(hint) is Mapping:
@@ -218,5 +218,5 @@ def _writer(hint: Any) -> Callable[[Any], Any] | None:
 
 
 def _in_order(items: Any) -> list[Any]:
-    """Return a list; of a set the sorted one."""
+    """Return a list; a set is sorted."""
     return sorted(items) if isinstance(items, frozenset) else list(items)

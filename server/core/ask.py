@@ -1,4 +1,4 @@
-"""`Ask`: one request, with all that a function of a feature needs to answer it."""
+"""`Ask`: a request with caller, catalog, data and jobs for the functions of features."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from dcp.server.records.jobs import Job
 
 
 class Tagged(Protocol):
-    """A record with an ETag."""
+    """Protocol of records with an ETag."""
 
     @property
     def etag(self) -> str:
-        """For If-Match."""
+        """The tag for If-Match."""
 
 
 E = TypeVar("E", bound=Tagged)
@@ -52,9 +52,9 @@ T = TypeVar("T")
 
 
 class Ask:
-    """A request: who asks, what they may see, and the database, roots and jobs of the service.
+    """A request: the caller and its visible roots, with the database, roots and jobs of the service.
 
-    A function of a feature names a parameter of this type. ``response`` takes headers of the answer.
+    A function of a feature takes a parameter of this type. ``response`` carries headers of the answer.
     """
 
     def __init__(self, request: Request, response: Response) -> None:
@@ -64,7 +64,7 @@ class Ask:
 
     @property
     def caller(self) -> Principal:
-        """The key that asks. Raises UnauthorizedError where a public route is called without one."""
+        """The calling key. Raises UnauthorizedError on a public route without a key."""
         principal = getattr(self.request.state, "principal", None)
         if not isinstance(principal, Principal):
             raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
@@ -72,7 +72,7 @@ class Ask:
 
     @property
     def visible(self) -> frozenset[str] | None:
-        """The names of the roots that the caller may see; None for all."""
+        """The names of the roots visible to the caller; None for all."""
         return self.caller.roots
 
     @property
@@ -82,52 +82,50 @@ class Ask:
 
     @property
     def roots(self) -> Roots:
-        """The configured roots, whatever the caller may see."""
+        """All configured roots, independent of the caller."""
         return self.service.roots
 
     @property
     def data(self) -> Data:
-        """The bytes of checkpoints that the caller may see."""
+        """The bytes of the checkpoints visible to the caller."""
         return Data(self.service, self.caller)
 
     @property
     def now(self) -> float:
-        """The time, in seconds since the epoch."""
+        """The time in seconds since the epoch."""
         return self.service.clock()
 
     @property
     def address(self) -> str | None:
-        """The address that the request comes from, if it is known."""
+        """The address of the client, if known."""
         return None if self.request.client is None else self.request.client.host
 
     @property
     def request_id(self) -> str | None:
-        """The id of the request, for logs."""
+        """The id of the request in logs."""
         return getattr(self.request.state, "request_id", None)
 
     @property
     def form(self) -> Form:
-        """The fields of the form that was sent."""
+        """The fields of the submitted form."""
         return Form(self.request.state.sent_form)
 
     def query(self, kind: type[Q]) -> Q:
-        """Return the part of the address's query that ``kind`` declares."""
+        """Return the query parameters declared by ``kind``."""
         given = self.request.query_params
         return query_of(kind, **{name: given[name] for name in kind.model_fields if name in given})
 
     def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-        """Return a page other than the one that the function declares, such as a form with what was wrong in
-        it."""
+        """Return another page than the declared one, such as a form with error messages."""
         return rendering.page(self.request, template, status, **values)
 
     def tagged(self, found: E) -> E:
-        """Return the record ``found``, whose ``etag`` the answer has as its header."""
+        """Return the record ``found`` and set its ``etag`` as header."""
         self.response.headers["ETag"] = found.etag
         return found
 
     def place_of(self, checkpoint: Checkpoint) -> str:
-        """Return the URL of a checkpoint, with a placeholder for that of its root unless the caller may know
-        it."""
+        """Return the URL of a checkpoint; the URL of the root is a placeholder unless the caller may see it."""
         root = checkpoint.root
         url = (
             redact(self.settings.roots[root].url)
@@ -137,15 +135,14 @@ class Ask:
         return f"{url.rstrip('/')}/{checkpoint.key}"
 
     def tag(self, etag: str) -> None:
-        """Give the answer this entity tag, before it is made. Raises NotModifiedError where the client has
-        the answer already, and PreconditionFailedError."""
+        """Set the ETag of the answer in advance. Raises NotModifiedError for a current client, and
+        PreconditionFailedError."""
         self.response.headers.update({"ETag": etag, "Cache-Control": CACHE})
         if is_unchanged(self.request.headers, etag):
             raise NotModifiedError(etag)
 
     def change(self, expected_version: int | None = None) -> Change:
-        """Describe the caller's change, for functions of the catalog and the audit log; ``expected_version``
-        None is any."""
+        """Return the caller's change for catalog and audit log; ``expected_version`` None accepts any."""
         return Change(
             actor=self.caller.name,
             now=self.now,
@@ -156,27 +153,32 @@ class Ask:
         )
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """Open a connection that only reads, for several queries that must agree."""
+        """Open a read-only connection for several consistent queries."""
         return self.service.database.read()
 
     def find(self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one query of the catalog, a function whose first argument is a connection."""
+        """Run one query of the catalog: a function with a connection as first argument."""
         with self.reading() as connection:
             return query(connection, *args, **kwargs)
 
     def transact(self, act: Callable[[Connection], T]) -> T:
-        """Run ``act``, which writes and makes the answer, in one transaction; it is repeated where another
-        one was in its way. With an ``Idempotency-Key`` the answer is kept in the same transaction."""
+        """Run ``act``, which writes and returns the answer, in one transaction, repeated on conflicts.
+
+        With an ``Idempotency-Key`` the same transaction stores the answer.
+        """
         return transact(self.service.database, self.request, self.response, act)
 
     def transact_secretly(self, act: Callable[[Connection], T]) -> T:
-        """Do the same for an answer with a secret: no ``Idempotency-Key`` keeps it."""
+        """Run `transact` for an answer with a secret, which no ``Idempotency-Key`` stores."""
         self.request.state.is_secret = True
         return self.service.database.transact(act)
 
     def submit(self, kind: type[Kind[M]] | Kind[M], params: M, priority: int | None = None) -> Job:
-        """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
-        refuses: what the caller may not see, or not with the scope of the kind, is not found."""
+        """Submit a job, or return the unfinished job with the same work.
+
+        Raises the refusals of the kind. Objects invisible to the caller, or outside of the roots with the
+        scope, are not found.
+        """
 
         def submit(connection: Connection) -> Job:
             job_kind = self.service.kinds[kind.name]
@@ -184,7 +186,7 @@ class Ask:
                 raise ForbiddenError(f"this needs the scope {job_kind.scope!r}", scope=job_kind.scope)
             caller = self.caller.having(job_kind.scope)
             spec = job_kind.specify(connection, params, caller, self.settings)
-            if job_kind.scope == "convert":  # it writes checkpoints
+            if job_kind.scope == "convert":  # the job writes checkpoints
                 subjects = subjects_of(caller.owner, caller.key_id, spec.root)
                 check_room(connection, self.service.allowances, subjects)
             spec = replace(spec, owner=caller.owner, key_id=caller.key_id)
@@ -203,8 +205,8 @@ class Ask:
         return self.transact(submit)
 
     def sign_in(self, caller: Principal, target: str) -> Response:
-        """Begin a session of ``caller``, a key or a person, in a cookie, and show the page ``target``. The
-        last session of the browser ends."""
+        """Start a browser session of ``caller``, a key or person, and show the page ``target``. Ends the
+        previous session."""
         before = self.request.cookies.get(SESSION_COOKIE)
         subject = f"account:{caller.account_id}" if caller.key_id is None else f"key:{caller.key_id}"
 
@@ -222,9 +224,9 @@ class Ask:
         return answer
 
     def check_queue(self, connection: Connection, job_id: int) -> None:
-        """Refuse a job that was queued in this transaction, where its account, key or root has too many.
+        """Refuse a job queued in this transaction above the limits of its account, key or root.
 
-        Raises TooManyRequestsError, after which the transaction must not be committed.
+        Raises TooManyRequestsError, after which the transaction must roll back.
         """
         check_queue(connection, self.service.allowances, job_id)
 
@@ -237,13 +239,12 @@ class Ask:
         return replace(job, progress=progress.get(job_id, job.progress))
 
     def last_result(self, kind: type[Kind[M]], params: M) -> Job | None:
-        """Return the newest job with the result key of ``params`` that succeeded, with its whole
-        ``result``."""
+        """Return the newest successful job with the result key of ``params``, with its complete ``result``."""
         return self.find(last_job, kind.result_key(params), self.visible, succeeded=True, whole=True)
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> Job | None:
-        """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that
-        waits for it."""
+        """Return the newest job with the result key of ``params`` and a number above ``after``, for a
+        waiting page."""
         job = self.find(last_job, kind.result_key(params), self.visible)
         return None if job is None or job.id <= after else self.job(job.id)
 
@@ -253,4 +254,4 @@ async def _ask(request: Request, response: Response) -> Ask:
 
 
 AskDep = Annotated[Ask, Depends(_ask)]
-"""For functions of routers; those of features name `Ask` itself."""
+"""Parameter type for functions of routers; functions of features use `Ask` directly."""

@@ -1,17 +1,17 @@
-"""Features: the parts of the service beside its core, each declared as one value.
+"""Features: parts of the service beside the core, each declared as one value.
 
-A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the
-API, pages, forms, panels on the pages of checkpoints and runs, periodic work and consumers of events; its job
-kinds are in ``kinds``. Those of the service stand in `dcp.server.features.FEATURES`; those of other packages
-come by the entry point group ``dcphub.service_features``. Work of a worker beside jobs is one function each::
+A feature is a module or folder with a `Feature` named ``feature``. Decorators declare routes, pages, forms,
+panels, periodic work and event consumers; ``kinds`` has its kinds of jobs. `dcp.server.features.FEATURES`
+lists the built-in features; packages add features with the entry point group ``dcphub.service_features``.
+Consumers and periodic work are one function each::
 
     @feature.consumer("notes", kinds=["checkpoint.committed"])
     def note(connection, events, context):
-        "Called with batches of events, oldest first, in the transaction that keeps the consumer's position."
+        "Called with batches of events, oldest first, in the transaction that stores the position."
 
     @feature.schedule("notes", 600.0)
     def forget_notes(context):
-        "Called every ten minutes in one of the workers; ``context`` has settings, database and time."
+        "Called every ten minutes in one worker; ``context`` has settings, database and time."
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ G = TypeVar("G", bound=Finder)
 S = TypeVar("S", bound="Callable[[Connection, Service], Iterable[Metric]]")
 W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
 Access = Scope | Literal["any", "public"]
-"""The scope that a key needs; "any": each key or session that is valid, "public": none at all."""
+"""The required scope; "any": every valid key or session, "public": no key."""
 LinkedFrom = Literal["run", "checkpoint", "menu", "administration"]
 PanelPlace = Literal["checkpoint", "checkpoint.notices", "checkpoint.actions", "run", "run.notices", "root"]
-"""Beside the content of a checkpoint's page, above it, in its box of actions; below the list of a run, above
-it; in the card of a root."""
+"""Places of panels: on a checkpoint page beside the content, above it or among the actions; on a run page
+below or above the list; in the card of a root."""
 
 
 _EVENT: Final = re.compile(r"[a-z][a-z0-9_]{0,30}\.[a-z][a-z0-9_]{0,30}")
 
 
 class FeatureError(CheckpointError):
-    """A feature cannot be used: the message names it, and the mistake in its declaration."""
+    """A feature is unusable; the message names the feature and the error in its declaration."""
 
 
 def _check_scope(scope: str, what: str) -> None:
@@ -72,8 +72,11 @@ def _check_scope(scope: str, what: str) -> None:
 
 
 class RouteOptions(TypedDict, total=False):
-    """Options of a route. ``errors``: statuses that it documents; ``responses``: as FastAPI has them.
-    ``all_roots``: not for keys of some roots."""
+    """Options of a route.
+
+    ``errors``: documented error statuses. ``responses``: as in FastAPI. ``all_roots``: refuse keys limited
+    to some roots.
+    """
 
     scope: Access
     status: int
@@ -84,10 +87,9 @@ class RouteOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer.
+    """An operation below ``/api/v1``. ``handle`` returns a record or an answer.
 
-    ``responses`` are other ones, as FastAPI describes them. ``all_roots``: not for keys that are restricted
-    to some roots.
+    ``responses`` describes other answers as in FastAPI. ``all_roots``: refuse keys limited to some roots.
     """
 
     method: str
@@ -103,10 +105,11 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class PageRoute(Route):
-    """A page, or without a ``template`` the target of a form. One with a ``tag`` is an operation as well.
+    """A page, or the target of a form if ``template`` is missing. A page with a ``tag`` is also an
+    operation.
 
-    ``handle`` of a page returns the values of its template, or a record, which is the template's ``found``
-    and the answer of the API at the same path; that of a form returns the path to show next.
+    ``handle`` of a page returns the values of the template, or a record: the template value ``found``, and
+    the JSON at the same path. ``handle`` of a form returns the path of the next page.
     """
 
     template: str = ""
@@ -116,8 +119,10 @@ class PageRoute(Route):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link to ``path`` on the page of each run or checkpoint, where ``{id}`` in it is its id; in the "menu"
-    of all pages; or in its part for admins of all roots, "administration"."""
+    """A link to ``path`` on the page of each run or checkpoint, with ``{id}`` for the id.
+
+    Other places are the "menu" of all pages, and "administration", the menu for admins of all roots.
+    """
 
     on: LinkedFrom
     label: str
@@ -132,7 +137,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A section on another feature's page: `Feature.panel`."""
+    """A section on a page of another feature; see `Feature.panel`."""
 
     on: PanelPlace
     template: str
@@ -145,23 +150,22 @@ class Panel:
 class Feature:
     """One feature, declared in ``module``.
 
-    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
-    one file has the texts of its templates in the field ``templates`` by name, or in such a folder beside it.
+    A package has the folders ``templates`` and ``static``; a feature of one file has its template texts in
+    the field ``templates``, or in such a folder beside it.
 
-    ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
-    HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare
-    consumers and periodic work, imported by workers alone. ``schedules`` are functions of the settings that
-    return periodic work; `schedule` adds one.
+    Args:
+        web: Modules below ``module`` with routes and pages, imported by HTTP processes only.
+        work: Modules with consumers and periodic work, imported by workers only.
+        schedules: Functions of the settings that return periodic work; `schedule` adds one.
+        settings: A pydantic model of the settings below ``[features.NAME]`` of the file or
+            ``DCP_SERVER_FEATURES__NAME__``; read it with `options`.
+        roles: The rights of people and groups derived from the settings.
+        allowances: A subclass of `dcp.server.core.allowances.Allowances`; at most one feature has it.
+        events: Kinds of events that the feature emits, such as "note.created".
+        package: The distribution of a plug-in, for errors.
 
-    ``settings``: a pydantic model of what an operator may set for it, below ``[features.NAME]`` of the file
-    or ``DCP_SERVER_FEATURES__NAME__``; `options` reads it. ``roles``: the rights of people and groups that
-    follow from the settings. A feature that keeps data declares tables of
-    ``dcp.server.database.tables.metadata`` in ``module``; they are created where they are missing.
-
-    ``allowances``: a subclass of `dcp.server.core.allowances.Allowances`, which says how much an account, a
-    key or a root may use; one feature may have it.
-    ``events``: kinds of events that it emits, such as "note.created", for consumers and webhooks.
-    ``package`` is set where it comes from an entry point: the distribution, for errors.
+    A feature stores data in tables of ``dcp.server.database.tables.metadata`` declared in ``module``;
+    missing tables are created.
     """
 
     name: str
@@ -192,27 +196,27 @@ class Feature:
 
     @property
     def label(self) -> str:
-        """The name of the feature in errors, with its package unless that is ours."""
+        """The name of the feature in errors, with the package of a plug-in."""
         return f"feature {self.name!r}" + (f" of the package {self.package}" if self.package else "")
 
     @property
     def folder(self) -> Path:
-        """The folder of the package, or of the one file, which may share it with others."""
+        """The folder of the package, or the folder that contains the single file."""
         return Path(str(importlib.import_module(self.module).__file__)).parent
 
     @property
     def is_package(self) -> bool:
-        """True if the folder is the feature's own."""
+        """True if the folder belongs to the feature alone."""
         return hasattr(importlib.import_module(self.module), "__path__")
 
     def options(self, settings: Settings) -> Any:
-        """Return the feature's own settings, an object of its model ``settings``. Raises FeatureError."""
+        """Return the settings of the feature, an object of its ``settings`` model. Raises FeatureError."""
         if self.settings is None:
             raise FeatureError(f"{self.label} declares no settings")
         try:
             return self.settings.model_validate(settings.features.get(self.name, {}))
         except ValidationError as error:
-            found = error.errors(include_url=False, include_input=False)  # which may be secrets
+            found = error.errors(include_url=False, include_input=False)  # the input may be a secret
             shown = [": ".join((".".join(map(str, one["loc"])), one["msg"])).lstrip(": ") for one in found]
             raise FeatureError(f"settings features.{self.name}: {'; '.join(shown)}") from None
 
@@ -228,29 +232,28 @@ class Feature:
         return found
 
     def load(self) -> list[APIRouter]:
-        """Import the modules that declare routes and pages. Returns the routers of FastAPI that they have as
-        ``router``, for routes that declarations cannot say."""
+        """Import modules with routes and pages; return FastAPI routers named ``router`` in them."""
         modules = [importlib.import_module(self.module), *self._import(self.web)]
         return [module.router for module in modules if hasattr(module, "router")]
 
     def get(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
-        """Declare that GET of ``path`` below ``/api/v1`` is answered by the function."""
+        """Declare the function as handler of GET ``path`` below ``/api/v1``."""
         return self._route("GET", path, tag, options)
 
     def post(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
-        """As `get`, of POST."""
+        """Declare a handler of POST, like `get`."""
         return self._route("POST", path, tag, options)
 
     def put(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
-        """As `get`, of PUT."""
+        """Declare a handler of PUT, like `get`."""
         return self._route("PUT", path, tag, options)
 
     def patch(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
-        """As `get`, of PATCH."""
+        """Declare a handler of PATCH, like `get`."""
         return self._route("PATCH", path, tag, options)
 
     def delete(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
-        """As `get`, of DELETE."""
+        """Declare a handler of DELETE, like `get`."""
         return self._route("DELETE", path, tag, options)
 
     def _route(self, method: str, path: str, tag: str, options: RouteOptions) -> Callable[[F], F]:
@@ -278,13 +281,12 @@ class Feature:
         panels: Literal["checkpoint", "run", "root", ""] = "",
         only_browsers: bool = False,
     ) -> Callable[[F], F]:
-        """Declare a page: ``template`` of this feature, filled with the values that the function returns.
+        """Declare a page: ``template`` of the feature, filled with the values returned by the function.
 
-        A function that returns a record answers the API at the same path as well, below ``tag`` of its
-        documentation. Each page links to the JSON at its path, where the feature has such a route, else to
-        the value ``twin``. A page with ``panels`` shows those of all features, of its value ``found`` or of
-        each item of that; its function has the query of the page as ``view``, where panels have queries.
-        ``only_browsers``: programs find another route at the path.
+        A function that returns a record also answers the API at the same path, documented below ``tag``.
+        Each page links to the JSON at its path, or to the value ``twin``. A page with ``panels`` shows the
+        panels of all features for its value ``found`` or for each item of ``found``; with panel queries, the
+        function receives the query as ``view``. ``only_browsers``: programs get another route at the path.
         """
         _check_scope(scope, path)
 
@@ -309,7 +311,8 @@ class Feature:
         return declare
 
     def form(self, path: str, *, scope: Access, all_roots: bool = False) -> Callable[[F], F]:
-        """Declare the target of a form. Its token is checked; the function returns the path to show next."""
+        """Declare the target of a form. The token is checked; the function returns the path of the next
+        page."""
         _check_scope(scope, path)
 
         def declare(handle: F) -> F:
@@ -319,13 +322,13 @@ class Feature:
         return declare
 
     def consumer(self, name: str, *, kinds: Iterable[str] | None = None, **options: Any) -> Callable[[C], C]:
-        """Declare that workers call the function with all events, or those of ``kinds``, in order.
+        """Declare a function that workers call with all events, or with events of ``kinds``, in order.
 
-        It gets ``(connection, events, context)``, and writes by the connection: once, in the transaction that
-        notes the events as consumed. That transaction must be short: on SQLite nothing else is written
-        meanwhile. For what takes longer, such as a request to another service, ``is_slow=True``: the
-        connection is None, and the events are noted afterwards, so that they come again after a crash.
-        ``options``: those of a `Consumer`.
+        The function gets ``(connection, events, context)`` and writes with the connection, exactly once, in
+        the transaction that stores the position. The transaction must be short: on SQLite all other writers
+        wait. Use ``is_slow=True`` for slow work such as requests to other services: the connection is None,
+        and the position is stored afterwards, so events repeat after a crash. ``options`` are those of a
+        `Consumer`.
         """
         wanted = None if kinds is None else frozenset(kinds)
 
@@ -336,8 +339,11 @@ class Feature:
         return declare
 
     def samples(self, read: S) -> S:
-        """Declare metrics: the function gets a connection that reads and the `Service`, and yields those of
-        prometheus_client. Called when ``/metrics`` is asked for, at most every five seconds."""
+        """Declare metrics: the function gets a read connection and the `Service`, and yields metrics of
+        prometheus_client.
+
+        Called for ``/metrics``, at most every five seconds.
+        """
         self.sampled.append(read)
         return read
 
@@ -348,8 +354,11 @@ class Feature:
         *,
         is_needed: Callable[[Connection, ScheduleContext], bool] | None = None,
     ) -> Callable[[W], W]:
-        """Declare that one worker at a time calls the function with a `ScheduleContext` every ``seconds``, or
-        as often as workers look for jobs. ``is_needed``: as for `PeriodicWork`."""
+        """Declare a function that one worker at a time calls with a `ScheduleContext` every ``seconds``.
+
+        Without ``seconds`` the function runs as often as workers poll for jobs. ``is_needed``: as in
+        `PeriodicWork`.
+        """
 
         def declare(act: W) -> W:
             self.schedules.append(
@@ -360,19 +369,19 @@ class Feature:
         return declare
 
     def alias_guard(self, guard: A) -> A:
-        """Declare a function that says why an alias is not to be set or removed by hand, or returns None.
+        """Declare a function that returns the reason why an alias must not be changed by hand, or None.
 
-        It gets the connection of the change, the settings, the run's id and the name of the alias. The
-        feature itself sets the alias by `dcp.server.catalog.labels`.
+        The function gets the connection of the change, the settings, the run id and the alias name. The
+        feature itself sets the alias with `dcp.server.catalog.labels`.
         """
         self.alias_guards.append(guard)
         return guard
 
     def finder(self, kind: str) -> Callable[[G], G]:
-        """Declare that the search of the service finds things of this ``kind`` by the function.
+        """Declare a function that finds objects of this ``kind`` for the search.
 
-        It gets the connection, the text, the names of the roots that may be seen (None for all) and the
-        number of hits at most, and returns each as a `SearchHit` with its page as ``href``, the best first.
+        The function gets the connection, the text, the visible roots (None for all) and the maximum number
+        of hits. It returns `SearchHit` values with ``href``, best first.
         """
 
         def declare(find: G) -> G:
@@ -382,7 +391,7 @@ class Feature:
         return declare
 
     def periodic_work(self, settings: Settings) -> list[PeriodicWork]:
-        """Import the modules of ``work``, and return all periodic work, that of consumers first."""
+        """Import the modules of ``work`` and return all periodic work, consumers first."""
         self._import(self.work)
         consuming = [consumer.work(settings) for consumer in self.consumers]
         return consuming + [work for schedules in self.schedules for work in schedules(settings)]
@@ -390,12 +399,11 @@ class Feature:
     def panel(
         self, on: PanelPlace, template: str, *, order: int, query: type[BaseModel] | None = None
     ) -> Callable[[F], F]:
-        """Declare a section on the page of a checkpoint or a run: ``template`` of this feature.
+        """Declare a section on the page of a checkpoint or a run: ``template`` of the feature.
 
-        The function gets the `Ask` and the record that the page shows, and returns the values that the
-        template has as ``panel``, or None to show nothing. ``query``: what the address of the page may say
-        for it beside the page's own. Panels of a place stand in their ``order``. A panel that raises is
-        logged, and not shown.
+        The function gets the `Ask` and the record of the page, and returns the template value ``panel``, or
+        None to show nothing. ``query`` declares additional query parameters of the page. Panels of one place
+        are sorted by ``order``. Exceptions of a panel are logged, and the panel is omitted.
         """
         if on not in get_args(PanelPlace):
             raise FeatureError(f"panel {template}: on must be one of {get_args(PanelPlace)}, not {on!r}")

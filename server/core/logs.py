@@ -1,7 +1,7 @@
-"""Structured logs on stderr, lines for people or JSON, without secrets; redaction is for answers as well.
+"""Structured logs on stderr, as text or JSON, without secrets; `redact` also cleans answers.
 
-What other libraries log through `logging` comes out in the same form. Every string that is logged is searched
-for keys and for passwords in URLs, and whatever is named like a secret is not shown.
+Messages of `logging` appear in the same form. Every logged string is searched for keys and for passwords in
+URLs; values named like secrets are omitted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HIDDEN: Final = "***"
 
 
 def redact(value: Any) -> Any:
-    """``value`` with secrets in its strings replaced; lists and mappings are gone through."""
+    """Return ``value`` with secrets replaced in all strings of lists and mappings."""
     if isinstance(value, str):
         text = _KEYS.sub(rf"dcp_\1_{_HIDDEN}", value)
         text = _WEBHOOK_SECRETS.sub(f"whsec_{_HIDDEN}", text)
@@ -48,11 +48,11 @@ def redact(value: Any) -> Any:
 
 
 _OF_LINES: Final = frozenset({"event", "exception", "stack"})
-"""What has several lines."""
+"""Names of values with several lines."""
 
 
 def configure_logs(settings: Settings) -> None:
-    """Set up structlog and `logging` for this process; a later call replaces what an earlier one did."""
+    """Set up structlog and `logging` for this process, replacing earlier configuration."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
@@ -64,7 +64,7 @@ def configure_logs(settings: Settings) -> None:
     ]
     structlog.configure(
         processors=[
-            structlog.stdlib.filter_by_level,  # first, so that what is not shown costs nothing
+            structlog.stdlib.filter_by_level,  # first, so hidden messages cost nothing
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -92,7 +92,7 @@ def configure_logs(settings: Settings) -> None:
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
-    # each says what our own lines say already, or far too much
+    # redundant or too verbose
     for name in (
         "uvicorn.access",
         "httpx",
@@ -113,7 +113,7 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
 
 
 def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Without characters that a terminal obeys: paths and names of files are written by others."""
+    """Remove terminal control characters: paths and file names are foreign input."""
     for name, value in event.items():
         if name not in _OF_LINES and isinstance(value, str) and not value.isprintable():
             event[name] = "".join(

@@ -1,4 +1,4 @@
-"""Errors as problem documents (RFC 9457, ``application/problem+json``): what went wrong, and what to do."""
+"""Errors as problem documents (RFC 9457, ``application/problem+json``) with cause and remedy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 class ProblemError(Exception):
     """Ends a request with ``status`` and a problem document.
 
-    ``type`` is ``/problems/{slug}``, ``extra`` are further members, ``headers`` go with the answer.
-    ``detail`` is for whoever made the request: it holds no path outside the roots, and no secret.
+    ``type`` is ``/problems/{slug}``; ``extra`` are further members; ``headers`` join the answer. ``detail``
+    is for the caller and contains no path outside of the roots and no secret.
     """
 
     status: ClassVar[int] = 500
@@ -37,18 +37,18 @@ class ProblemError(Exception):
 
 
 class BrokenBodyError(Exception):
-    """Ends a request whose answer has begun and cannot be completed, once the reason is in the log: the
-    server closes the connection, so that no client takes a part for the whole."""
+    """Aborts a started answer after the reason was logged: closing the connection tells clients that the
+    body is incomplete."""
 
 
 class BadRequestError(ProblemError):
-    """The request is not one."""
+    """400: the request is malformed."""
 
     status, slug, title = 400, "bad-request", "Bad request"
 
 
 class UnauthorizedError(ProblemError):
-    """No key, or one that is not valid any more."""
+    """401: no valid key."""
 
     status, slug, title = 401, "unauthorized", "A valid key is needed"
 
@@ -57,73 +57,73 @@ class UnauthorizedError(ProblemError):
 
 
 class ForbiddenError(ProblemError):
-    """The key has no such scope."""
+    """403: the key lacks the scope."""
 
     status, slug, title = 403, "forbidden", "Not allowed with this key"
 
 
 class NotFoundError(ProblemError):
-    """There is none, or none that this key may see."""
+    """404: the object does not exist or is not visible to the key."""
 
     status, slug, title = 404, "not-found", "Not found"
 
 
 class ConflictError(ProblemError):
-    """Not in this state."""
+    """409: the current state does not allow the operation."""
 
     status, slug, title = 409, "conflict", "Conflict"
 
 
 class GoneError(ProblemError):
-    """It was there; its bytes are not any more."""
+    """410: the files no longer exist."""
 
     status, slug, title = 410, "gone", "Gone"
 
 
 class PreconditionFailedError(ProblemError):
-    """Another request changed it since."""
+    """412: another request changed the object."""
 
     status, slug, title = 412, "precondition-failed", "Changed since"
 
 
 class TooLargeError(ProblemError):
-    """The body is larger than is taken."""
+    """413: the body is too large."""
 
     status, slug, title = 413, "too-large", "Too large"
 
 
 class UnsupportedMediaTypeError(ProblemError):
-    """The body is not JSON."""
+    """415: the body is not JSON."""
 
     status, slug, title = 415, "unsupported-media-type", "Unsupported media type"
 
 
 class RangeError(ProblemError):
-    """The range is not in it."""
+    """416: the range is outside of the content."""
 
     status, slug, title = 416, "range", "Range not satisfiable"
 
 
 class UnprocessableError(ProblemError):
-    """Well-formed, but it cannot be meant."""
+    """422: well-formed but invalid."""
 
     status, slug, title = 422, "unprocessable", "Unprocessable"
 
 
 class PreconditionRequiredError(ProblemError):
-    """Say which state you have seen."""
+    """428: the request needs ``If-Match``."""
 
     status, slug, title = 428, "precondition-required", "If-Match is needed"
 
 
 class TooManyRequestsError(ProblemError):
-    """Later."""
+    """429: a limit is reached; retry later."""
 
     status, slug, title = 429, "too-many-requests", "Too many requests"
 
 
 class UnavailableError(ProblemError):
-    """The database or the storage is away, full or locked; it may be asked again."""
+    """503: the database or storage is unreachable, full or locked; retry later."""
 
     status, slug, title = 503, "unavailable", "Unavailable for now"
 

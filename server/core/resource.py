@@ -1,4 +1,4 @@
-"""Resources: rows that people create, list, read, change and delete, with ETags and audit entries."""
+"""Resources: user-created rows with create, list, read, change and delete, ETags and audit entries."""
 
 from __future__ import annotations
 
@@ -29,12 +29,17 @@ _CHUNK: Final = 500
 class Resource(Generic[R]):
     """Rows of ``table``, which has the columns ``version``, ``created_seconds`` and ``updated_seconds``.
 
-    A column ``name`` is unique. Errors call a row ``what``, entries of the audit log ``noun``; ETags are
-    ``"{tag}-{version}"``, where ``{id}`` in ``tag`` is the row's. ``record`` makes the answer of a row and
-    its ETag, ``detail`` what is audited. ``query`` selects other than the columns of the table,
-    ``is_visible`` says whether a key for some roots may see a row, ``check`` raises where the caller may see
-    but not change it, ``root`` names the one whose admins see its entries of the audit log, and ``forget``
-    deletes what refers to a row.
+    A column ``name`` is unique. Errors call a row ``what``, audit entries ``noun``. ETags are
+    ``"{tag}-{version}"``, where ``tag`` may contain ``{id}``.
+
+    Args:
+        record: Makes the answer of a row and its ETag.
+        detail: Makes the audited detail.
+        query: Selects other columns than those of the table.
+        is_visible: Returns True if a key limited to some roots may see a row.
+        check: Raises if the caller may see but not change a row.
+        root: Names the root whose admins see the audit entries.
+        forget: Deletes references to a row.
     """
 
     table: Table
@@ -53,13 +58,13 @@ class Resource(Generic[R]):
 
     @property
     def select(self) -> Select[Any]:
-        """A query of all rows."""
+        """Return a query of all rows."""
         return select(self.table) if self.query is None else self.query
 
     def find(
         self, connection: Connection, number: int, visible: Visible = None, *, locked: bool = False
     ) -> Row[Any]:
-        """Return a row; MissingError if there is none that may be seen."""
+        """Return a row. Raises MissingError if no row is visible."""
         query = self.select.where(self.table.c.id == number)
         if locked:
             query = query.with_for_update(of=self.table)
@@ -69,21 +74,21 @@ class Resource(Generic[R]):
         return row
 
     def rows(self, connection: Connection, /, visible: Visible = None, **values: Any) -> list[Row[Any]]:
-        """Return all rows with these values that may be seen, by id. There are few."""
+        """Return all visible rows with these values, by id. There are few."""
         query = self._with(values).order_by(self.table.c.id)
         return [row for row in connection.execute(query) if self.is_visible(row, visible)]
 
     def _rows_after(
         self, connection: Connection, after: int, visible: Visible, values: _Values
     ) -> Iterator[Row[Any]]:
-        """Yield the rows behind the id ``after`` as `rows` does, and read no more than are taken."""
+        """Yield the rows after the id ``after`` like `rows`, reading only consumed rows."""
         query = self._with(values).order_by(self.table.c.id).limit(_CHUNK)
         while rows := connection.execute(query.where(self.table.c.id > after)).all():
             yield from (row for row in rows if self.is_visible(row, visible))
             after = rows[-1].id
 
     def has(self, connection: Connection, **values: Any) -> bool:
-        """Return whether there is a row with these values."""
+        """Return True if a row has these values."""
         return connection.execute(self._with(values).limit(1)).first() is not None
 
     def _with(self, values: _Values) -> Select[Any]:
@@ -92,7 +97,7 @@ class Resource(Generic[R]):
     def insert(
         self, connection: Connection, ask: Ask, values: _Values, detail: _Values | None = None
     ) -> Row[Any]:
-        """Add a row. StateError if there is one of its name."""
+        """Add a row. Raises StateError if the name exists."""
         now = ask.now
         statement = insert(self.table).values(**values, created_seconds=now, updated_seconds=now)
         self._check_name(connection, values, None)
@@ -105,7 +110,7 @@ class Resource(Generic[R]):
         return row
 
     def lock(self, connection: Connection, ask: Ask, number: int, match: Precondition) -> Row[Any]:
-        """Return a row that is to be changed. MissingError; ChangedError if it is not as ``match`` says."""
+        """Return a row for a change. Raises MissingError, and ChangedError if ``match`` differs."""
         expected = match.version(self.tag.format(id=number))
         row = self.find(connection, number, ask.visible, locked=True)
         self.check(ask, row)
@@ -122,7 +127,7 @@ class Resource(Generic[R]):
         action: str = "change",
         detail: _Values | None = None,
     ) -> Row[Any]:
-        """Change a row that is locked. StateError if there is another one of its new name."""
+        """Change a locked row. Raises StateError if the new name exists."""
         self._check_name(connection, values, row.id)
         statement = update(self.table).where(self.table.c.id == row.id)
         new = {**values, "version": row.version + 1, "updated_seconds": ask.now}
@@ -135,7 +140,7 @@ class Resource(Generic[R]):
         return found
 
     def remove(self, connection: Connection, ask: Ask, row: Row[Any]) -> None:
-        """Delete a row that is locked, and what refers to it."""
+        """Delete a locked row and references to it."""
         self.forget(connection, row.id)
         connection.execute(delete(self.table).where(self.table.c.id == row.id))
         self.audit(connection, ask, "delete", row)
@@ -152,7 +157,7 @@ class Resource(Generic[R]):
     def audit(
         self, connection: Connection, ask: Ask, action: str, row: Row[Any], detail: _Values | None = None
     ) -> None:
-        """Write an entry of the audit log."""
+        """Write an audit entry."""
         shown = self.detail(row) if detail is None else detail
         about = f"{self.noun}.{action}", f"{self.noun}:{row.id}", shown
         ask.change().record(connection, *about, root=self.root(row))
@@ -171,7 +176,7 @@ class Resource(Generic[R]):
         return self.record(row, self._etag(row))
 
     def create(self, ask: Ask, values: _Values) -> R:
-        """Answer a POST: `insert`."""
+        """Answer a POST with `insert`."""
         return ask.transact(
             lambda connection: self.answer(ask, self.insert(connection, ask, values), is_new=True)
         )
@@ -183,7 +188,7 @@ class Resource(Generic[R]):
         matches: Callable[[Row[Any]], bool] = lambda row: True,
         **values: Any,
     ) -> Page[R]:
-        """Answer the GET of the list, by id: of rows with these values that match."""
+        """Answer the GET of the list by id, filtered by these values."""
         after = 0 if page.cursor is None else decode_cursor(page.cursor, self.noun, int)[0]
         with ask.reading() as connection:
             found = (row for row in self._rows_after(connection, after, ask.visible, values) if matches(row))
@@ -193,11 +198,11 @@ class Resource(Generic[R]):
         return Page(tuple(map(self.shown, shown)), cursor)
 
     def read(self, ask: Ask, number: int) -> R:
-        """Answer the GET of one."""
+        """Answer the GET of one row."""
         return self.answer(ask, ask.find(self.find, number, ask.visible))
 
     def change(self, ask: Ask, number: int, match: Precondition, values: _Values) -> R:
-        """Answer a PATCH: `lock` and `update`."""
+        """Answer a PATCH with `lock` and `update`."""
 
         def act(connection: Connection) -> Row[Any]:
             return self.update(connection, ask, self.lock(connection, ask, number, match), values)

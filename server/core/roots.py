@@ -1,8 +1,8 @@
-"""The only storage that the service touches: roots by name, and keys that cannot lead out of them.
+"""Storage access of the service: named roots, and keys confined to them.
 
-A checkpoint is a root and a relative key. `check_key` refuses whatever could mean another place to a path, a
-URL or a decoder of one; below a local root, links that lead out of it are refused as well. Names of files
-inside of a checkpoint are checked by the formats (`dcp.storage.stores.base.check_name`).
+A checkpoint is a root and a relative key. `check_key` refuses keys that paths, URLs or decoders could
+interpret as another place; below local roots, links that leave the root are refused too. The formats check
+file names inside of checkpoints (`dcp.storage.stores.base.check_name`).
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _SECRET: Final = re.compile(
     r"(?i)(secret|token|password|signature|credential|access.?key)"
     r"(?![\w./]{0,300}['\"]?[)?:]{0,3}(?:[\s,;]|$))[^\s,;]*"
 )
-"""But for names with nothing behind them: those of tensors and files, as ``embed_tokens.weight``."""
+"""Names of secret options; names with a continuation, such as ``embed_tokens.weight``, are tensors or files.
+"""
 
 
 def check_key(key: str) -> str:
-    """``key`` itself if it is a clean relative one: plain names, joined by single slashes.
+    """Return ``key`` if it is a clean relative key: plain names joined by single slashes.
 
-    Raises UnprocessableError for anything else: empty parts, ``.`` and ``..``, absolute paths, backslashes,
-    control characters, ``::`` and URLs, percent-encoded forms of these however often encoded, and keys of
-    more than 1,024 characters.
+    Raises UnprocessableError for empty parts, ``.``, ``..``, absolute paths, backslashes, control
+    characters, ``::``, URLs, percent-encoded forms of these at any depth, and keys above 1,024 characters.
     """
     fault = fault_of_key(key)
     if fault is not None:
@@ -74,7 +74,7 @@ def check_key(key: str) -> str:
 
 
 def fault_of_key(key: str) -> str | None:
-    """Return why ``key`` is none, as `check_key` says it; None if it is one."""
+    """Return the reason why ``key`` is invalid for `check_key`; None if it is valid."""
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
         return f"a key has 1 to {MAX_KEY_CHARACTERS} characters"
     text = key
@@ -110,8 +110,8 @@ def _refused(key: str, why: str) -> UnprocessableError:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder below a root: its ``files`` by name, the names of ``folders`` in it, where that is known
-    without more requests, and ``modified_ns`` of the folder itself (0 where there is no such thing)."""
+    """A folder below a root: ``files`` by name, names of ``folders`` if known, and ``modified_ns`` (0 if
+    unsupported)."""
 
     key: str
     files: Mapping[str, FileInfo]
@@ -120,10 +120,10 @@ class Folder:
 
 
 class StorageRoot:
-    """Storage below one place. Nothing is touched before the first operation; safe from any thread.
+    """Storage below one place. Thread-safe; the first operation opens the storage.
 
-    ``is_answering``: a request waits, so that storage which does not answer is soon an error. Jobs have
-    the patience of a trainer. What the operator has set counts in any case.
+    ``is_answering``: a request waits, so unresponsive storage fails soon. Jobs have the longer timeouts of a
+    trainer. Explicit settings of the operator take precedence.
     """
 
     def __init__(self, name: str, settings: RootSettings, *, is_answering: bool = False) -> None:
@@ -142,22 +142,22 @@ class StorageRoot:
 
     @property
     def is_local(self) -> bool:
-        """True if it is a folder of this machine, or of a file system that it has mounted."""
+        """True for a folder of this machine or of a mounted file system."""
         return self.path is not None
 
     def check_there(self) -> None:
-        """Raises UnavailableError where the folder of a local root is not there.
+        """Raise UnavailableError if the folder of a local root is missing.
 
-        Its disk may be away, or its name mistyped: then nothing is known about what is in it, which is not
-        the same as that nothing is. A root is never made here either, since that would hide both.
+        The disk may be unmounted or the name mistyped, so the contents are unknown rather than empty. A
+        missing root is never created, since that would hide both cases.
         """
         if self.path is not None and not self.path.is_dir():
             raise UnavailableError(f"the folder of root {self.name} is not there")
 
     def identity(self) -> tuple[int, int] | None:
-        """Tells the folder of a local root from one that has taken its place, by a rename, a link or a mount.
+        """Return an identity of the folder of a local root, which changes with a rename, link or mount.
 
-        Raises as `check_there`, and OSError.
+        Raises like `check_there`, and OSError.
         """
         if self.path is None:
             return None
@@ -166,30 +166,29 @@ class StorageRoot:
         return status.st_dev, status.st_ino
 
     def is_empty(self) -> bool:
-        """Return whether a local root has nothing in it, as a mount point whose disk is away. Raises
-        OSError."""
+        """Return True for an empty local root, such as an unmounted mount point. Raises OSError."""
         if self.path is None:
             return False
         with os.scandir(self.path) as entries:
             return next(entries, None) is None
 
     def check_key(self, key: str) -> str:
-        """As `dcp.server.core.roots.check_key`."""
+        """Check a key like `dcp.server.core.roots.check_key`."""
         return check_key(key)
 
     def url_of(self, key: str) -> str:
-        """Return the path or URL of ``key``, "" is the root; for jobs, and never for an answer.
+        """Return the path or URL of ``key``, "" for the root; for jobs, never for answers.
 
-        Links are resolved, so that what is returned is in the root; it stays so unless another process
-        exchanges folders of it for links at that very time, who must be able to write there. Raises
-        UnprocessableError for a key that is not clean, or that leads out of the root, and as `check_there`.
+        Links are resolved, so the result is inside the root unless another writer replaces folders by links
+        concurrently. Raises UnprocessableError for an invalid key or a key outside of the root, and like
+        `check_there`.
         """
         if key:
             check_key(key)
         self.check_there()
         if self.path is None:
             return f"{self.url}/{key}" if key else self.url
-        # That the root itself is behind links is the operator's choice; nothing below may lead out of it.
+        # The root itself may be a link, chosen by the operator; nothing below may leave it.
         base = Path(os.path.realpath(self.path))
         place = Path(os.path.realpath(base / key)) if key else base
         if not place.is_relative_to(base):
@@ -199,15 +198,15 @@ class StorageRoot:
         return str(place)
 
     def store(self, key: str) -> Store:
-        """Return the folder ``key`` as a store, "" is the root itself; nothing is touched."""
+        """Return the folder ``key`` as a store, "" for the root; no I/O."""
         url = self.url_of(key)
         if self.path is None or self.settings.storage_options:
             return self.open_store(url)
         return self._local_store(url)
 
     def folder_opener(self, key: str) -> OpenStore:
-        """Opens the folders directly below `store` of ``key`` by their URLs, as that itself would be. Raises
-        CheckpointFormatError for one whose name no key has."""
+        """Open the folders directly below `store` of ``key`` by URL. Raises CheckpointFormatError for an
+        invalid name."""
 
         def opened(url: str | os.PathLike[str]) -> Store:
             below = f"{key}/{os.fspath(url).rstrip('/').rpartition('/')[2]}"
@@ -222,18 +221,17 @@ class StorageRoot:
         return PosixStore(folder, links_within=os.path.realpath(self.path or ""))
 
     def place(self, key: str) -> SourcePlace:
-        """Return the folder or the single file ``key``; that it is a checkpoint is not known yet.
+        """Return the folder or single file ``key``, not yet checked to be a checkpoint.
 
-        Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
-        translates.
+        Raises UnprocessableError for an invalid key, and errors of the store, which `problem` translates.
         """
-        from dcp.storage.formats.opening import SourcePlace  # only here: numpy takes its time
+        from dcp.storage.formats.opening import SourcePlace  # imported late: numpy is slow to import
 
         url = self.url_of(check_key(key))
         if self.path is not None:
             if not _is_file(url):
                 return SourcePlace(self._local_store(url))
-            above, _, name = key.rpartition("/")  # a link keeps its own name, which says what it is
+            above, _, name = key.rpartition("/")  # a link keeps its own name, which tells the format
             return SourcePlace(self._local_store(self.url_of(above)), name)
         folder, _, name = url.rpartition("/")
         if name.lower().endswith(file_suffixes()):
@@ -243,9 +241,9 @@ class StorageRoot:
         return SourcePlace(self.open_store(url))
 
     def source(self, key: str) -> Source:
-        """Return the checkpoint ``key``, of any format, with its index.
+        """Return the checkpoint ``key`` of any format with its index.
 
-        Raises a ProblemError: not found, not readable, or storage that does not answer.
+        Raises a ProblemError: not found, unreadable, or unresponsive storage.
         """
         from dcp.storage.formats.opening import Source, index_at
 
@@ -256,20 +254,20 @@ class StorageRoot:
             raise self.problem(error) from error
 
     def problem(self, error: BaseException, *, is_known: bool = False) -> ProblemError:
-        """`storage_problem`, with the root's name for its place."""
+        """Translate an error with `storage_problem`, naming the root instead of its place."""
         return storage_problem(error, root=self, is_known=is_known)
 
     def hide(self, text: str) -> str:
-        """``text`` with the root's name in place of where it is."""
+        """Return ``text`` with the name of the root instead of its place."""
         places = [self.url] if self.path is None else [os.path.realpath(self.path), str(self.path)]
         for place in sorted(set(places), key=len, reverse=True):
             text = re.sub(re.escape(place) + r"(?:/|(?![\w.\-]))", f"{self.name}:", text)
         return text
 
     def walk(self, below: str = "") -> Iterator[Folder]:
-        """Every folder below ``below`` that has files, and locally each other one too; none through links.
+        """Yield every folder below ``below`` with files, and locally all folders, without following links.
 
-        What vanishes meanwhile is left out. Raises errors of the store.
+        Folders that vanish meanwhile are omitted. Raises errors of the store.
         """
         start = self.url_of(below)
         if self.path is not None:
@@ -288,11 +286,11 @@ class Roots:
         }
 
     def names(self) -> list[str]:
-        """Sorted."""
+        """The sorted names."""
         return sorted(self._roots)
 
     def get(self, name: str) -> StorageRoot:
-        """Return the root; NotFoundError if there is none of that name."""
+        """Return the root. Raises NotFoundError for an unknown name."""
         try:
             return self._roots[name]
         except KeyError:
@@ -316,8 +314,8 @@ def storage_problem(
 ) -> ProblemError:
     """Return the answer to a request that failed in storage.
 
-    ``is_known``: the catalog has the checkpoint, so that what is not there is gone. Storage that does not
-    answer is UnavailableError, and its message stays in the log: it may name places and accounts.
+    ``is_known``: the catalog has the checkpoint, so missing files mean gone. Unresponsive storage gives
+    UnavailableError; its message stays in the log, since it may name places and accounts.
     """
     if isinstance(error, ProblemError):
         return error
@@ -345,7 +343,7 @@ def storage_problem(
 
 
 _OF_REQUESTS: Final = {"drop_objects=True": "drop_objects=true"}
-"""Arguments that requests have as well, in their words."""
+"""Arguments in library errors, with their names in requests."""
 
 
 def _shown(error: CheckpointError, root: StorageRoot | None) -> str:
@@ -360,7 +358,7 @@ def _shown(error: CheckpointError, root: StorageRoot | None) -> str:
 
 
 def _local_path(url: str) -> Path | None:
-    """Return the absolute path that ``url`` is, None for any other scheme. ValueError for what cannot be a
+    """Return the absolute path of ``url``, or None for another scheme. Raises ValueError for an invalid
     root."""
     if "::" in url:
         raise ValueError(f"root {url!r}: chained file systems are not supported")
@@ -386,7 +384,7 @@ def _walk_local(path: str, key: str) -> Iterator[Folder]:
     files: dict[str, FileInfo] = {}
     folders: list[str] = []
     try:
-        modified_ns = Path(path).stat().st_mtime_ns  # before the listing: what changes in between shows again
+        modified_ns = Path(path).stat().st_mtime_ns  # before the listing, to detect later changes again
         with os.scandir(path) as entries:
             for entry in entries:
                 if not _is_plain(entry.name):
@@ -407,7 +405,7 @@ def _walk_local(path: str, key: str) -> Iterator[Folder]:
 
 
 def _walk_tree(store: Store, key: str) -> Iterator[Folder]:
-    """From a listing in the order of names: a folder is complete when one beside or above it begins."""
+    """Yield folders from a listing in name order: a folder is complete when a later folder begins."""
     open_folders: list[tuple[str, dict[str, FileInfo]]] = []
     for below, info in store.tree():
         folder = "/".join(filter(None, (key, below)))

@@ -1,7 +1,7 @@
-"""Streams of server-sent events, for features: one look at the database for all who follow in this process.
+"""Server-sent events for features: one database poll for all followers of a process.
 
-A `Feed` is a thread that looks as long as there are followers. It skips those that have not taken the last
-news, so that a slow client costs one page of memory.
+A `Feed` is a thread that polls while there are followers. It skips followers that have not taken the last
+news, so a slow client costs one page of memory.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ _MAX_STREAM_SECONDS: Final = 3600.0
 _MAX_STREAMS: Final = 256
 _MAX_STREAMS_EACH: Final = 32
 _AT_ONCE: Final = 100
-"""Followers in one look."""
+"""Maximum followers of one poll."""
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """New events, and what else has changed. ``is_last``: no more will come, because it has ended and all its
-    events are here, or, with ``state`` None, because it was forgotten, the key has ended or the database is
-    away."""
+    """New events and other changes.
+
+    ``is_last``: no more will follow, because the object ended and all events are included, or, with
+    ``state`` None, because it was removed, the key ended or the database is unreachable.
+    """
 
     state: str | None
     events: Sequence[Any] = ()
@@ -59,7 +61,7 @@ OVER: Final = News(None, is_last=True)
 
 @dataclass(eq=False, kw_only=True)
 class Following:
-    """A follower with the rights of ``caller``, from behind the event ``after_id`` on."""
+    """A follower with the rights of ``caller``, from the event ``after_id`` on."""
 
     caller: Principal
     after_id: int = 0
@@ -69,16 +71,16 @@ class Following:
     _told: Mapping[int, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Take news in the event loop that runs."""
+        """Bind to the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     @property
     def waits(self) -> bool:
-        """True once it has taken the last news."""
+        """True once the last news was taken."""
         return self._news is None
 
     async def take(self, seconds: float) -> News | None:
-        """Return the news; None without any within ``seconds``."""
+        """Return the news; None without news within ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 await self._has_news.wait()
@@ -89,7 +91,7 @@ class Following:
         return news
 
     def tell(self, news: News) -> None:
-        """For the thread that looks: hand over what is new, if anything is."""
+        """Hand over news, if any; called by the polling thread."""
         is_new = news.events or news.is_last or news.progress not in ({}, self._told)
         if not is_new or not self.waits:
             return
@@ -98,7 +100,7 @@ class Following:
             self.after_id = max(self.after_id, news.events[-1].id)
         self._news = news
         if self._loop is not None:
-            with suppress(RuntimeError):  # its loop is closed: it is gone, and says so itself
+            with suppress(RuntimeError):  # its loop is closed: the follower is gone
                 self._loop.call_soon_threadsafe(self._has_news.set)
 
 
@@ -106,7 +108,7 @@ F = TypeVar("F", bound=Following)
 
 
 class Feed(ABC, Generic[F]):
-    """Looks for all `Following`s of a process, of whatever they follow; `Service.own` makes it."""
+    """Polls for all `Following` objects of a process; made by `Service.own`."""
 
     def __init__(self, service: Service) -> None:
         self._database = service.database
@@ -118,14 +120,14 @@ class Feed(ABC, Generic[F]):
 
     @contextmanager
     def follow(self, one: F) -> Iterator[F]:
-        """Look for ``one`` in a block; it gets `OVER` when the rights of its caller end."""
+        """Poll for ``one`` within a block; it receives `OVER` when the rights of its caller end."""
         one.begin()
         with self._lock:
             self._following.add(one)
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="dcp-feed", daemon=True).start()
-        self._wake.set()  # it need not wait for the next look
+        self._wake.set()  # wake before the next poll
         try:
             yield one
         finally:
@@ -147,7 +149,7 @@ class Feed(ABC, Generic[F]):
             except Exception as error:  # noqa: BLE001 - followers must not wait for ever
                 if not isinstance(error, DatabaseUnavailableError):
                     _log.exception("events cannot be followed")
-                for one in followers:  # they ask again, and are refused as long as it lasts
+                for one in followers:  # clients reconnect, and are refused meanwhile
                     one.tell(OVER)
             if not has_more:
                 self._wake.wait(POLL_SECONDS)
@@ -158,17 +160,17 @@ class Feed(ABC, Generic[F]):
             callers = [one.caller for one in waiting]
             still = {id(one) for one in self._callers.still_admitted(connection, callers)}
             for one in waiting:
-                if id(one.caller) not in still:  # the key or account has ended, or has other rights now
+                if id(one.caller) not in still:  # the key or account ended or changed rights
                     one.tell(OVER)
             return self._look(connection, [one for one in waiting if id(one.caller) in still])
 
     @abstractmethod
     def _look(self, connection: Connection, some: Sequence[F]) -> bool:
-        """Look for ``some``, and tell them; whether there is more than a page."""
+        """Poll for ``some`` and notify them; return True if there is more than a page."""
 
 
 def _open_streams(service: Service) -> Counter[str]:
-    """Make the counter of the streams that each caller has."""
+    """Return a counter of the open streams by caller."""
     return Counter()
 
 
@@ -180,8 +182,10 @@ def stream_of(
     *first: ServerSentEvent,
     comment: str,
 ) -> Response:
-    """Answer with a stream of what ``show`` makes of news for ``follower``, after ``first``. It is refused if
-    this process, or the caller, has too many."""
+    """Answer with a stream of ``first`` and the news of ``follower``, converted by ``show``.
+
+    Refused if this process or the caller has too many streams.
+    """
     stop = anyio.Event()
 
     async def events() -> AsyncIterator[ServerSentEvent]:
@@ -201,7 +205,7 @@ def stream_of(
         ask.service.own(_open_streams),
         ask.caller.owner if ask.caller.is_admitted else f"address {ask.address}",
         events(),
-        shutdown_event=stop,  # the stream ends whole when the server stops, and clients reconnect to the next
+        shutdown_event=stop,  # end the stream cleanly at shutdown; clients reconnect
         shutdown_grace_period=_GRACE_SECONDS,
         ping=HEARTBEAT_SECONDS,
         send_timeout=_SEND_SECONDS,
@@ -211,7 +215,7 @@ def stream_of(
 
 
 class _Stream(EventSourceResponse):
-    """A stream that counts in ``streams`` of its caller."""
+    """A stream counted in ``streams`` of its caller."""
 
     def __init__(self, streams: Counter[str], who: str, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -219,7 +223,8 @@ class _Stream(EventSourceResponse):
         self._who = who
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises UnavailableError and TooManyRequestsError; BrokenBodyError once it has begun."""
+        """Send the stream (ASGI). Raises UnavailableError and TooManyRequestsError; BrokenBodyError after
+        the start."""
         streams, who = self._streams, self._who
         if streams.total() >= _MAX_STREAMS:
             raise UnavailableError("too many streams of events are open; read without a stream")
@@ -241,7 +246,7 @@ class _Stream(EventSourceResponse):
 
 
 def described_stream(description: str, of_data: str) -> dict[int | str, dict[str, Any]]:
-    """Describe the events of a route, for its ``responses=``. ``of_data`` says of which kind the JSON is."""
+    """Return ``responses=`` for the events of a route; ``of_data`` describes the JSON."""
     fields = {"id": "string", "event": "string", "data": "string", "retry": "integer"}
     schema = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Features in the application: routes of FastAPI made of what features declare."""
+"""Routes of FastAPI made from the declarations of features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 
 def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
-    """Return the routes of the API, pages and forms that ``features`` declare."""
+    """Return the API routes, pages and forms declared by ``features``."""
     found: list[BaseRoute] = []
     loaded = [(feature, feature.load()) for feature in features]
     panels = sorted(
@@ -115,7 +115,7 @@ def _add_page(router: Any, feature: Feature, declared: PageRoute, panels: Sequen
 
 
 def _filled(panels: Iterable[Panel], ask: Ask, found: Any) -> dict[str, list[dict[str, Any]]]:
-    """Return the panels that have something to show, by place."""
+    """Return the panels with content, by place."""
     shown: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for panel in panels:
         try:
@@ -129,7 +129,7 @@ def _filled(panels: Iterable[Panel], ask: Ask, found: Any) -> dict[str, list[dic
 
 
 def _with_queries(signature: inspect.Signature, panels: Iterable[Panel]) -> inspect.Signature:
-    """Return the query of a page, ``view``, with the fields of its panels."""
+    """Return the page query ``view`` extended by the fields of the panels."""
     queries = [panel.query for panel in panels if panel.query is not None]
     if not queries:
         return signature
@@ -156,4 +156,4 @@ def _signature(handle: Callable[..., Any]) -> inspect.Signature:
 
 def _declare(handle: Any, signature: inspect.Signature) -> None:
     handle.__signature__ = signature
-    del handle.__wrapped__  # FastAPI would look at the annotations of what is wrapped
+    del handle.__wrapped__  # FastAPI would inspect the annotations of the wrapped function
