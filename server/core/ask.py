@@ -125,7 +125,7 @@ class Ask:
         return found
 
     def place_of(self, checkpoint: Checkpoint) -> str:
-        """Return the URL of a checkpoint; the URL of the root is a placeholder unless the caller may see it."""
+        """Return the URL of a checkpoint, with a placeholder for the root unless the caller may see it."""
         root = checkpoint.root
         url = (
             redact(self.settings.roots[root].url)
@@ -239,7 +239,7 @@ class Ask:
         return replace(job, progress=progress.get(job_id, job.progress))
 
     def last_result(self, kind: type[Kind[M]], params: M) -> Job | None:
-        """Return the newest successful job with the result key of ``params``, with its complete ``result``."""
+        """Return the newest successful job with the result key of ``params`` and its whole ``result``."""
         return self.find(last_job, kind.result_key(params), self.visible, succeeded=True, whole=True)
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> Job | None:

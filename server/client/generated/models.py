@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A person who signs in, or a service account, which has keys alone."""
+    """A person who signs in, or a service account, which uses only keys."""
 
     id: int
     kind: str
@@ -38,7 +38,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
-    """A name that moves from checkpoint to checkpoint of a run. ``is_protected``: only admins move it."""
+    """A name that moves between checkpoints of a run. ``is_protected``: only admins move the alias."""
 
     run_id: int
     name: str
@@ -51,7 +51,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """A change, by whom and of what."""
+    """A change with its actor and target."""
 
     id: int
     at: datetime
@@ -67,7 +67,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BinValues:
-    """The values of the checkpoints of a bin that have one; ``last`` is that of the highest step."""
+    """Aggregates of the values in a bin; ``last`` belongs to the highest step."""
 
     name: str
     """What is summed up: bytes, save_seconds, or a metric's name."""
@@ -80,7 +80,7 @@ class BinValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` that of the checkpoint."""
+    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` the key of the checkpoint."""
 
     id: int
     root: str
@@ -124,8 +124,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacets:
-    """Checkpoints that a list would have (``count``), and by the values of each filter those that it
-    would have with another value of that filter."""
+    """The number of listed checkpoints (``count``), and the numbers for other values of each filter."""
 
     count: int
     is_cut: bool
@@ -265,7 +264,7 @@ class DriftStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facet:
-    """The values of one filter, the most frequent first; ``is_cut``: there are more."""
+    """The values of one filter, most frequent first. ``is_cut``: there are more values."""
 
     name: str
     values: tuple[FacetValue, ...]
@@ -275,8 +274,7 @@ class Facet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FacetValue:
-    """A value of a filter, and how many checkpoints it would leave. ``root`` and ``run_id`` are of a
-    run."""
+    """A value of a filter with its number of checkpoints. ``root`` and ``run_id`` describe a run."""
 
     value: str
     count: int
@@ -340,7 +338,7 @@ class Handover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job. ``is_ending``: it was cancelled or has failed, and is being cleared away."""
+    """A job. ``is_ending``: cancelled or failed, with tasks still stopping."""
 
     id: int
     kind: str
@@ -377,7 +375,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailure:
-    """The failure of a job or a task: the ``type`` of the exception, and a text for the user."""
+    """The failure of a job or task: the ``type`` of the exception, and a text for the user."""
 
     type: str
     detail: str
@@ -402,7 +400,7 @@ class JobLogLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
-    """Progress of the tasks of a job; bytes count what is done of those that still run, too."""
+    """Progress of the tasks of a job; bytes include the finished part of running tasks."""
 
     done_tasks: int
     total_tasks: int
@@ -425,8 +423,8 @@ class JobTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobThroughput:
-    """Throughput of the tasks of a job, over the ``seconds`` since they were started; None where
-    nothing is done yet."""
+    """Throughput of the tasks of a job over the ``seconds`` since their start; None before the first
+    progress."""
 
     job_id: int
     state: str
@@ -441,8 +439,7 @@ class JobThroughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWaiting:
-    """The failure of the last attempt at a job, which is tried again at ``next_attempt_at``, or when
-    it is retried by hand. ``since``: the first of ``count`` such failures in a row."""
+    """The last failure of a job that runs again at ``next_attempt_at`` or on a manual retry."""
 
     type: str
     detail: str
@@ -462,8 +459,7 @@ class JobWaiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """An API key without what it is made of; ``roots`` None: for all. ``used_at`` is right to a
-    minute."""
+    """An API key without its secret. ``roots`` None: all roots. ``used_at`` is exact to a minute."""
 
     id: int
     name: str
@@ -696,8 +692,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """The result of a registration; ``id`` is None if what was deleted had never been known.
-    ``is_present``: whether storage has it."""
+    """The result of a registration."""
 
     id: int | None = None
     root: str
@@ -785,7 +780,7 @@ class RetentionTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """A place where the service finds checkpoints; ``url`` is shown to admins only."""
+    """A configured place of checkpoints. Only admins see ``url``."""
 
     name: str
     description: str
@@ -834,7 +829,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A folder that holds checkpoints; counts, sums and the latest are of the committed ones."""
+    """A folder of checkpoints. Counts, sums and latest values cover committed checkpoints."""
 
     id: int
     root: str
@@ -913,8 +908,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimeline:
-    """The checkpoints of a run that have a step, in bins; ``metric_names`` are those its newest one
-    has."""
+    """The checkpoints of a run with a step, in bins; ``metric_names`` are the metrics of the newest."""
 
     run_id: int
     count: int
@@ -956,8 +950,7 @@ class SavePhases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchHit:
-    """Something whose name has what was searched for. ``rank``: 0 is the same name, 1 begins with it,
-    2 has it at the beginning of a word, 3 anywhere."""
+    """A match. ``rank``: 0 equal, 1 prefix, 2 start of a word, 3 elsewhere."""
 
     kind: str
     """Features of other packages may find further kinds."""
@@ -978,7 +971,7 @@ class SearchHit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A metric over the steps of a run; ``count`` checkpoints have it as a finite number."""
+    """A metric over the steps of a run; ``count`` checkpoints have a finite value."""
 
     run_id: int
     metric: str
@@ -995,7 +988,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesPoint:
-    """Neighbouring checkpoints of a run, ``count`` of them; ``checkpoint_id`` is of one."""
+    """``count`` neighbouring checkpoints of a run; ``checkpoint_id`` is one of them."""
 
     checkpoint_id: int
     """Of one of them."""
@@ -1257,7 +1250,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineBin:
-    """Neighbouring checkpoints of a run by step, ``count`` of them in whatever states."""
+    """Neighbouring checkpoints of a run by step, ``count`` in all states."""
 
     checkpoint_id: int
     """The last committed one, or the last of all."""
@@ -1280,7 +1273,7 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
-    """Sums of all below one name; ``entry`` where the name itself is a tensor or a value."""
+    """Sums of all entries below one name; ``entry`` if the name itself is an entry."""
 
     name: str
     tensors: int
@@ -1361,8 +1354,7 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whoami:
-    """The caller. ``scopes`` are all that it has, also those that "admin" implies; ``roots`` None:
-    all."""
+    """The caller. ``scopes`` includes scopes implied by "admin"; ``roots`` None: all roots."""
 
     name: str
     key_id: int | None = None
@@ -1381,7 +1373,8 @@ class Whoami:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDetail(Checkpoint):
-    """All that is known of a checkpoint. What is of the structure is None where that is not known."""
+    """A checkpoint with all known details. Fields of the structure are None if the structure is
+    unknown."""
 
     save_id: str | None = None
     resumed_from: str | None = None
@@ -1400,7 +1393,7 @@ class CheckpointDetail(Checkpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatedKey(Key):
-    """A new key, with the only sight of it, which is in no repr."""
+    """A new key with its secret, which no later answer and no repr contains."""
 
     key: str = field(repr=False)
     """Shown now and never again."""

@@ -137,7 +137,7 @@ def test_scopes_and_events_are_documented() -> None:
     """The tables of the page list all of them."""
     schemas = document()["components"]["schemas"]
     scopes = schemas["NewKey"]["properties"]["scopes"]["items"]["enum"]
-    assert {name for name in names(section("Conventions")) if name.isalpha()} == {*scopes}
+    assert {name for name in names(section("Authentication")) if name.isalpha()} == {*scopes}
     groups = ("checkpoint", "note", "stage")
     events = [name for name in names(section("Webhooks")) if name.partition(".")[0] in groups]
     assert sorted(events) == sorted(schemas["WebhookRequest"]["properties"]["events"]["items"]["enum"])
