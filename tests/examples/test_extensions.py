@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import json
 import os
 import re
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.support.receivers import Receiver
 from tests.support.service import Service, wait_until
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/how-to/write-a-plug-in.md"
 EXTENSIONS = ROOT / "examples" / "extensions"
 FILES = sorted(EXTENSIONS.glob("*.py"))
 MODEL = {
@@ -36,18 +39,18 @@ _MOST_LINES = 80
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which the extensions are what `pip install` leaves: modules, and their metadata."""
+    """An environment with the plug-ins as `pip install` leaves them; the page declares the entry points."""
     folder = tmp_path_factory.mktemp("site")
     for file in FILES:
         (folder / file.name).write_text(file.read_text())
     metadata = folder / "extensions-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extensions\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[dcphub.formats]\nnpy = npy_folder:FORMAT\n[dcphub.stores]\nzip = zip_store:STORE_TYPE\n"
-        "[dcphub.features]\nmin_max = min_max:MinMax\nhub_names = hub_names:HubNames\n"
-        "[dcphub.service_features]\nnan_counts = nan_counts:feature\n"
-    )
+    points = configparser.ConfigParser()
+    for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        points.read_dict(tomllib.loads(block)["project"]["entry-points"])
+    with (metadata / "entry_points.txt").open("w") as file:
+        points.write(file)
     path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -76,7 +79,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 def test_the_document_shows_the_files_and_they_are_short() -> None:
     """Each is on the page as it is, and under 80 lines."""
-    page = (ROOT / "docs/how-to/write-a-plug-in.md").read_text()
+    page = PAGE.read_text()
     for file in FILES:
         text = file.read_text()
         assert f"```python\n{text}```" in page, file.name
@@ -86,10 +89,8 @@ def test_the_document_shows_the_files_and_they_are_short() -> None:
 
 def test_the_example_of_a_test_of_a_store() -> None:
     """It makes a class that has the tests of the shipped suite."""
-    page = (ROOT / "docs/how-to/write-a-plug-in.md").read_text()
-    (block,) = [
-        one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class TestMyStore" in one
-    ]
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (block,) = [one for one in blocks if "class TestMyStore" in one]
     names: dict[str, Any] = {}
     exec(block, names)
     assert issubclass(names["TestMyStore"], StoreContract)
