@@ -1,7 +1,8 @@
-"""Checkpoints on storage: `stores` move bytes, `formats` say what they mean, `torch_storage` serves torch.
+"""Storage layer: `stores` move bytes, `formats` parse and write checkpoints, `torch_storage` implements
+torch's interfaces.
 
-As a stand-in for ``torch.distributed.checkpoint.storage`` it has torch's interfaces too. They are imported
-when first used, so that `dcp.storage.formats` and `dcp.storage.stores` work without torch.
+Stands in for ``torch.distributed.checkpoint.storage``. torch's interfaces are imported on first use;
+`dcp.storage.formats` and `dcp.storage.stores` work without torch.
 """
 
 from typing import TYPE_CHECKING

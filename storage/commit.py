@@ -1,28 +1,27 @@
-"""The commit: from finished data files to a checkpoint that exists, in one atomic step.
+"""Commit: publish finished data files as a checkpoint in one atomic step.
 
-1. Data files are complete and durable under names that nothing refers to yet.
+1. Data files are complete and durable, under names without references.
 2. The manifest is published exclusively: create-only for a new id, compare-and-replace for an overwrite.
-   This is the commit point. Before it readers see the old state, after it the new one, at any crash.
-3. `.metadata`, for stock torch, follows. The manifest names the CRC of both the `.metadata` that belongs to
-   it and of the one it replaces, so until this step is done (or if a crash prevents it) our readers still
-   know that the manifest is the truth, and stock's see the replaced checkpoint, whose files are still there.
-4. Files of the replaced checkpoint are deleted, and what killed saves left behind.
+   This is the commit point: readers see the old checkpoint before and the new one after, at any crash.
+3. `.metadata` for stock torch follows. The manifest holds the CRCs of its own `.metadata` and of the
+   replaced one. Until this step completes, our readers know that the manifest is authoritative, and stock
+   torch sees the replaced checkpoint, whose files still exist.
+4. Files of the replaced checkpoint and remains of killed saves are deleted.
 
-A lock keeps writers of other processes out on a file system, and nothing does on an object store. Without it:
+On a file system a lock excludes writers of other processes. Object stores have no lock, and these rules
+apply:
 
-- Of all saves that saw one manifest one can replace it. No two manifests are alike (each has its save's id),
-  so that a save which lost can never commit later. Only the absence of a manifest may come back, when the
-  checkpoint is deleted: the first save to an id makes sure that its files are still there.
-- `.metadata` replaces only the version that was there before our manifest was. A save that commits over ours
-  replaces what it finds after that: either ours, or else ours comes later and is refused. What compares with
-  nothing may come too late: creating `.metadata` where none is, after a successor which wants none, and
-  deleting it where the store cannot compare, which may hit a successor's. So the manifest is looked at again
-  after those two, and if it is not ours any more, `.metadata` is made to fit it. A crash in between leaves
-  stock with a `.metadata` whose files are gone, or with none; our readers know by its CRC that it is not the
-  manifest's.
-- Only a save that has committed deletes files: those that it replaced, and what lay there uncommitted, or was
-  being uploaded, when it began. The saves these are of have lost. Uploads that began later may be those of a
-  successor, and stay.
+- Of all saves that saw one manifest, only one can replace it. Manifests are unique (each contains the id of
+  the save), and a save that lost can never commit later. Only the absence of a manifest can recur, after a
+  deletion: the first save to an id checks that its data files still exist.
+- `.metadata` replaces only the version read before our manifest was published. A save that commits after us
+  replaces the version found then: ours, or ours comes later and is refused. Two operations compare with
+  nothing and may come too late: creating `.metadata` after a successor without `.metadata`, and deleting it
+  on a store without conditional deletes. After both, the manifest is read again, and `.metadata` is made to
+  fit a successor's manifest. A crash in between leaves stock torch with a stale or missing `.metadata`; our
+  readers detect this by the CRC.
+- Only a committed save deletes files: those of the replaced checkpoint, and uncommitted files and uploads
+  that existed when the save began, whose saves have lost. Later uploads may belong to a successor and stay.
 
 Torch-free.
 """
@@ -75,24 +74,23 @@ _DOUBT = "may not outlast a power cut, so that what it replaced is kept"
 
 @dataclass(frozen=True)
 class Names:
-    """The two files that publish a checkpoint; rank-local saves have their own pair."""
+    """Names of the two files that publish a checkpoint; rank-local saves have separate names."""
 
     manifest: str = MANIFEST_NAME
     metadata: str = METADATA_NAME
 
     @classmethod
     def of_rank(cls, rank: int) -> Names:
-        """Return the names of a save that one rank makes without the others (``use_collectives=False``)."""
+        """Return the names for a save of one rank without the others (``use_collectives=False``)."""
         return cls(f"__{rank}.{MANIFEST_NAME}", f"__{rank}{METADATA_NAME}")
 
 
 @dataclass(frozen=True)
 class Previous:
-    """The state of the id when a save began: the versions to compare with, the files to clean up.
+    """State of an id at the begin of a save: versions to compare and files to clean up.
 
-    ``strays`` are files of saves that had begun before and not committed, and ``uploads`` those of which only
-    parts had arrived. Whether they were killed or are still running: once this save has published, none of
-    them can commit any more.
+    ``strays`` are files of earlier uncommitted saves, and ``uploads`` their unfinished uploads. Killed or
+    running, none of these saves can commit after this save.
     """
 
     manifest: Version | None = None
@@ -104,14 +102,15 @@ class Previous:
 
     @property
     def exists(self) -> bool:
-        """Return whether a checkpoint, ours or stock's, is there."""
+        """True if a checkpoint exists, ours or stock's."""
         return self.manifest is not None or self.metadata is not None
 
 
 def previous_state(store: Store, names: Names) -> Previous:
-    """Look at what is published under the id now; a damaged predecessor is no obstacle to replacing it.
+    """Read the published state of the id. A damaged predecessor can be replaced.
 
-    Raises CheckpointConflictError if other writers remove what they replace faster than it can be looked at.
+    Raises:
+        CheckpointConflictError: If other writers replace files faster than the state can be read.
     """
     for _ in range(_LOOKS):
         # Listed a moment ago, or of the size that it then had: another writer committed.
@@ -166,8 +165,7 @@ def _look(store: Store, names: Names) -> Previous:
 
 
 def unfinished_uploads(store: Store, belongs: Callable[[str], bool] = lambda name: False) -> tuple[str, ...]:
-    """Return the files of saves that are being uploaded, or were when their writer was killed; and others by
-    names that ``belongs`` accepts."""
+    """Return the files of saves with unfinished uploads, and other uploads accepted by ``belongs``."""
     found: list[str] = []
 
     def note(name: str) -> bool:
@@ -204,13 +202,17 @@ def commit(
     durable: bool,
     torch_compatible: bool,
 ) -> CheckpointIndex:
-    """Publish ``index`` as the checkpoint of ``store``; its data files must be complete.
+    """Publish ``index`` as the checkpoint of ``store``. All data files must be complete.
 
-    Returns the index as published. Raises CheckpointConflictError if the id changed since ``previous`` was
-    taken, StorageError or StorageFullError if publishing failed. In both cases nothing of this save is
-    visible, except where the error says ``committed=True``: the checkpoint stands, but `.metadata` could
-    not be written, or the manifest may not outlast a power cut. Then what it has replaced stays, but for
-    a `.metadata` which stock torch would load instead.
+    Returns:
+        The published index.
+
+    Raises:
+        CheckpointConflictError: If the id changed since ``previous``. Nothing of this save is visible.
+        StorageError: If publishing failed (StorageFullError without space). Nothing of this save is
+            visible, unless ``committed=True``: the checkpoint exists, but `.metadata` is missing or the
+            manifest may not survive a power cut. Files of the replaced checkpoint then stay, except a stale
+            `.metadata`.
     """
     index.check()
     metadata_bytes = (
@@ -250,9 +252,11 @@ def commit(
 
 
 def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> None:
-    """Raise CheckpointConflictError unless all data files are here. Those of a rank may be elsewhere; and of
-    a save to a new id, which nothing stops from committing after all: another may have committed, deleted
-    what it took for remains of killed saves, and have been deleted itself. Or a clean-up came by."""
+    """Raise CheckpointConflictError unless all data files exist.
+
+    Another rank may have written to another place. For a new id, another save may have committed, cleaned
+    up these files as strays, and have been deleted.
+    """
     absent = set(index.files).difference(map(_NAME, store.list()))
     # Listings of network file systems may be some seconds old; a name that is asked for is not.
     gone = sorted(name for name in absent if store.stat(name) is None) if absent else None
@@ -280,7 +284,7 @@ def _after_commit(store: Store, what: str, error: Exception) -> StorageError:
 def _publish_manifest(
     store: Store, names: Names, data: bytes, previous: Previous, *, durable: bool
 ) -> tuple[Version, StorageError | None]:
-    """Return the manifest's version, and why it may not outlast a power cut, if it may not."""
+    """Publish the manifest; return the version, and the error if it may not survive a power cut."""
     try:
         return store.publish(names.manifest, data, durable=durable, expected=previous.manifest), None
     except CheckpointConflictError as error:
@@ -298,8 +302,9 @@ def _publish_manifest(
 
 
 def _doubt(store: Store, error: StorageError) -> StorageError | None:
-    """Return why what was published with ``error`` may not be durable. What a folder's fsync has failed to
-    write it may not try again, so that a second one proves nothing."""
+    """Return the reason if a file published with ``error`` may not be durable. A repeated folder fsync
+    proves nothing.
+    """
     if error.published:
         return error
     try:
@@ -310,8 +315,9 @@ def _doubt(store: Store, error: StorageError) -> StorageError | None:
 
 
 def _version_if(store: Store, name: str, data: bytes) -> Version | None:
-    """Return the version of a file that holds ``data``, although publishing it reported an error (a failed
-    fsync after a rename, an answer that was lost); None if it does not, or it cannot be found out."""
+    """Return the version of a file with the content ``data`` after a failed publish (failed fsync, lost
+    answer); None if different or unknown.
+    """
     with contextlib.suppress(CheckpointError):
         for _ in range(_LOOKS):
             version = store.version(name)
@@ -325,10 +331,10 @@ def _version_if(store: Store, name: str, data: bytes) -> Version | None:
 def _settle_metadata(
     store: Store, names: Names, ours: Version, data: bytes | None, there: Version | None, *, durable: bool
 ) -> bool:
-    """Make `.metadata` hold ``data`` (None: be absent) as long as the manifest is ``ours``.
+    """Set `.metadata` to ``data`` (None: absent) while the manifest is ``ours``.
 
-    ``there`` is the version of `.metadata` from before the manifest was known to be ours, and nothing else
-    is replaced: see above. False if another save has replaced ours, and then nothing is written any more.
+    Only ``there``, the version read before the manifest was ours, is replaced. Returns False if another
+    save replaced our manifest; nothing more is written then.
     """
     for attempt in range(_ATTEMPTS):
         if attempt or data is None:
@@ -355,8 +361,9 @@ def _settle_metadata(
 
 
 def _remove_stale(store: Store, names: Names, there: Version | None, *, durable: bool) -> str:
-    """Remove the `.metadata` of the checkpoint before, which stock torch would load; the end of a message
-    about it. Never raises: what led here is the error to report."""
+    """Remove a stale `.metadata` before stock torch loads it; return text for the error message. Never
+    raises.
+    """
     if there is None:
         return ""
     try:
@@ -370,8 +377,9 @@ def _remove_stale(store: Store, names: Names, there: Version | None, *, durable:
 
 
 def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
-    """Return whether the manifest is another save's. Where that cannot be found out it is taken to be ours: a
-    replacement within these milliseconds is rare, and the checkpoint stands either way."""
+    """Return True if the manifest belongs to another save. If unknown, assume ours: a replacement within
+    milliseconds is rare and harmless.
+    """
     try:
         return store.version(names.manifest) != ours
     except Exception as error:  # noqa: BLE001 - see above
@@ -382,9 +390,8 @@ def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
 def _mend_metadata(
     store: Store, names: Names, data: bytes | None, written: Version | None, *, durable: bool
 ) -> None:
-    """Make `.metadata` fit the manifest of another save, which replaced ours before we wrote ``data`` to it
-    (or deleted it). The writer of that save may have ended, so that no one else puts it right. Never raises:
-    the checkpoint is not ours any more.
+    """Restore `.metadata` of a save that replaced our manifest before we wrote ``data``, because its writer
+    may have ended. Never raises.
     """
     try:
         for _ in range(_ATTEMPTS):
@@ -415,8 +422,7 @@ def _mend_metadata(
 
 
 def _metadata_of_manifest(store: Store, names: Names) -> bytes | None:
-    """Return what `.metadata` holds that belongs to the manifest; None if none does, or it cannot be made
-    again."""
+    """Return the `.metadata` that belongs to the manifest; None if absent or not reproducible."""
     try:
         index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
     except CheckpointNotFoundError:
@@ -429,7 +435,7 @@ def _metadata_of_manifest(store: Store, names: Names) -> bytes | None:
 
 
 def _clean_up(store: Store, names: Names, index: CheckpointIndex, previous: Previous) -> None:
-    """Delete what the save has replaced and beaten; whatever fails here is left to the next one."""
+    """Delete replaced and stray files. Failures are left to the next save."""
     # Whatever a hostile predecessor lists: only what can be data of a checkpoint is deleted.
     superseded = {
         name for name in {*previous.files, *previous.strays} - {*index.files} if _DELETABLE.fullmatch(name)
@@ -444,7 +450,7 @@ def _clean_up(store: Store, names: Names, index: CheckpointIndex, previous: Prev
 
 
 def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
-    """Return whether `.metadata` is still what this save left there."""
+    """Return True if `.metadata` is unchanged since this save."""
     try:
         data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
     except CheckpointNotFoundError:
@@ -457,11 +463,10 @@ def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
 
 @clearing_up()
 def discard(store: Store, save_id: str, names: Names) -> None:
-    """Remove the data files of a save that failed, whichever rank wrote them.
+    """Remove the data files of a failed save, of all ranks.
 
-    Those that the published manifest refers to stay: a save may also fail after its commit, when a rank is
-    lost or an error hid that publishing had succeeded. Never raises: the failure that led here is the one to
-    report.
+    Files of the published manifest stay, because a save may fail after its commit. Never raises, to keep
+    the original error.
     """
     ending = f".{save_id}.distcp"
     # First, so that a rank which is still at it (or is dead) cannot finish another file after the listing.
@@ -479,7 +484,7 @@ def discard(store: Store, save_id: str, names: Names) -> None:
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:
-    """Delete what is no longer needed; a failure leaves strays for `dcp gc` and must not fail the save."""
+    """Delete unneeded files; failures leave strays for `dcp gc`."""
     try:
         failed = store.delete_all(sorted(names))
     except Exception as error:  # noqa: BLE001 - whatever it is, the save it follows has ended already
@@ -489,8 +494,7 @@ def _delete_all(store: Store, names: Iterable[str]) -> None:
 
 
 def abort_uploads(store: Store, belongs: Callable[[str], bool]) -> None:
-    """End unfinished uploads. Never raises: listing them is a permission of its own, and what stays behind
-    costs money, but harms no checkpoint."""
+    """Abort unfinished uploads. Never raises: listing uploads needs a separate permission."""
     try:
         store.abort_uploads(belongs)
     except Exception as error:  # noqa: BLE001 - as said

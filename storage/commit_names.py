@@ -1,7 +1,6 @@
-"""Names of the files that make a folder a checkpoint: its commit objects.
+"""Names of commit objects: files that make a folder a checkpoint.
 
-Apart from formats, which read them, and stores, which list folders by them: neither imports the other for a
-name.
+Separate from formats and stores, which both need the names.
 """
 
 from __future__ import annotations
@@ -10,26 +9,26 @@ import re
 from typing import Final
 
 MANIFEST_NAME: Final = "manifest.msgpack"
-"""Ours."""
+"""Manifest of this package."""
 
 METADATA_NAME: Final = ".metadata"
-"""Stock torch's, which ours has beside the manifest."""
+"""Metadata file of stock torch, also written beside the manifest."""
 
 NOTES_NAME: Final = "notes.msgpack"
-"""What a manager remembers of a checkpoint, in its folder."""
+"""Notes of a manager about a checkpoint."""
 
 DATA_SUFFIX: Final = ".distcp"
-"""How names of data files end, ours and stock's."""
+"""Suffix of data files."""
 
 DATA_NAME: Final = re.compile(rf"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?{re.escape(DATA_SUFFIX)}")
-"""Of a data file, ours or stock's, which has no id of a save."""
+"""Name of a data file without a save id."""
 
 RANK_LOCAL: Final = re.compile(
     rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"
 )
-"""Of what one rank saved on its own; the group is the rank."""
+"""Commit object of a rank-local save; the group is the rank."""
 
 
 def is_commit_object(name: str) -> bool:
-    """Return whether a file of this name makes its folder a checkpoint."""
+    """Return True if a file of this name makes its folder a checkpoint."""
     return name in (MANIFEST_NAME, METADATA_NAME) or RANK_LOCAL.fullmatch(name) is not None

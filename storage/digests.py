@@ -1,15 +1,14 @@
-"""Digests of tensors' logical bytes: the same however a tensor is sharded and stored, and combined from those
-of its parts. What they are, and what they tell, is section 10 of `docs/reference/format.md`. Torch-free.
+"""Tensor digests: independent of sharding and storage, and combined from digests of parts. Section 10 of
+`docs/reference/format.md` is the specification. Torch-free.
 
-They are made in the field with 2**128 elements as AES-GCM has it (NIST SP 800-38D, 6.3), in Python's ints and
-in numpy. A block of 16 bytes is an element: the highest bit of its first byte is the coefficient of 1, the
-lowest of its last byte that of x**127. An int has the block's bytes in big-endian order; an array of elements
-has two uint64 (the block's bytes as they are) in its last dimension.
+Digests are computed in GF(2**128) as in AES-GCM (NIST SP 800-38D, 6.3), with Python integers and numpy. A
+block of 16 bytes is an element: the highest bit of the first byte is the coefficient of 1, the lowest bit
+of the last byte the coefficient of x**127. An integer has the bytes in big-endian order; an array of
+elements has two uint64 in the last dimension.
 
-The *value* of a run of bytes is that of GHASH over its blocks and one block of zeros: each block times a
-power of `KEY` that grows with the number of blocks behind it. Blocks are counted from the tensor's first
-byte, so a run that begins within one has ``phase`` zero bytes before it. That of a box is the sum over its
-runs.
+The *value* of a run of bytes is GHASH over its blocks and a zero block: each block times a power of `KEY`
+by its distance from the end. Blocks are counted from the tensor's first byte; a run that begins within a
+block has ``phase`` zero bytes in front. The value of a box is the sum over its runs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _REDUCTION: Final = 0xE1 << 120
 Elements = npt.NDArray[np.uint64]
 
 _FEW = 3
-"""Up to so many elements Python's ints are faster than calls of numpy."""
+"""Maximum number of elements for which Python integers are faster than numpy."""
 
 
 def product(a: int, b: int) -> int:
@@ -50,13 +49,13 @@ def product(a: int, b: int) -> int:
 
 @lru_cache(maxsize=8)
 def _lists(factor: int) -> list[list[int]]:
-    """`_table` as Python's ints: half a millisecond to make, a twentieth of `product` to use."""
+    """Return `_table` as Python integers, for repeated products with one factor."""
     rows = _table(factor).view(np.uint8).reshape(BLOCK_BYTES, 256, BLOCK_BYTES)
     return [[int.from_bytes(one.tobytes(), "big") for one in row] for row in rows]
 
 
 def _scaled(value: int, factor: int) -> int:
-    """`product` for few factors that come again and again."""
+    """Return `product` for a factor that is used repeatedly."""
     total = 0
     for row, byte in zip(_lists(factor), value.to_bytes(BLOCK_BYTES, "big"), strict=True):
         total ^= row[byte]
@@ -75,7 +74,7 @@ def power(base: int, exponent: int) -> int:
 
 @lru_cache(maxsize=256)
 def _square(base: int, times: int) -> int:
-    """Return ``base`` to the power of ``2**times``."""
+    """Square ``base`` ``times`` times."""
     if times == 0:
         return base
     root = _square(base, times - 1)
@@ -83,13 +82,13 @@ def _square(base: int, times: int) -> int:
 
 
 def as_elements(blocks: bytes | memoryview | npt.NDArray[np.uint8]) -> Elements:
-    """Return whole blocks of bytes, one after the other, as (n, 2)."""
+    """Return whole blocks as elements (n, 2)."""
     return np.frombuffer(blocks, np.uint64).reshape(-1, 2)
 
 
 @lru_cache(maxsize=128)
 def _table(factor: int) -> Elements:
-    """Return the products of ``factor`` with each value of each byte of a block: (16, 256, 2)."""
+    """Return the products of ``factor`` with each byte value at each position of a block: (16, 256, 2)."""
     basis, value = [], factor
     for _ in range(128):
         basis.append(value.to_bytes(BLOCK_BYTES, "big"))
@@ -102,7 +101,7 @@ def _table(factor: int) -> Elements:
 
 
 def times(elements: Elements, factor: int) -> Elements:
-    """Return all ``elements`` (..., 2) times one."""
+    """Return all ``elements`` (..., 2) times ``factor``."""
     if elements.size <= 2 * _FEW:
         values = (int.from_bytes(one.tobytes(), "big") for one in elements.reshape(-1, 2))
         made = [product(factor, value).to_bytes(BLOCK_BYTES, "big") for value in values]
@@ -116,7 +115,7 @@ def times(elements: Elements, factor: int) -> Elements:
 
 
 def horner(elements: Elements, factor: int) -> Elements:
-    """Return ``((e[0] * factor + e[1]) * factor + e[2]) ...`` along the last dimension but one, by halves."""
+    """Return ``((e[0] * factor + e[1]) * factor + e[2]) ...`` along the second to last dimension."""
     while (count := elements.shape[-2]) > 1:
         if count % 2:  # zeros before the first add nothing
             empty = np.zeros((*elements.shape[:-2], 1, 2), np.uint64)
@@ -129,7 +128,7 @@ def horner(elements: Elements, factor: int) -> Elements:
 
 
 def times_powers(elements: Elements, base: int, exponents: Int64) -> Elements:
-    """Return each of ``elements`` (n, 2) times ``base`` to a power of its own."""
+    """Return each of ``elements`` (n, 2) times its power of ``base``."""
     result = elements.copy()
     bit = 0
     while (left := exponents >> bit).any():
@@ -141,17 +140,18 @@ def times_powers(elements: Elements, base: int, exponents: Int64) -> Elements:
 
 
 KEY: Final = 0x66E94BD4EF8A2C3B884CFA59CA342B2E
-"""AES-128 of zeros with the key of zeros, which GHASH goes by. It generates the whole group of the field, so
-that no two positions have the same power."""
+"""GHASH key: AES-128 of a zero block with a zero key. It generates the multiplicative group, and all
+positions have different powers.
+"""
 
 _NONCE: Final = bytes(12)
 _MAX_CALL_BYTES: Final = 1 << 30  # AES-GCM takes less than 2 GiB at a time
 _TABLE_BLOCKS: Final = 3
-"""Rows of up to so many blocks are multiplied by tables, all together: a call for each takes as long."""
+"""Maximum number of blocks per row for multiplication by tables."""
 
 
 def run_value(data: memoryview, phase: int = 0) -> int:
-    """Return the value of one run."""
+    """Return the value of a run."""
     if phase:
         data = memoryview(bytes(phase) + bytes(data))
     if len(data) > _MAX_CALL_BYTES:
@@ -160,7 +160,7 @@ def run_value(data: memoryview, phase: int = 0) -> int:
 
 
 def row_values(rows: npt.NDArray[np.uint8], phase: int = 0) -> Elements:
-    """Return the values of many runs of one length, a row each, all of one ``phase``."""
+    """Return the values of many runs of equal length and ``phase``, one per row."""
     count, size = rows.shape
     blocks = -(-(phase + size) // BLOCK_BYTES)
     if phase or (blocks <= _TABLE_BLOCKS and size % BLOCK_BYTES):
@@ -180,8 +180,7 @@ def row_values(rows: npt.NDArray[np.uint8], phase: int = 0) -> Elements:
 
 @lru_cache(maxsize=1)
 def _ghash() -> Callable[[Any], bytes]:
-    """Return a function from bytes to what AES-GCM authenticates them by: their value but for
-    `_correction`."""
+    """Return a function from bytes to the AES-GCM tag: the value plus `_correction`."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # dear to import, and seldom needed
 
     return partial(AESGCM(bytes(BLOCK_BYTES)).encrypt, _NONCE, b"")
@@ -189,26 +188,24 @@ def _ghash() -> Callable[[Any], bytes]:
 
 @lru_cache(maxsize=1024)
 def _correction(size: int) -> int:
-    """Return the part of the tag beside the value: the encrypted counter, and the length in bits as a
-    block."""
+    """Return the difference between tag and value: the encrypted counter and the length block."""
     return _ENCRYPTED_COUNTER ^ product(8 * size << 64, KEY)
 
 
 _ENCRYPTED_COUNTER: Final = 0x58E2FCCEFA7E3061367F1D57A4E7455A
-"""The tag of no bytes at all."""
+"""Tag of no bytes."""
 
 
 # -- boxes ---------------------------------------------------------------------------------------------------
 
 
 _STEP_BYTES: Final = 1 << 20
-"""Of a long run this much at a time, as a save shows it: what was read from memory once is still in the cache
-behind it."""
+"""Bytes per step of a long run, small enough to stay in the cache."""
 
 _STEP_POWER: Final = power(KEY, _STEP_BYTES // BLOCK_BYTES)
 
 _ROWS_BYTES: Final = 256 << 10
-"""Runs shorter than this are collected, many at a time."""
+"""Runs shorter than this are collected."""
 
 
 def blocks_of(size_bytes: int) -> int:
@@ -217,10 +214,10 @@ def blocks_of(size_bytes: int) -> int:
 
 
 class LogicalRuns(NamedTuple):
-    """Places of the bytes of a box among those of its tensor (``tensor_bytes``) in C order.
+    """Positions of the bytes of a box in its tensor of ``tensor_bytes``, in C order.
 
-    ``run_bytes`` follow each other, from ``first`` on and then again and again: ``counts`` times, ``strides``
-    bytes apart, in each of some dimensions.
+    Runs of ``run_bytes`` start at ``first`` and repeat ``counts`` times at distances of ``strides`` bytes,
+    in each of several dimensions.
     """
 
     first: int
@@ -231,27 +228,27 @@ class LogicalRuns(NamedTuple):
 
     @property
     def phase(self) -> int:
-        """Bytes from the begin of a block to the first byte."""
+        """Bytes from the start of a block to the first byte."""
         return self.first % BLOCK_BYTES
 
     @property
     def last_end(self) -> int:
-        """One behind the last byte."""
+        """End of the last byte."""
         steps = zip(self.counts, self.strides, strict=True)
         return self.first + self.run_bytes + sum((count - 1) * stride for count, stride in steps)
 
     @property
     def blocks_behind(self) -> int:
-        """Blocks of the tensor behind the last one of the box."""
+        """Number of blocks of the tensor after the last block of the box."""
         return blocks_of(self.tensor_bytes) - blocks_of(self.last_end)
 
     @property
     def is_regular(self) -> bool:
-        """Return whether all runs begin alike within a block."""
+        """True if all runs start at the same position within a block."""
         return all(stride % BLOCK_BYTES == 0 for stride in self.strides)
 
     def begins(self) -> Int64:
-        """Return the begin of each run."""
+        """Return the start of each run."""
         begins = np.array([self.first], np.int64)
         for count, stride in zip(self.counts, self.strides, strict=True):
             begins = (begins[:, None] + stride * np.arange(count, dtype=np.int64)).reshape(-1)
@@ -259,7 +256,7 @@ class LogicalRuns(NamedTuple):
 
 
 _SIMPLE_RUN: Final = LogicalRuns(0, 0, (), (), 0)
-"""Of any length, from the begin of a block on."""
+"""Run of any length from the start of a block."""
 
 
 @lru_cache(maxsize=4096)

@@ -1,29 +1,29 @@
-"""Every error the package raises on purpose.
+"""Errors of the package.
 
 CheckpointError (Exception)
-├── CheckpointNotFoundError      no committed checkpoint under that id
+├── CheckpointNotFoundError      no committed checkpoint at the id
 ├── CheckpointConflictError      another writer published to the id first
-├── CheckpointFormatError        the bytes are not what the format allows
-│   ├── UnsafeObjectError        a pickle wants something outside the allow-list
-│   └── UnsupportedFormatError   recognised, but not readable by this version
-├── CorruptCheckpointError       bytes differ from what was committed
-├── PlanError                    the plan of a save or load is not valid
-│   ├── OptionError              an argument or option that cannot be
-│   ├── MissingKeyError          the state dict wants keys the checkpoint lacks
-│   ├── UnexpectedKeyError       the checkpoint has keys that the state dict has no place for
+├── CheckpointFormatError        invalid bytes
+│   ├── UnsafeObjectError        a pickle names a class outside the allow-list
+│   └── UnsupportedFormatError   known format, not readable by this version
+├── CorruptCheckpointError       bytes differ from the committed bytes
+├── PlanError                    invalid plan of a save or load
+│   ├── OptionError              invalid argument or option
+│   ├── MissingKeyError          keys missing in the checkpoint
+│   ├── UnexpectedKeyError       keys missing in the state dict
 │   ├── ShapeMismatchError
 │   ├── DtypeMismatchError
-│   └── ReplicaMismatchError     one name, different data on different ranks
-├── StorageError                 an operation of a store failed
+│   └── ReplicaMismatchError     different data on different ranks
+├── StorageError                 a store operation failed
 │   └── StorageFullError         no space or quota left
 ├── CollectiveTimeoutError       ranks did not answer in time
-├── StagingError                 a staged copy is not what the state was when it was taken
-├── SaveAbortedError             the save was called off
-└── WriterProcessError           the process that writes in the background died or cannot be started
+├── StagingError                 a staged copy differs from its source
+├── SaveAbortedError             the save was cancelled
+└── WriterProcessError           the background writer process died or did not start
 
-Errors carry facts: typed attributes (`fqn`, `path`, `rank`, `committed`, ...), given by keyword. They travel
-between ranks as plain data (`error_to_wire`, `error_from_wire`), so no pickle is needed for another rank's.
-This module imports neither torch nor another module of this package.
+Errors carry facts as typed attributes (`fqn`, `path`, `rank`, `committed`, ...), given by keyword. Errors
+travel between ranks as plain data (`error_to_wire`, `error_from_wire`), without pickle. This module
+imports neither torch nor another module of this package.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """Base of all errors of this package.
+    """Base class of all errors of this package.
 
-    The message says what happened, where, and what to do. What is known besides is in attributes, and has
-    their default where it is not: plain data only (str, int, float, bool, None, lists and dicts of these).
+    The message says what happened, where, and how to proceed. Facts are in attributes with plain data (str,
+    int, float, bool, None, lists and dicts); unknown facts have defaults.
     """
 
     alternative: str = ""
-    """What the ``argument`` would do instead; the message has both."""
+    """Effect of ``argument``, also part of the message."""
     argument: str = ""
-    """An argument in Python, such as "overwrite=True", that lets it pass."""
+    """Argument in Python that avoids the error, such as "overwrite=True"."""
     committed: bool = False
-    """Whether the checkpoint is committed all the same: what failed came after that."""
+    """True if the checkpoint was committed before the failure."""
     fqn: str = ""
     fqns: Sequence[str] = ()
     key: str = ""
-    """Of a nested state dict, or of an object store."""
+    """Key of a nested state dict or of an object store."""
     path: str = ""
     rank: int | None = None
-    """The rank that it is about."""
+    """Rank of the failure."""
     step: int | str | None = None
-    """The step of a run; of an error that several ranks raise, the step of the operation."""
+    """Step of a run; for an error of several ranks, the step of the operation."""
 
     def __init__(self, message: str = "", **facts: Any) -> None:
         self.__dict__.update(facts)
@@ -88,7 +88,7 @@ class CheckpointError(Exception):
 
     @property
     def finding(self) -> str:
-        """Return the message without what an argument would do: for whoever asked in another way."""
+        """Message without the advice about an argument."""
         return str(self).replace(self._ending, "", 1)
 
     @property
@@ -101,7 +101,7 @@ class CheckpointError(Exception):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the attributes that are known, by name."""
+        """Known attributes by name."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,34 +118,34 @@ def _rebuild(cls: type[CheckpointError], message: str, facts: dict[str, Any]) ->
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """No committed checkpoint exists under the id."""
+    """No committed checkpoint exists at the id."""
 
     data_files: int | None = None
-    """How many data files are there without a commit."""
+    """Number of data files without a commit."""
 
 
 class CheckpointConflictError(CheckpointError):
-    """Another writer published to the same id since this save began; nothing of this save remains."""
+    """Another writer published to the id since this save began; nothing of this save remains."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """Bytes that no correct writer of the format produces: hostile, or damaged beyond a checksum's help."""
+    """Invalid bytes that no correct writer produces."""
 
     global_name: str = ""
-    """The class or function that a pickle names."""
+    """Class or function named by a pickle."""
     limit_bytes: int | None = None
     name: str = ""
     position: int | None = None
-    """Where in the bytes."""
+    """Position in the bytes."""
     size_bytes: int | None = None
 
 
 class UnsafeObjectError(CheckpointFormatError):
-    """A pickle names a class or function outside the allow-list. Nothing of it was run."""
+    """A pickle names a class or function outside of the allow-list. Nothing was run."""
 
 
 class UnsupportedFormatError(CheckpointFormatError):
-    """The format is recognised, but this version cannot read it."""
+    """A known format that this version cannot read."""
 
     element_type: str = ""
     protocol: int | None = None
@@ -154,18 +154,18 @@ class UnsupportedFormatError(CheckpointFormatError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Stored bytes differ from the committed ones: checksum, length or a missing file."""
+    """Stored bytes differ from the committed bytes: checksum, length or a missing file."""
 
     offset: int | None = None
     reasons: Sequence[str] = ()
-    """Why the ``steps`` of a run cannot be restored, one each."""
+    """Reasons why the ``steps`` of a run cannot be restored, one per step."""
     size_bytes: int | None = None
     steps: Sequence[int] = ()
     wanted_bytes: int | None = None
 
 
 class PlanError(CheckpointError, ValueError):
-    """A save or load plan that cannot be carried out: overlap, gap, out of bounds, wrong kind."""
+    """Invalid plan of a save or load: overlap, gap, out of bounds, or wrong kind."""
 
     depth: int | None = None
     expected: int | None = None
@@ -174,64 +174,63 @@ class PlanError(CheckpointError, ValueError):
     problems: Sequence[str] = ()
     ranks: Sequence[int] = ()
     saving: bool = False
-    """Whether some of the ranks that are not about the same have begun to save."""
+    """True if some ranks have begun a save while others called another operation."""
     type_name: str = ""
 
 
 def check_flags(**flags: object) -> None:
-    """Raise OptionError for text where True or False is expected: "no" would count as True."""
+    """Raise OptionError for text in place of True or False, because "no" would count as True."""
     for name, value in flags.items():
         if isinstance(value, str):
             raise OptionError(f"{name} must be True or False, not {value!r}")
 
 
 def check_numbers(**numbers: object) -> None:
-    """Raise OptionError for what is neither None nor a number."""
+    """Raise OptionError for values other than None and numbers."""
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
             raise OptionError(f"{name} must be a number, not {value!r}")
 
 
 class OptionError(PlanError, TypeError):
-    """An argument or an option that cannot be: of a wrong type, out of its range, or not with another one."""
+    """Invalid argument or option: wrong type, out of range, or wrong combination."""
 
 
 class MissingKeyError(PlanError, KeyError):
-    """The state dict asks for keys which the checkpoint does not have."""
+    """Keys of the state dict are missing in the checkpoint."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return Exception.__str__(self)
 
 
 class UnexpectedKeyError(PlanError):
-    """The checkpoint has keys below those that were asked for which no rank's state dict has a place for."""
+    """Keys of the checkpoint have no place in any rank's state dict."""
 
     lost: Sequence[str] = ()
-    """All of them; ``fqns`` has the first."""
+    """All unexpected keys; ``fqns`` has the first."""
 
 
 class ShapeMismatchError(PlanError):
-    """A tensor's global shape differs between state dict and checkpoint."""
+    """The global shape of a tensor differs between state dict and checkpoint."""
 
 
 class DtypeMismatchError(PlanError, TypeError):
-    """A tensor's dtype differs between state dict and checkpoint, and no cast was asked for."""
+    """The dtype of a tensor differs between state dict and checkpoint, without a requested cast."""
 
 
 class ReplicaMismatchError(PlanError):
-    """Ranks hold different data under one name; storing one of them would lose the others silently."""
+    """Ranks hold different data under one name; only one of them could be stored."""
 
 
 class StorageError(CheckpointError, OSError):
-    """An operation of a store failed; the cause is chained. ``errno`` is the operating system's, if it was
-    that."""
+    """A store operation failed; the cause is chained. ``errno`` is set for operating system errors."""
 
     attempts: int | None = None
     bucket: str = ""
     op: str = ""
-    """The operation, such as "put"."""
+    """Operation, such as "put"."""
     published: bool = False
-    """Whether the file has its new content all the same, which may not outlast a power cut."""
+    """True if the file has its new content, which may not survive a power cut."""
     timeout_seconds: float | None = None
 
     def __init__(self, message: str = "", **facts: Any) -> None:
@@ -243,11 +242,11 @@ class StorageError(CheckpointError, OSError):
 
 
 class StorageFullError(StorageError):
-    """No space or quota left on the store."""
+    """Space or quota of the store is exhausted."""
 
 
 class CollectiveTimeoutError(CheckpointError, TimeoutError):
-    """Ranks did not take part in a step in time; ``ranks`` are those that gave no sign of life."""
+    """Ranks did not answer in time; ``ranks`` lists the silent ranks."""
 
     ranks: Sequence[int] = ()
     reporting_rank: int | None = None
@@ -257,27 +256,27 @@ class CollectiveTimeoutError(CheckpointError, TimeoutError):
 
 
 class StagingError(CheckpointError):
-    """A staged copy differs from its source: the state changed while it was being copied, or a stale copy was
-    about to be saved; ``fqns`` names the first of the ``count`` tensors."""
+    """A staged copy differs from its source, because the state changed during the copy or the copy is
+    stale; ``fqns`` names the first of ``count`` tensors.
+    """
 
     count: int | None = None
     kind: str = ""
 
 
 class SaveAbortedError(CheckpointError):
-    """The save was called off before it committed; nothing of it remains."""
+    """The save was cancelled before the commit; nothing remains."""
 
 
 class WriterProcessError(CheckpointError):
-    """The process that writes in the background died, did not start, or cannot take what it was given.
+    """The background writer process died, did not start, or cannot accept its input.
 
-    Unless ``committed`` says so, it is not known whether its save committed: look at the id.
+    Unless ``committed`` is set, the outcome of the save is unknown: check the id.
     """
 
 
 class RemoteError(CheckpointError):
-    """An exception of another rank that is none of this package: `type_name`, and `traceback_text` from
-    there."""
+    """Exception of another rank outside of this package: `type_name` and `traceback_text`."""
 
     traceback_text: str = ""
     type_name: str = ""
@@ -291,8 +290,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
 
 
 def error_to_wire(error: BaseException, traceback_text: str) -> dict[str, Any]:
-    """Return plain data (msgpack-able) that describes ``error``; ``traceback_text`` is its formatted
-    traceback."""
+    """Return ``error`` as plain data for msgpack, with a formatted traceback."""
     for cls in type(error).__mro__:
         if isinstance(error, CheckpointError) and _BY_NAME.get(cls.__name__) is cls:
             name, message, facts = cls.__name__, str(error), error.facts
@@ -304,6 +302,6 @@ def error_to_wire(error: BaseException, traceback_text: str) -> dict[str, Any]:
 
 
 def error_from_wire(wire: dict[str, Any]) -> CheckpointError:
-    """Return the inverse of `error_to_wire`; unknown classes become `CheckpointError`."""
+    """Return the error of `error_to_wire`; unknown classes become `CheckpointError`."""
     cls = _BY_NAME.get(wire["class"], CheckpointError)
     return cls(wire["message"], **wire["facts"])

@@ -1,11 +1,11 @@
-"""Extensions that other packages add, found in the metadata of what is installed: entry points.
+"""Extensions of other packages, declared as entry points.
 
-A package declares them in its `pyproject.toml`::
+A package declares extensions in its `pyproject.toml`::
 
     [project.entry-points."dcphub.formats"]
     npy = "my_package.npy_folder:FORMAT"
 
-Reading the metadata of an environment takes some ten milliseconds, so it is read when it is needed, and once.
+The metadata of the environment are read once, on first use.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
 
 
 def extension_names(group: str) -> list[str]:
-    """Return the names of the entry points of ``group``, sorted; none is loaded."""
+    """Return the sorted names of the entry points of ``group`` without loading any."""
     return sorted(_entry_points(group))
 
 
 def loaded_extension(group: str, name: str) -> Any:
-    """Return what the entry point ``name`` of ``group`` is; None if there is none.
+    """Load the entry point ``name`` of ``group``; None if absent.
 
-    UnsupportedFormatError, which names it and its package, if importing it fails in any way, or if several
-    packages declare it, each as another object.
+    Raises:
+        UnsupportedFormatError: If the import fails, or several packages declare the name with different
+            objects.
     """
     same_name = _entry_points(group).get(name)
     if same_name is None:

@@ -1,7 +1,6 @@
-"""Suggest the names that a wrong name may stand for. Names have parts between dots, as keys of state dicts.
+"""Suggestions for misspelled names. Names consist of parts separated by dots, like state dict keys.
 
-A hundred thousand names take some tens of milliseconds: they are compared as wholes only where most of their
-parts are equal.
+To handle 100,000 names in milliseconds, only names with mostly equal parts are compared as a whole.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 _COMPARED: Final = 2_000
-"""Texts that are compared letter by letter, a few microseconds each."""
+"""Maximum number of texts compared letter by letter."""
 
 _SHARED: Final = 2
-"""Of more texts, those are compared that have so many letters at the beginning or the end in common with the
-given one, and at most so many more or fewer in all."""
+"""Required length of a common prefix or suffix, and maximum difference in length, for larger sets of texts.
+"""
 
 
 def near_names(name: str, names: Iterable[str], *, most: int = 3) -> list[str]:
-    """Find up to ``most`` of ``names`` that are like ``name``, the most likely first.
+    """Return up to ``most`` of ``names`` similar to ``name``, most likely first.
 
-    They differ in the letters of one part, or in the parts before the same last ones.
+    Candidates differ in the letters of one part, or in the leading parts.
     """
     candidates = [other for other in names if other != name]
     found = [*_alike_but_for_a_part(name, candidates), *_alike_at_the_end(name, candidates)]
@@ -31,7 +30,7 @@ def near_names(name: str, names: Iterable[str], *, most: int = 3) -> list[str]:
 
 
 def close_to(text: str, texts: Iterable[str], *, most: int = 3) -> list[str]:
-    """Find up to ``most`` of ``texts`` that are spelled almost as ``text``, case aside."""
+    """Return up to ``most`` of ``texts`` with a spelling close to ``text``, ignoring case."""
     lowered = text.lower()
     originals: dict[str, str] = {}
     for other in texts:
@@ -48,19 +47,19 @@ def close_to(text: str, texts: Iterable[str], *, most: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence on ``name``: which of ``names`` it may stand for, if any."""
+    """Return the end of a sentence that suggests ``names`` for ``name``; "" without a suggestion."""
     near = close_to(name, names, most=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def listed(names: Sequence[str], *, most: int = 3, show: Callable[[str], str] = repr) -> str:
-    """List the first ``most`` of ``names``, and count the others."""
+    """Return the first ``most`` of ``names`` as text, and the number of others."""
     first = ", ".join(map(show, names[:most]))
     return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
 
 
 def _alike_but_for_a_part(name: str, names: Sequence[str]) -> list[str]:
-    """Find names of which one part is spelled almost as in ``name``, and all others are equal."""
+    """Return names with one misspelled part and equal other parts."""
     parts = name.split(".")
     prefix, rest = "", list(names)
     for depth, part in enumerate(parts):
@@ -78,7 +77,7 @@ def _alike_but_for_a_part(name: str, names: Sequence[str]) -> list[str]:
 
 
 def _alike_at_the_end(name: str, names: Sequence[str]) -> list[str]:
-    """Find names that begin otherwise and share the longest end with ``name``, in whole parts."""
+    """Return names with other leading parts and the longest common end."""
     parts = name.split(".")
     for first in range(len(parts) - 1 if len(parts) > 1 else 1):
         suffix = ".".join(parts[first:])

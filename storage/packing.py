@@ -1,8 +1,8 @@
-"""Values with numpy columns as bytes, for the way between the ranks of a job.
+"""Packed values with numpy columns, for messages between the ranks of a job.
 
-msgpack, never pickle. Integers are narrowed to the bytes that the largest needs, and what is left compressed,
-so that equal values give equal bytes and a thousand ranks' plans stay small. The bytes come from another rank
-of the same job: they are decoded as they are, and a message of another version is refused.
+Uses msgpack, never pickle. Integers are narrowed and the result compressed: equal values give equal bytes,
+and the plans of a thousand ranks stay small. Messages come from ranks of the same job and are trusted;
+other message versions are refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _COMPRESSED_FROM_BYTES: Final = 4096
 
 
 def pack(value: Any) -> bytes:
-    """Pack None, numbers, text, bytes, numpy's numbers and arrays; lists, tuples and dicts of them.
+    """Pack None, numbers, text, bytes, numpy numbers and arrays, and lists, tuples and dicts of these.
 
-    TypeError for anything else.
+    Raises:
+        TypeError: For other types.
     """
     data = msgpack.packb(value, default=_array, unicode_errors="surrogatepass")
     if len(data) < _COMPRESSED_FROM_BYTES:
@@ -33,7 +34,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Return what `pack` was given, with tuples for lists, and numbers for numpy's."""
+    """Unpack the result of `pack`; lists become tuples, numpy numbers become Python numbers."""
     if data[:1] != bytes([_VERSION]):
         raise UnsupportedFormatError(
             f"a message of version {data[:1]!r} was received, this is {_VERSION}; all ranks must run the "

@@ -1,4 +1,4 @@
-"""Between torch tensors and bytes: dtype codes, C-ordered byte pieces, addresses and strides."""
+"""Conversions between torch tensors and bytes: dtype codes, C-ordered pieces, addresses and strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dcp.storage.geometry.strides import Int64, row_products, starts
 
 _SLAB_BYTES = 4 << 20
 _COPY_BELOW_BYTES = 128 << 10
-"""Below this a strided or device tensor is copied whole, above it goes through one reused buffer."""
+"""Maximum size of strided or device tensors copied as a whole; larger ones use a reused buffer."""
 
 _TORCH_BY_CODE: dict[int, torch.dtype] = {
     code: getattr(torch, dtype.name) for code, dtype in dtypes.BY_CODE.items() if hasattr(torch, dtype.name)
@@ -37,8 +37,11 @@ def torch_dtype(code: int) -> torch.dtype:
 
 
 def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
-    """Return the format code of a torch dtype; PlanError for types that a checkpoint cannot hold (quantized
-    ones)."""
+    """Return the format code of a torch dtype.
+
+    Raises:
+        PlanError: For dtypes that a checkpoint cannot hold, such as quantized types.
+    """
     code = _CODE_BY_TORCH.get(dtype)
     if code is None:
         raise PlanError(f"tensor {fqn!r} has dtype {dtype}, which a checkpoint cannot hold", fqn=fqn)
@@ -46,22 +49,22 @@ def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's elements can be read and written at ``data_ptr`` with its strides."""
+    """Return True if elements are accessible at ``data_ptr`` with the tensor's strides."""
     return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_whole_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the ``nbytes`` at ``data_ptr`` are the tensor's elements in C order."""
+    """Return True if the ``nbytes`` at ``data_ptr`` are the elements in C order."""
     return is_addressable(tensor) and tensor.is_contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class LocalMemory:
-    """A rank's local tensors, to save them or to load into them, and what is known of their memory.
+    """Local tensors of a rank, with properties of their memory.
 
-    ``is_plain``: the elements stand at ``pointers`` in C order, in CPU memory, neither conjugated nor
-    negated; addresses of other tensors mean nothing. ``dtype_codes`` is 0 for a dtype that no checkpoint has.
-    Shapes are ragged: ``shape_start``, ``shape_values``.
+    ``is_plain``: elements are at ``pointers`` in C order in CPU memory, neither conjugated nor negated;
+    other addresses are meaningless. ``dtype_codes`` is 0 for unsupported dtypes. Shapes are ragged:
+    ``shape_start``, ``shape_values``.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -73,7 +76,7 @@ class LocalMemory:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> LocalMemory:
-        """Ask ``tensors``."""
+        """Return the properties of ``tensors``."""
         is_plain = [is_whole_memory(tensor) for tensor in tensors]
         addresses = [t.data_ptr() if plain else 0 for t, plain in zip(tensors, is_plain, strict=True)]
         shapes = [tensor.shape for tensor in tensors]
@@ -88,20 +91,20 @@ class LocalMemory:
 
     @cached_property
     def volumes(self) -> Int64:
-        """Return the number of elements by tensor."""
+        """Number of elements by tensor."""
         return row_products(self.shape_values, self.shape_start)
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all tensors; memory that several share counts for each."""
+        """Bytes of all tensors; shared memory counts repeatedly."""
         return int((self.volumes * itemsizes(self.dtype_codes)).sum())
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
-    """Return the tensor's elements as C-ordered bytes, in one or more pieces.
+    """Return the elements as C-ordered bytes, in one or more pieces.
 
-    A contiguous CPU tensor is one view of its own memory, which the caller keeps alive. Anything else of some
-    size comes in slabs through one reused buffer: use each piece before asking for the next.
+    A contiguous CPU tensor is a view of its memory, which the caller keeps alive. Other large tensors come
+    through a reused buffer: use each piece before the next.
     """
     if is_whole_memory(tensor):
         return (view(tensor.data_ptr(), tensor.nbytes),)
@@ -112,15 +115,16 @@ def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
 
 
 def as_copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, as bytes where an element is one: torch has no strided copy of some such dtypes
-    (float4_e2m1fn_x2)."""
+    """Return ``tensor``, viewed as bytes if elements have one byte: torch lacks strided copies for some
+    dtypes (float4_e2m1fn_x2).
+    """
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what is still queued on the devices of ``tensors``, before other threads copy from or to them.
+    """Wait for queued device work on ``tensors`` before other threads copy.
 
-    A thread copies on its own current stream, which is not ordered behind the one the caller computes on.
+    Threads use their own streams, which are not ordered after the caller's stream.
     """
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         torch.accelerator.synchronize(device)

@@ -1,7 +1,7 @@
-"""Threads that work for a caller who may leave: Ctrl-C cancels the requests that they wait for.
+"""Worker threads with cancellation: Ctrl-C cancels pending requests.
 
-Python interrupts the main thread only. A thread that waits for a service in vain would keep it, and so the
-end of the process, until the timeouts of that service are over.
+Python interrupts only the main thread. A thread that waits for a service would otherwise delay the exit
+until the service's timeouts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
-"""Set once the results of the current thread, which works for another one, are not waited for any more.
-Passed on to further threads with the context."""
+"""Set when nobody waits for the results of the present thread. Inherited through the context."""
 
 _UNWANTED: Final[ContextVar[threading.Event | None]] = ContextVar("_UNWANTED", default=None)
 
@@ -29,18 +28,18 @@ _CLEARING_SECONDS: Final = 3.0
 
 
 class AnyEvent(threading.Event):
-    """Set as soon as one of several is; never itself."""
+    """Event that is set when any of several events is set."""
 
     def __init__(self, *events: threading.Event) -> None:
         super().__init__()
         self._events = events
 
     def is_set(self) -> bool:
-        """Test whether one is."""
+        """Return True if any event is set."""
         return any(event.is_set() for event in self._events)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until one is."""
+        """Wait for any event."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self.is_set():
             rest = _LOOK_SECONDS if end is None else min(_LOOK_SECONDS, end - time.monotonic())
@@ -52,7 +51,7 @@ class AnyEvent(threading.Event):
 
 @contextmanager
 def unwanted_once(called_off: threading.Event | None) -> Iterator[None]:
-    """End requests within this block once ``called_off`` is set, except those of `clearing_up`."""
+    """End requests within this block when ``called_off`` is set, except in `clearing_up`."""
     token = _UNWANTED.set(called_off)
     try:
         yield
@@ -61,15 +60,16 @@ def unwanted_once(called_off: threading.Event | None) -> Iterator[None]:
 
 
 def or_unwanted(called_off: threading.Event) -> threading.Event:
-    """Make an event that is set as soon as ``called_off`` is, or this thread's results are not waited for."""
+    """Return an event that is set when ``called_off`` is set or this thread's results are not wanted."""
     others = [event for event in (CALLER_LEFT.get(), _UNWANTED.get()) if event is not None]
     return AnyEvent(called_off, *others) if others else called_off
 
 
 @contextmanager
 def clearing_up() -> Iterator[None]:
-    """Let this block, which only removes what is not needed any more, take its time; while Ctrl-C is handled,
-    all such blocks together end after a few seconds, because a caller waits."""
+    """Allow cleanup in this block after a cancellation; during Ctrl-C, all such blocks end together after a
+    few seconds.
+    """
     interrupt = sys.exception()
     if not isinstance(interrupt, KeyboardInterrupt):
         with unwanted_once(None):
@@ -83,26 +83,25 @@ def clearing_up() -> Iterator[None]:
 
 
 class _Deadline(threading.Event):
-    """Set once some seconds have passed."""
+    """Event that is set after some seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._end = time.monotonic() + seconds
 
     def is_set(self) -> bool:
-        """Test whether they have."""
+        """Return True after the deadline."""
         return time.monotonic() >= self._end
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until then."""
+        """Wait for the deadline."""
         rest = max(0.0, self._end - time.monotonic())
         time.sleep(rest if timeout is None else min(rest, timeout))
         return self.is_set()
 
 
 class WorkerThreads(ThreadPoolExecutor):
-    """As a context manager it ends when none of its threads runs any more; `CALLER_LEFT` is set for them if
-    the block is left by an interrupt, or one comes while they are waited for."""
+    """Thread pool whose context manager waits for all threads, and sets `CALLER_LEFT` on an interrupt."""
 
     def __init__(self, count: int, name: str = "dcp") -> None:
         self.left = threading.Event()
@@ -129,10 +128,10 @@ class WorkerThreads(ThreadPoolExecutor):
 
 
 def result_of(future: Future[T]) -> T:
-    """Wait for a result. Ctrl-C is noticed soon, however late that is.
+    """Wait for a result, with prompt handling of Ctrl-C.
 
-    Python runs handlers of signals between two calls, and a signal wakes a thread that waits; one that comes
-    when the thread is about to wait is noticed when the wait is over, so no wait is long.
+    Signal handlers run between calls and a signal may arrive just before a wait; each wait is therefore
+    short.
     """
     while not future.done():
         wait((future,), _LOOK_SECONDS)
@@ -142,9 +141,9 @@ def result_of(future: Future[T]) -> T:
 def work_off(
     units: Iterable[T], threads: int, work: Callable[[Iterator[T]], None], name: str = "dcp"
 ) -> None:
-    """Have ``work`` go through ``units`` on so many threads, the caller's among them; each unit is one's.
+    """Process ``units`` by ``work`` on ``threads`` threads including the caller's; each unit once.
 
-    Raises the first failure after all have stopped, which they do with the unit that they are at.
+    Raises the first failure after all threads have stopped.
     """
     if threads <= 1:
         work(iter(units))

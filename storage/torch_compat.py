@@ -1,8 +1,8 @@
-"""Names of torch that it does not promise to keep: private names, and those that some versions lack.
+"""Undocumented names of torch: private names, and names missing in some versions.
 
-No other module imports or looks up such a name (tests/project/test_torch_names.py). Each has a fallback: a
-public way that is slower, or, for a kind of tensor, a class without instances. So a torch that is newer than
-the tested versions works as far as it can, with a warning.
+No other module uses such names (tests/project/test_torch_names.py). Each has a fallback: a slower public
+alternative or, for tensor kinds, a class without instances. Untested versions of torch work as far as
+possible, with a warning.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 __all__ = ["AsyncCollectiveTensor", "Shard", "ShardedTensor", "StorageInfo", "StridedShard"]
 
 TESTED: Final = ((2, 10), (2, 15))
-"""The oldest and the newest version that all of `make test-torch` passes with."""
+"""Oldest and newest version that passes `make test-torch`."""
 
 
 class UntestedTorchWarning(UserWarning):
-    """This torch is not among the versions that were tested."""
+    """This version of torch was not tested."""
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Parse major and minor number; a pre-release has those of its release."""
+    """Return major and minor number, also of a pre-release."""
     major, minor = version.split(".")[:2]
     return int(major), int("".join(digit for digit in minor if digit.isdigit()) or 0)
 
@@ -50,7 +50,7 @@ VERSION: Final = _release(torch.__version__)
 
 
 def warn_if_untested(version: str) -> None:
-    """Warn of a torch that is older or newer than those that were tested."""
+    """Warn about a version of torch outside of the tested range."""
     oldest, newest = TESTED
     if oldest <= _release(version) <= newest:
         return
@@ -69,7 +69,7 @@ warn_if_untested(torch.__version__)  # once a process, as modules are imported o
 
 
 def _found(path: str, otherwise: Any) -> Any:
-    """Find the object called ``path`` in this torch, or ``otherwise``."""
+    """Return the object at ``path`` in this torch, or ``otherwise``."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -78,7 +78,7 @@ def _found(path: str, otherwise: Any) -> Any:
 
 
 def _class(path: str) -> Any:
-    """Find a class of torch's, or make one that has no instances."""
+    """Return a class of torch, or a class without instances."""
     return _found(path, None) or type(path.rpartition(".")[2].lstrip("_"), (), {})
 
 
@@ -99,19 +99,19 @@ if not TYPE_CHECKING:
 flatten_sharded_tensors: Callable[[dict[str, Any]], dict[str, Any]] = _found(
     "torch.distributed.checkpoint._sharded_tensor_utils._flatten_sharded_tensors", lambda flat: flat
 )
-"""Makes nested ShardedTensors (FSDP1 over tensor parallelism) flat; those that stay nested are refused."""
+"""Flattens nested ShardedTensors (FSDP1 over tensor parallelism); unflattened ones are refused."""
 
 preserved_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[object]] = _found(
     "torch.autograd.grad_mode._unsafe_preserve_version_counter", lambda tensors: nullcontext()
 )
-"""Within, tensors change without autograd's notice; without it a backward from before them is refused."""
+"""Context in which tensors change without autograd's notice; without it, an earlier backward is refused."""
 
 
 # -- plain tensors -------------------------------------------------------------------------------------------
 
 
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", None) or (lambda tensor: 1)
-"""Counts references to a tensor, all of Python's as one; without it, 1."""
+"""Number of references to a tensor, all of Python's counted as one; without it, 1."""
 
 
 def _copy_each(
@@ -131,7 +131,7 @@ _HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorPr
 def tensor_properties(
     dtype: torch.dtype, requires_grad: bool, strides: Sequence[int] | None
 ) -> TensorProperties:
-    """Make the properties that torch's planner notes of a tensor whose local part has these strides."""
+    """Return the properties that torch's planner stores for a tensor with a local part of these strides."""
     properties = TensorProperties(dtype=dtype, requires_grad=requires_grad)
     if _HAS_STRIDES:
         properties.strides = None if strides is None else tuple(strides)  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def tensor_properties(
 
 
 def strides_of(properties: TensorProperties) -> Sequence[int] | None:
-    """Give the strides that `tensor_properties` was given, if this torch keeps them."""
+    """Return the strides given to `tensor_properties`, if this torch keeps them."""
     return getattr(properties, "strides", None)
 
 
@@ -148,14 +148,14 @@ def strides_of(properties: TensorProperties) -> Sequence[int] | None:
 local_part: Callable[[DTensor], torch.Tensor] = (
     attrgetter("_local_tensor") if hasattr(DTensor, "_local_tensor") else DTensor.to_local
 )
-"""Gives the tensor of `DTensor.to_local`, without autograd and without a new Parameter at each call."""
+"""Returns the local tensor like `DTensor.to_local`, without autograd and new Parameters."""
 
 
 def copies_in_state(state: Mapping[str, Any]) -> list[str]:
-    """Find names in a module's ``state_dict()`` of tensors that share no memory with the module, as hooks
-    make them; none where no entry shares any: the module is gone, or this torch does not count references.
+    """Return names in a module's ``state_dict()`` whose tensors share no memory with the module, as created
+    by hooks.
 
-    The memory of any other entry is that of a parameter or buffer as well.
+    Empty if no entry shares memory (the module is gone) or this torch does not count references.
     """
     count_holders = getattr(torch._C, "_storage_Use_Count", None)
     if not hasattr(state, "_metadata") or count_holders is None:
@@ -181,7 +181,7 @@ def copies_in_state(state: Mapping[str, Any]) -> list[str]:
 
 
 _PYTHONS_OWN: Final = 1
-"""The reference of a storage's object in Python."""
+"""Reference count of a storage's Python object."""
 
 
 def _public_spec(tensor: DTensor) -> Any:
@@ -191,13 +191,13 @@ def _public_spec(tensor: DTensor) -> Any:
 
 
 spec_of: Callable[[DTensor], Any] = attrgetter("_spec") if hasattr(DTensor, "_spec") else _public_spec
-"""Gives mesh, placements, shape and stride of a DTensor, without its memory."""
+"""Returns mesh, placements, shape and stride of a DTensor, without its memory."""
 
 
 def shard_order(spec: Any) -> Sequence[Any]:
-    """Give by tensor dimension the order in which mesh dimensions shard it; empty for left to right.
+    """Return the order of mesh dimensions that shard each tensor dimension; empty for left to right.
 
-    Where `StridedShard` says the order, 2.11 and newer say so (``use_strided_shard_as_shard_order``).
+    `StridedShard` states the order in 2.11 and newer (``use_strided_shard_as_shard_order``).
     """
     by_placements = getattr(spec, "use_strided_shard_as_shard_order", None)
     if by_placements is None:
@@ -206,7 +206,7 @@ def shard_order(spec: Any) -> Sequence[Any]:
 
 
 def dtensor_with(spec: Any, local: torch.Tensor) -> DTensor:
-    """Make a DTensor without gradients of a `spec_of` and a local part."""
+    """Return a DTensor without gradients from a `spec_of` and a local part."""
     if isinstance(spec, SimpleNamespace):
         return _from_local(local, spec.mesh, spec.placements, spec.shape, spec.stride)
     build: Callable[..., DTensor] = DTensor
@@ -214,7 +214,7 @@ def dtensor_with(spec: Any, local: torch.Tensor) -> DTensor:
 
 
 def dtensor_parts(tensor: DTensor) -> tuple[Any, ...]:
-    """Give the parts of which `dtensor_of_parts` makes the tensor in another process."""
+    """Return the parts for `dtensor_of_parts` in another process."""
     return (
         local_part(tensor),
         tensor.device_mesh,
@@ -233,7 +233,7 @@ def dtensor_of_parts(
     stride: tuple[int, ...],
     order: tuple[Any, ...],
 ) -> DTensor:
-    """Make a DTensor over a mesh without process groups."""
+    """Return a DTensor over a mesh without process groups."""
     try:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     except ImportError:
@@ -259,7 +259,7 @@ def _from_local(
 
 
 def mesh_parts(mesh: DeviceMesh) -> tuple[Any, ...]:
-    """Give the parts of which `mesh_of_parts` makes the mesh in another process."""
+    """Return the parts for `mesh_of_parts` in another process."""
     return mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names, _rank_in(mesh)
 
 
@@ -271,7 +271,7 @@ def _rank_in(mesh: DeviceMesh) -> int:
 
 
 def mesh_of_parts(device_type: str, mesh: Any, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:
-    """Make a mesh without process groups, which knows the place of this rank."""
+    """Return a mesh without process groups that knows this rank's coordinates."""
     return DeviceMesh(device_type, mesh, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
@@ -279,30 +279,29 @@ def mesh_of_parts(device_type: str, mesh: Any, names: tuple[str, ...] | None, ra
 
 
 def group_of_sharded(tensor: ShardedTensor) -> Any:
-    """Give the process group whose ranks hold its shards."""
+    """Return the process group whose ranks hold the shards."""
     return tensor._process_group
 
 
 def sharded_with(group: Any, local: list[Shard], metadata: Any) -> ShardedTensor:
-    """Make a ShardedTensor of ``local`` shards over the process group ``group``."""
+    """Return a ShardedTensor of ``local`` shards over ``group``."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         local, sharded_tensor_metadata=metadata, process_group=group, init_rrefs=False
     )
 
 
 def on_cpu(placement: Any) -> Any:
-    """Give the placement of a rank's shard on its CPU, in place of its accelerator."""
+    """Return the placement of a rank's shard on its CPU."""
     return type(placement)(f"rank:{placement.rank()}/cpu")
 
 
 def sharded_parts(tensor: ShardedTensor) -> tuple[Any, ...]:
-    """Give the parts of which `sharded_of_parts` makes the tensor in another process."""
+    """Return the parts for `sharded_of_parts` in another process."""
     return tensor.local_shards(), tensor.metadata(), tensor.sharding_spec()
 
 
 def sharded_of_parts(shards: list[Shard], metadata: Any, spec: Any) -> ShardedTensor:
-    """Make a sharded tensor without a process group: torch's own way back wants the group it was saved
-    with."""
+    """Return a sharded tensor without a process group; torch's own pickling needs the original group."""
     properties = metadata.tensor_properties
     base = import_module("torch.distributed._shard.sharded_tensor.api").ShardedTensorBase
     made: ShardedTensor = base.__new__(
@@ -323,10 +322,11 @@ def sharded_of_parts(shards: list[Shard], metadata: Any, spec: Any) -> ShardedTe
 
 
 class FlatSlice(NamedTuple):
-    """The part of a parameter of ``module`` in the flat parameter ``flat`` on this rank: its elements from
-    ``begin`` on, as they lie in memory with ``shape`` and ``strides``, are the ``length`` from ``offset`` on.
+    """Part of a parameter of ``module`` in the flat parameter ``flat`` on this rank.
 
-    ``parameter`` is itself a view of that; None where the module has the flat one in its place.
+    The ``length`` elements at ``begin`` are elements ``offset`` and following of the parameter with
+    ``shape`` and ``strides``. ``parameter`` is a view of them; None if the module has the flat parameter
+    instead.
     """
 
     flat: nn.Parameter
@@ -339,12 +339,13 @@ class FlatSlice(NamedTuple):
     offset: int
     length: int
     is_whole: bool
-    """True if that shape is the whole tensor's, and not the part of tensor parallelism."""
+    """True if the shape is the whole tensor's, not a tensor-parallel part."""
 
 
 def flat_slices(model: nn.Module) -> list[FlatSlice] | None:
-    """List the parts of all parameters that FullyShardedDataParallel has made flat; None if this torch does
-    not say."""
+    """Return the parts of all parameters flattened by FullyShardedDataParallel; None if unknown to this
+    torch.
+    """
     handles_of = _found("torch.distributed.fsdp._traversal_utils._get_fsdp_handles", None)
     try:
         return [one for handle in handles_of(model) for one in _slices_of(handle.flat_param)]
@@ -375,7 +376,7 @@ def _slices_of(flat: Any) -> Iterable[FlatSlice]:
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
-    """List the devices that a process group has a backend for."""
+    """Return the devices with a backend in a process group."""
     try:
         return [torch.device(device) for device in group._device_types]
     except AttributeError:
@@ -384,17 +385,17 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Give the backend of a group for a device: the group itself where it is a single backend."""
+    """Return the backend of a group for a device; the group itself for a single backend."""
     return getattr(group, "_get_backend", lambda device: group)(device)
 
 
 def set_default_timeout(group: Any, timeout: Any) -> None:
-    """Set the timeout of a group's collectives, if this torch can."""
+    """Set the timeout of a group's collectives, if supported."""
     getattr(group, "_set_default_timeout", lambda timeout: None)(timeout)
 
 
 def all_process_groups() -> list[Any]:
-    """List the groups of this process that `torch.distributed` knows."""
+    """Return the process groups known to `torch.distributed`."""
     return [*getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ())]
 
 
@@ -402,12 +403,12 @@ def all_process_groups() -> list[Any]:
 
 
 def weight_scales(reader: Any) -> set[str]:
-    """Name the scales by which torch's reader of quantized folders computes other tensors."""
+    """Return the names of scales with which torch's quantized reader computes other tensors."""
     return set(getattr(reader, "_weight_scale_mapping", {}).values())
 
 
 def stock_fsspec_storages() -> tuple[Any, Any]:
-    """Find torch's own FsspecReader and FsspecWriter: in a public module from 2.15 on."""
+    """Return torch's FsspecReader and FsspecWriter, in a public module from 2.15."""
     package = "torch.distributed.checkpoint"
     name = "fsspec_filesystem" if VERSION >= (2, 15) else "_fsspec_filesystem"
     module = import_module(f"{package}.{name}")

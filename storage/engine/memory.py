@@ -25,8 +25,9 @@ _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _MEMMOVE = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 copy_small = _MEMMOVE(("memmove", ctypes.PyDLL(None)))
-"""``copy_small(target, source, size_bytes)`` as `ctypes.memmove`, but keeps the interpreter's lock: for some
-kilobytes, giving that up and taking it back takes longer than the copy."""
+"""Copy like `ctypes.memmove` but keep the GIL: ``copy_small(target, source, size_bytes)``, for some
+kilobytes.
+"""
 
 
 def view(address: int, size_bytes: int) -> memoryview:
@@ -37,27 +38,25 @@ def view(address: int, size_bytes: int) -> memoryview:
 
 
 def item_view(column: npt.NDArray[Any]) -> memoryview[int]:
-    """Return a column of integers whose items come as Python's ints, at a third of what numpy's scalars cost.
-
-    No copy is made of a contiguous column, and later changes of it show.
+    """Return a column as a memoryview of Python integers, faster than numpy scalars. Contiguous columns are
+    not copied.
     """
     return np.ascontiguousarray(column).data
 
 
 GATHERED_BYTES = 32
-"""Up to this, copying byte by byte but all together takes less than a call for each."""
+"""Maximum size for a vectorized byte copy."""
 
 
 def gather_small(addresses: Int64, size_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return what stands at ``addresses``, ``size_bytes`` each, in one row each; the caller keeps the owners
-    alive."""
+    """Return the ``size_bytes`` at each of ``addresses`` as rows; the caller keeps the owners alive."""
     rows = np.empty((len(addresses), size_bytes), np.uint8)
     _copy_rows(addresses, rows, scatter=False)
     return rows
 
 
 def scatter_small(addresses: Int64, rows: npt.NDArray[np.uint8]) -> None:
-    """Copy each of ``rows``, of a C-ordered table, to one of ``addresses``; the inverse of `gather_small`."""
+    """Copy each row of a C-ordered table to its address; inverse of `gather_small`."""
     _copy_rows(addresses, rows, scatter=True)
 
 
@@ -89,16 +88,16 @@ _ITEMS = {
 
 
 def item_dtype(itemsize: int) -> np.dtype[Any]:
-    """Return what elements of ``itemsize`` bytes are copied as, whatever they are: unsigned integers, or
-    complex numbers of 16 bytes."""
+    """Return the dtype for copying elements of ``itemsize`` bytes: unsigned integers, or complex128 for 16
+    bytes.
+    """
     return _ITEMS[itemsize]
 
 
 def array_at(
     address: int, itemsize: int, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> npt.NDArray[Any]:
-    """Return the elements (`item_dtype`) from ``address`` on; ``strides`` are in bytes, and ``sizes`` have no
-    0."""
+    """Return an array of `item_dtype` at ``address``; ``strides`` are in bytes, ``sizes`` have no 0."""
     memory = view(address, extent(sizes, strides, itemsize))
     return np.ndarray(sizes, _ITEMS[itemsize], memory, 0, strides)
 
@@ -108,10 +107,9 @@ _FIXED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) [r-]-", re.MULTILINE)
 
 
 def is_read_only(addresses: Int64) -> npt.NDArray[np.bool_]:
-    """Return which of ``addresses`` cannot be written to; none where the system does not say (it is no
-    Linux).
+    """Return a mask of read-only ``addresses``; all False on systems other than Linux.
 
-    To write there ends the process, or looks like a file that cannot be read.
+    Writing to read-only memory kills the process or looks like a read failure.
     """
     try:
         found = _FIXED.findall(_MAPPINGS.read_text())
@@ -123,8 +121,7 @@ def is_read_only(addresses: Int64) -> npt.NDArray[np.bool_]:
 
 
 class Place(NamedTuple):
-    """Elements in memory, at least one: the address of the first, the size of each, sizes, strides in
-    bytes."""
+    """Non-empty box of elements in memory: address of the first, item size, sizes, strides in bytes."""
 
     address: int
     itemsize: int
@@ -137,14 +134,14 @@ _NOWHERE = 1 << 62
 
 
 def share_memory(first: Place, second: Place) -> bool:
-    """Return whether elements of both have a byte in common, of which nothing is read. True where strides are
-    too strange to find it out within milliseconds."""
+    """Return True if elements of both share a byte, or if the strides are too complex to decide quickly."""
     return bool(np.may_share_memory(array_at(*first), array_at(*second), max_work=_MOST_WORK))
 
 
 def repeats_places(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether two elements of a box (``strides`` in elements) stand at one place, as those of an
-    expanded tensor do."""
+    """Return True if two elements of a box share a position, as in an expanded tensor; ``strides`` in
+    elements.
+    """
     if 0 in sizes:
         return False
     inner: list[tuple[int, int]] = []
@@ -162,10 +159,9 @@ def repeats_places(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class ScratchBuffers:
-    """Buffers of one size that are used again: fresh memory costs more to touch than a checkpoint to read.
+    """Reused buffers of equal size, because fresh memory is slow to touch.
 
-    ``allocate`` makes one. Without a lock, which a forked child could find held by a thread that it does not
-    have.
+    ``allocate`` creates a buffer. No lock is used, because a forked child could inherit a held lock.
     """
 
     def __init__(
@@ -178,13 +174,13 @@ class ScratchBuffers:
         self._free: list[memoryview] = []
 
     def get(self, size_bytes: int = 0) -> memoryview:
-        """Return at least ``size_bytes``, with whatever is in it: to zero it takes as long as to fill it."""
+        """Return a buffer of at least ``size_bytes`` with undefined content."""
         if size_bytes <= self._size_bytes:
             with suppress(IndexError):
                 return self._free.pop()
         return self._allocate(max(size_bytes, self._size_bytes))
 
     def put(self, buffer: memoryview) -> None:
-        """Give one back."""
+        """Return a buffer for reuse."""
         if len(buffer) == self._size_bytes and len(self._free) < _KEPT_BUFFERS:
             self._free.append(buffer)

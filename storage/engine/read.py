@@ -1,9 +1,8 @@
-"""Reading ranges of a checkpoint into memory: sorted, joined, divided among threads, verified on the way.
+"""Read engine: sort, join and distribute ranges of a checkpoint among threads, and verify checksums.
 
-Two kinds of work. A *run* is contiguous in the file and in memory: large ones are read straight into their
-destination, small neighbours are read together and handed out. A *box* has elements of a chunk at regular
-steps that lie apart in the file or in memory, or are to be converted: they are handed out of scratch memory.
-Torch-free: destinations are addresses, or functions that take what was read.
+A *run* is contiguous in file and memory: large runs are read into their destination, small neighbors are
+read together and copied. A *box* has regularly spaced elements of a chunk, scattered in file or memory or
+in need of conversion: boxes go through scratch memory. Torch-free: destinations are addresses or functions.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from dcp.storage.stores.base import Closable, ReadHandle, Store
 from dcp.storage.threads import work_off
 
 _STEP_BYTES = 2 << 20
-"""Bytes that are received before they are hashed, and that are received for nothing at a time."""
+"""Bytes received between hash updates, and unneeded bytes received at a time."""
 
 SCRATCH = ScratchBuffers(4 * BLOCK_BYTES)
-"""Those of all threads of the process that read."""
+"""Scratch buffers of all reading threads of the process."""
 
 
 class _Worker:
-    """One thread that reads: scratch memory that is used again, and its own figures."""
+    """Reading thread with reused scratch memory and statistics."""
 
     def __init__(self, engine: ReadEngine) -> None:
         self.engine = engine
@@ -64,14 +63,14 @@ class _Worker:
         self._scratch = memoryview(b"")
 
     def room(self, size_bytes: int) -> tuple[memoryview, int]:
-        """Scratch memory of ``size_bytes``, and its address; what was in it is gone."""
+        """Return scratch memory of ``size_bytes`` and its address, with undefined content."""
         if size_bytes > len(self._scratch):
             self.engine.scratch.put(self._scratch)
             self._scratch = self.engine.scratch.get(size_bytes)
         return self._scratch[:size_bytes], ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
 
     def work_off(self, requests: Iterator[JoinedRequest], on_bytes: Callable[[int], None] | None) -> None:
-        """Read, check, and hand out."""
+        """Read, check and copy the ``requests``."""
         try:
             for request in requests:
                 handle, streaming = self.engine.handle(request.file), _StreamingRead(request, self)
@@ -91,9 +90,9 @@ class _Worker:
 
 
 class _StreamingRead:
-    """The `Inflow` of a request. Large pieces go where they belong, the others through scratch memory.
+    """`Inflow` of a request: large pieces go to their destination, others through scratch memory.
 
-    Nothing is compared before `check`: what was fetched by an attempt that failed does not count.
+    Checksums are compared only in `check`, because bytes of failed attempts do not count.
     """
 
     def __init__(self, request: JoinedRequest, worker: _Worker) -> None:
@@ -105,7 +104,7 @@ class _StreamingRead:
         self._direct = set(map(id, request.direct))
         self._copied_bytes = 0
         self.follows = True
-        """No piece has bytes of another one, so that each is done with once it has come."""
+        """True if no pieces overlap; each piece is complete on arrival."""
         if request.copied:
             self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
             self._copied_bytes = max(piece.size_bytes for piece in request.copied)
@@ -126,8 +125,7 @@ class _StreamingRead:
             position = piece.offset + piece.size_bytes
 
     def read_pieces(self, handle: ReadHandle) -> int:
-        """Read the pieces, and nothing between them: where a request costs next to nothing. Returns their
-        bytes."""
+        """Read only the pieces, without gaps, for stores with cheap requests; return the number of bytes."""
         fetched_bytes = 0
         for piece in self._pieces:
             offset = piece.offset
@@ -138,7 +136,7 @@ class _StreamingRead:
         return fetched_bytes
 
     def read_whole(self, handle: ReadHandle) -> None:
-        """Read all of it before anything is handed out."""
+        """Read the whole request before copying."""
         data, address = self._worker.room(self.size_bytes)
         handle.preadv([data], self._request.begin)
         for piece in self._pieces:
@@ -149,7 +147,7 @@ class _StreamingRead:
             self._hand_out(piece, own, address + at)
 
     def check(self) -> None:
-        """Compare the checksums of what has come. Raises CorruptCheckpointError."""
+        """Compare the checksums of the received bytes. Raises CorruptCheckpointError."""
         engine, stats = self._worker.engine, self._worker.stats
         for part in self._parts:
             engine.check_part(stats, *part)
@@ -159,7 +157,7 @@ class _StreamingRead:
             engine.check_runs(stats, joined, np.concatenate(crcs))
 
     def _received(self, piece: RequestPiece) -> Iterator[memoryview]:
-        """Yield the memory of a piece in steps, and hand out what has to be copied."""
+        """Yield the memory of a piece in steps, and copy pieces out of scratch memory."""
         if id(piece) in self._direct:
             yield from self._filled(piece, view(piece.address, piece.size_bytes))
             return
@@ -169,7 +167,7 @@ class _StreamingRead:
         self._hand_out(piece, data, address)
 
     def _filled(self, piece: RequestPiece, memory: memoryview) -> Iterator[memoryview]:
-        """Yield the memory of a piece in steps, which are hashed once they have come."""
+        """Yield the memory of a piece in steps, hashed on arrival."""
         if not self._verify or piece.chunk == NO_CHUNK:
             yield memory
             return
@@ -194,23 +192,24 @@ class _StreamingRead:
 
 
 _MAX_FRAGMENTS = 64
-"""A block that is read in more pieces than this is not worth combining."""
+"""Maximum number of pieces of a block for combining checksums."""
 
 _THREAD_BYTES = 1 << 20
-"""Less than this for each is not worth another thread, where a request costs next to nothing."""
+"""Minimum bytes per additional thread, for stores with cheap requests."""
 
 _LEAST_REQUEST_BYTES = 4 << 20
 
 _CLUSTERS_PER_REQUEST = 8
-"""Clusters are not divided between requests, so that a request may be short of full by one."""
+"""Clusters per request; clusters are not divided."""
 
 _SPARSE_GAP_BYTES = 512 << 10
-"""Rows of a box that lie farther apart than this on a disk are read one by one."""
+"""Minimum gap between rows of a box on a disk for separate reads."""
 
 
 class ReadEngine(Closable):
-    """Reads from one checkpoint, and compares checksums as ``verify`` asks; safe from any thread. Use as a
-    context manager: files stay open, as many as the process can afford, and are closed at the end."""
+    """Reader of a checkpoint with checksum policy ``verify``, for any thread. Use as a context manager:
+    files stay open until the end.
+    """
 
     def __init__(
         self, store: Store, index: CheckpointIndex, *, verify: Verify = "blocks", threads: int = 2
@@ -222,7 +221,7 @@ class ReadEngine(Closable):
         self.verify = verify
         self.profile = store.read_profile
         self.joins = self.profile.scatter
-        """A request is dear, so that what can be is read together."""
+        """True if requests are expensive and neighbors should be joined."""
         self.threads = max(1, threads)
         self.stats = ReadStats()
         self.on_bytes: Callable[[int], None] | None = None
@@ -242,11 +241,11 @@ class ReadEngine(Closable):
         self.payloads = Payloads(index, self.handle, self._fetch if self.joins else None)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close all files."""
         self._files.close()
 
     def check_files(self, files: Iterable[int]) -> None:
-        """Raise CorruptCheckpointError unless all of them are there with their committed sizes."""
+        """Raise CorruptCheckpointError unless all files exist with their committed sizes."""
 
         def check_some(some: Iterator[int]) -> None:
             for file in some:
@@ -255,7 +254,7 @@ class ReadEngine(Closable):
         work_off(files, self.threads if self.joins else 1, check_some, "dcp-read")
 
     def resolve(self, chunks: Sequence[int] | Int64) -> None:
-        """Find the payloads of ``chunks`` where the index does not say where they are."""
+        """Locate the payloads of ``chunks`` that the index does not locate."""
         rows = np.asarray(chunks, np.int64)
         with self._files.missing_is_damage():
             if self.joins:
@@ -263,9 +262,9 @@ class ReadEngine(Closable):
             self.payloads.resolve(rows)
 
     def run(self, runs: ByteRuns, boxes: Sequence[BoxRequest] = ()) -> ReadStats:
-        """Carry out all of it; raises the first failure after the other threads have stopped.
+        """Execute all reads; raise the first failure after the other threads have stopped.
 
-        No memory is written to any more when it returns or raises. The chunks of ``boxes`` are resolved.
+        No memory is written after the return. The chunks of ``boxes`` must be resolved.
         """
         with self._files.missing_is_damage():
             self.resolve(runs.chunks)
@@ -284,8 +283,7 @@ class ReadEngine(Closable):
         return self.stats
 
     def read_blobs(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
-        """Return the stored bytes of objects, each at (file, offset, length): neighbours are read
-        together."""
+        """Return the stored bytes of objects at (file, offset, length); neighbors are read together."""
         with self._files.missing_is_damage():
             for file, offset, length in places:
                 handle = self.handle(file)
@@ -312,18 +310,19 @@ class ReadEngine(Closable):
     def elements(
         self, chunk: int, offsets: Sequence[int], lengths: Sequence[int]
     ) -> tuple[Elements, tuple[int, ...]]:
-        """Return a box of a resolved chunk by the places of its elements in the payload, and its dimensions
-        in the order of these axes."""
+        """Return the elements of a box of a resolved chunk, and the box dimensions in the order of these
+        axes.
+        """
         order, steps = self.payloads.layout(chunk)
         begin = sum(offsets[d] * step for d, step in zip(order, steps, strict=True))
         return Elements(chunk, begin, tuple(lengths[d] for d in order), steps), order
 
     def itemsize(self, chunk: int) -> int:
-        """Return bytes per element of a chunk."""
+        """Return the bytes per element of a chunk."""
         return self._itemsizes[self._chunk_tensors[chunk]]
 
     def check_block(self, stats: ReadStats, chunk: int, block: int, crc: int) -> None:
-        """Compare a block's checksum with the recorded one, or keep it for the whole payload's."""
+        """Compare the checksum of a block, or keep it for the checksum of the payload."""
         start = self._crc_start[chunk]
         if start == self._crc_start[chunk + 1]:
             if self.payloads.note_block(chunk, block, crc):
@@ -336,8 +335,9 @@ class ReadEngine(Closable):
             raise self.corruption(chunk, block, self._crcs[start + block], crc)
 
     def check_runs(self, stats: ReadStats, runs: PlacedRuns, got: npt.NDArray[np.uint32]) -> None:
-        """Take the checksums of ``runs``, each of which lies in one block: compare those of whole payloads of
-        one block, and of the others as `check_part`."""
+        """Check the checksums of ``runs`` within single blocks: compare whole payloads, pass others to
+        `check_part`.
+        """
         index, (_, _, sizes, chunks, positions, _) = self.index, runs
         first = index.crc_start[chunks]
         is_whole = (sizes == index.payload_lengths[chunks]) & (index.crc_start[chunks + 1] > first)
@@ -351,14 +351,14 @@ class ReadEngine(Closable):
             self.check_part(stats, *part)
 
     def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
-        """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
+        """Take the checksum of a part of a block, and compare or combine it."""
         fragment = Fragment(chunk, position, position + size, crc)
         whole = self._fragments.add(fragment, self.payload_lengths[chunk])
         if whole is not None:
             self.check_block(stats, chunk, position // BLOCK_BYTES, whole)
 
     def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
-        """Return the error for bytes that are not those committed."""
+        """Return the error for wrong bytes."""
         fqn = self.index.own_name(int(self.index.chunk_tensors[chunk]))
         name = self.index.files[int(self.index.chunk_files[chunk])]
         offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
@@ -375,12 +375,12 @@ class ReadEngine(Closable):
         )
 
     def _fetch(self, pieces: Sequence[RequestPiece]) -> None:
-        """Read ``pieces``, which are sorted and of which no two are alike."""
+        """Read sorted, distinct ``pieces``."""
         requests, _ = join(pieces, self.profile, self.profile.request_bytes)
         self._carry_out(requests, None)
 
     def _open_all(self, files: Int64) -> None:
-        """Open those of ``files`` at once that take a request, because the index does not know their size."""
+        """Open ``files`` in parallel if opening needs a request, because the index has no size."""
         unsized = files[self.index.file_sizes[files] == UNKNOWN]
         unknown = [file for file in unsized.tolist() if file not in self._files]
 
@@ -412,8 +412,7 @@ class ReadEngine(Closable):
 def _requests_for(
     engine: ReadEngine, runs: ByteRuns, boxes: Iterable[BoxRequest], needed_bytes: int, threads: int
 ) -> tuple[list[JoinedRequest], list[Copy]]:
-    """Return the requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all
-    threads busy."""
+    """Return the requests for ``runs`` and ``boxes``, small enough to occupy all threads."""
     profile = engine.profile
     share = -(-needed_bytes // threads)
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
@@ -448,7 +447,7 @@ def _requests_for(
 
 
 def _with_whole_blocks(piece: RequestPiece, payload_bytes: int) -> Iterator[RequestPiece]:
-    """Yield ``piece``, and the rest of the blocks that it has only a part of."""
+    """Yield ``piece`` and the rest of partly covered blocks."""
     if piece.size_bytes == payload_bytes:
         yield piece
         return

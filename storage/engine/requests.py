@@ -1,7 +1,7 @@
-"""Requests to readers: what is wanted, and which ranges of files are read together for it. No I/O.
+"""Read requests: join wanted ranges into requests, without I/O.
 
-A checkpoint may have many thousands of small runs, so these are found with arrays, and nothing is made for
-each. All other pieces are joined one by one.
+Small runs are handled as arrays, because a checkpoint may have many thousands. Other pieces are joined one
+by one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores.base import ReadProfile
 
 Verify = Literal["blocks", "full", "none"]
-"""``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
-only in part, and check them. ``none``: check nothing."""
+"""Checksum policy. ``blocks``: check every block that is read whole. ``full``: also read and check the rest
+of partly needed blocks. ``none``: check nothing.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Parts of stored chunks, and where they go.
+    """Parts of stored chunks and their destinations.
 
-    Row i copies the box at ``storage_offsets`` of extent ``lengths`` of chunk ``chunks[i]`` (a row of the
-    index) to ``dest_offsets`` of local tensor number ``dests[i]``, for the wanted box ``boxes[i]``. Boxes are
+    Row i copies the box at ``storage_offsets`` with extent ``lengths`` of chunk ``chunks[i]`` (an index
+    row) to ``dest_offsets`` of local tensor ``dests[i]``, for the wanted box ``boxes[i]``. Boxes are
     ragged, sliced by ``box_start``.
     """
 
@@ -45,8 +46,7 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class ByteRuns:
-    """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to
-    ``addresses``."""
+    """Contiguous pieces: ``size_bytes`` from ``payload_positions`` of a chunk's payload to ``addresses``."""
 
     chunks: Int64
     payload_positions: Int64
@@ -55,7 +55,7 @@ class ByteRuns:
 
     @classmethod
     def joined(cls, several: Sequence[ByteRuns]) -> ByteRuns:
-        """Return all of ``several``, of which there is at least one."""
+        """Return the concatenation of ``several`` (at least one)."""
         if len(several) == 1:
             return several[0]
         columns = zip(
@@ -65,15 +65,15 @@ class ByteRuns:
 
     @classmethod
     def none(cls) -> ByteRuns:
-        """No runs."""
+        """Return empty runs."""
         return cls(*np.zeros((4, 0), np.int64))
 
 
 class Elements(NamedTuple):
-    """Elements of chunk ``chunk`` at regular steps: a box of it, or what a box of another shape has of it.
+    """Regularly spaced elements of chunk ``chunk``: a box, or the part of a reshaped box.
 
-    ``lengths`` by axis, the payload's slowest first. The first one is at byte ``begin`` of the payload;
-    ``strides`` are bytes of it, descending.
+    ``lengths`` are by axis, slowest in the payload first. The first element is at byte ``begin`` of the
+    payload; ``strides`` are in bytes, descending.
     """
 
     chunk: int
@@ -83,20 +83,21 @@ class Elements(NamedTuple):
 
 
 PutBox: TypeAlias = Callable[[tuple[int, ...], "npt.NDArray[Any]"], None]
-"""Takes a part of elements: its offsets by axis, and those elements, as unsigned integers of their size (or
-complex numbers for 16 bytes), unaligned and strided, in memory that is used again afterwards. Called from any
-thread, once for each part."""
+"""Callback for a part of elements: the offsets by axis, and an array of unsigned integers (complex128 for
+16 bytes), unaligned and strided, in memory that is reused afterwards. Called from any thread, once per
+part.
+"""
 
 
 class BoxRequest(NamedTuple):
-    """``elements`` that are handed out in parts."""
+    """``elements`` delivered in parts."""
 
     elements: Elements
     put: PutBox
 
 
 def put_at(address: int, itemsize: int, strides: Sequence[int]) -> PutBox:
-    """Puts elements into memory from ``address`` on; ``strides`` are bytes of that, by axis."""
+    """Return a callback that stores elements at ``address``; ``strides`` in bytes by axis."""
     steps = tuple(strides)
 
     def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
@@ -108,8 +109,9 @@ def put_at(address: int, itemsize: int, strides: Sequence[int]) -> PutBox:
 
 @dataclass
 class ReadStats:
-    """The cost of a read: bytes asked for, bytes fetched from storage, blocks checked and not checked; and
-    losses of conversions, by stored tensor."""
+    """Statistics of a read: bytes requested, bytes fetched, blocks checked and unchecked, and conversion
+    losses by tensor.
+    """
 
     bytes_needed: int = 0
     bytes_read: int = 0
@@ -118,7 +120,7 @@ class ReadStats:
     lossy: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: ReadStats) -> None:
-        """Sum up another thread's figures."""
+        """Add the statistics of another thread."""
         self.bytes_needed += other.bytes_needed
         self.bytes_read += other.bytes_read
         self.blocks_verified += other.blocks_verified
@@ -127,51 +129,51 @@ class ReadStats:
 
 
 NO_CHUNK = -1
-"""The chunk of bytes that belong to none, and have no checksum here."""
+"""Chunk number of bytes without a chunk or checksum."""
 
 COPIED_BELOW_BYTES = 64 << 10
-"""Pieces from here on are read where they belong. For smaller ones a copy is cheaper than a buffer of their
-own, and a request stays far below the number of buffers that one call takes."""
+"""Minimum size of pieces read into their destination. Smaller pieces are copied, which limits the buffers
+per call.
+"""
 
 CHEAP_GAP_BYTES = 16 << 10
 _CHEAP_JUNK_BYTES = 1 << 20
-"""Gaps such as the headers between small tensors are read over up to this much in a request: that takes less
-time than another request."""
+"""Maximum gap to read over, such as headers between small tensors, cheaper than another request."""
 
 _JUNK_BYTES = 64 << 10
 _JUNK_SHARE = 32
-"""Larger gaps, which are mostly tensors that are not wanted, only up to this, or this share of what is."""
+"""Maximum size of larger gaps as a share of the wanted bytes."""
 
 _SLACK_SHARE = 8
-"""Of a request, left free so that it ends with a block."""
+"""Share of a request left free to end at a block."""
 
 _LEAST_CUT_BYTES = 256 << 10
-"""Less of a piece than this is not worth to be read before the rest of it."""
+"""Minimum size of a divided piece."""
 
 Put = Callable[[memoryview], None]
-"""Takes a piece out of scratch memory, which is used again afterwards."""
+"""Callback that copies a piece out of scratch memory."""
 
 _ALIKE_FROM = 8
-"""Runs of one small size from which on they are copied together."""
+"""Minimum number of equal small runs copied together."""
 
 
 # -- neighbours ----------------------------------------------------------------------------------------------
 
 
 class FileRange(Protocol):
-    """Bytes of a file."""
+    """Range of bytes of a file."""
 
     @property
     def file(self) -> int:
-        """Its number."""
+        """File number."""
 
     @property
     def offset(self) -> int:
-        """Return where they begin."""
+        """Start of the range."""
 
     @property
     def size_bytes(self) -> int:
-        """Return how many there are."""
+        """Length of the range."""
 
 
 R = TypeVar("R", bound=FileRange)
@@ -180,11 +182,11 @@ R = TypeVar("R", bound=FileRange)
 def coalesce(
     ranges: Iterable[R], *, gap_bytes: int, limit_bytes: int, join_below_bytes: int | None = None
 ) -> Iterator[list[R]]:
-    """Yield groups of ``ranges``, which come in the order of the files, that are read at once.
+    """Yield groups of ``ranges``, sorted by file, to read together.
 
-    Between two of a group are at most ``gap_bytes``; a group spans at most ``limit_bytes``, unless it is one
-    range that does. Ranges that share bytes with the one before begin a new group, and ranges above
-    ``join_below_bytes`` are one of their own.
+    Gaps in a group are at most ``gap_bytes``; a group spans at most ``limit_bytes`` unless it has a single
+    range. Ranges that overlap the previous range start a new group; ranges above ``join_below_bytes`` stay
+    alone.
     """
     group: list[R] = []
     file = begin = end = 0
@@ -213,9 +215,8 @@ def coalesce_columns(
     gap_bytes: int,
     limit_bytes: int,
 ) -> Int64:
-    """Return the rows at which groups begin, as `coalesce` makes them of the ranges that ``may_join``.
-
-    Of two that share bytes both are alone.
+    """Return the first rows of groups, like `coalesce` for the ranges with ``may_join``. Overlapping ranges
+    stay alone.
     """
     if not len(offsets):
         return np.zeros(0, np.int64)
@@ -242,7 +243,7 @@ def coalesce_columns(
 
 
 def span_bytes(group: Sequence[FileRange]) -> int:
-    """From the first byte of a group to the end of its last range."""
+    """Return the bytes from the start of a group to the end of its last range."""
     return group[-1].offset + group[-1].size_bytes - group[0].offset
 
 
@@ -250,7 +251,7 @@ def span_bytes(group: Sequence[FileRange]) -> int:
 
 
 class PlacedRuns(NamedTuple):
-    """Runs in the order of the files, with the columns of a `RequestPiece`."""
+    """Runs sorted by file, with the columns of a `RequestPiece`."""
 
     files: Int64
     offsets: Int64
@@ -261,7 +262,7 @@ class PlacedRuns(NamedTuple):
 
     @classmethod
     def of(cls, runs: ByteRuns, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
-        """Return runs of chunks whose payloads are resolved; without those that have no bytes."""
+        """Return runs of resolved chunks, without empty runs."""
         chunks, positions, sizes = runs.chunks, runs.payload_positions, runs.sizes_bytes
         placed = cls(
             chunk_files[chunks], payload_offsets[chunks] + positions, sizes, chunks, positions, runs.addresses
@@ -276,7 +277,7 @@ class PlacedRuns(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """Runs that lie in bytes ``begin`` to ``end`` of a file, each in one block of its payload."""
+    """Runs within bytes ``begin`` to ``end`` of a file, each in a single block of its payload."""
 
     file: int
     begin: int
@@ -284,7 +285,7 @@ class Cluster:
     members: PlacedRuns
 
     def copy_out(self, address: int, data: memoryview | None = None) -> npt.NDArray[np.uint32]:
-        """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
+        """Copy the runs out of the cluster at ``address``; return CRC-32s of the runs in ``data``."""
         _, offsets, sizes, _, _, targets = self.members
         begins = offsets - self.begin
         crcs = np.zeros(len(begins), np.uint32)
@@ -310,11 +311,10 @@ class Cluster:
 def split_off_clusters(
     placed: PlacedRuns, is_small: npt.NDArray[np.bool_], *, gap_bytes: int, limit_bytes: int
 ) -> tuple[list[Cluster], PlacedRuns]:
-    """Return (clusters of at most ``limit_bytes``, the other runs).
+    """Return (clusters of at most ``limit_bytes``, other runs).
 
-    Only runs that ``is_small`` names, and that lie in one block of their payload, get into clusters. Gaps up
-    to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their neighbours stay
-    alone.
+    Clusters contain runs of ``is_small`` within one block, with gaps up to ``gap_bytes``. Overlapping runs
+    stay alone.
     """
     files, offsets, sizes, _, positions, _ = placed
     ends = offsets + sizes
@@ -334,10 +334,10 @@ def split_off_clusters(
 
 
 class RequestPiece(NamedTuple):
-    """``size_bytes`` of a file, from ``position`` of a chunk's payload on.
+    """``size_bytes`` of a file from ``position`` of a chunk's payload.
 
-    They go to ``address``, or with ``put`` wherever that copies them; a piece with ``put`` is never divided.
-    A cluster has bytes of many chunks, and checks them itself.
+    Destination is ``address`` or the callback ``put``; pieces with ``put`` are not divided. A cluster has
+    bytes of many chunks and checks them.
     """
 
     file: int
@@ -350,7 +350,7 @@ class RequestPiece(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Bytes wanted a second time: to be copied from where they were read to."""
+    """Bytes wanted twice, copied from their first destination."""
 
     source: int
     target: int
@@ -359,10 +359,10 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class JoinedRequest:
-    """Bytes ``begin`` to ``end`` of a file, in one read.
+    """Bytes ``begin`` to ``end`` of a file, in a single read.
 
-    ``direct`` pieces are read where they belong; all between them goes to scratch memory, from where
-    ``copied`` pieces are taken. Both in the order of the file.
+    ``direct`` pieces are read into their destination; the rest goes to scratch memory, from which
+    ``copied`` pieces are copied. Both are in file order.
     """
 
     file: int
@@ -375,12 +375,12 @@ class JoinedRequest:
 def join(
     pieces: Iterable[RequestPiece], profile: ReadProfile, request_bytes: int
 ) -> tuple[list[JoinedRequest], list[Copy]]:
-    """Requests of up to ``request_bytes`` for ``pieces``, which come in the order of file and offset.
+    """Return requests of up to ``request_bytes`` for ``pieces``, sorted by file and offset.
 
-    Parts of boxes, and pieces that have bytes in common, join them up to ``join_below_bytes``: such a request
-    may have to be in scratch memory as a whole. Only a piece that cannot be divided may make one larger.
-    Pieces are divided where a block of their payload ends, if that leaves the request nearly full; else the
-    block's checksum is to be combined from two.
+    Parts of boxes and overlapping pieces are joined up to ``join_below_bytes``, because such a request may
+    need scratch memory as a whole. Only an indivisible piece may exceed the limit. Pieces are divided at
+    block ends if the request stays nearly full; otherwise the checksum of a block is combined from two
+    parts.
     """
     joiner = _RequestJoiner(profile, request_bytes)
     for piece in pieces:
@@ -389,7 +389,7 @@ def join(
 
 
 class _RequestJoiner:
-    """Grows one request at a time."""
+    """Builder of requests, one at a time."""
 
     def __init__(self, profile: ReadProfile, limit_bytes: int) -> None:
         self.requests: list[JoinedRequest] = []
@@ -399,12 +399,12 @@ class _RequestJoiner:
         self._last: RequestPiece | None = None
         self._open: JoinedRequest | None = None
         self._copied_from = 0
-        """Where, in the file, the scratch memory at the end of the open request begins."""
+        """File position of the start of the trailing scratch memory of the open request."""
         self._wanted_bytes = self._junk_bytes = 0
         self._overlaps = False
 
     def add(self, piece: RequestPiece) -> None:
-        """Take one piece; they come in the order of the file."""
+        """Add a piece, in file order."""
         if not piece.size_bytes:
             return
         last = self._last
@@ -430,7 +430,7 @@ class _RequestJoiner:
                 return
 
     def _room(self, piece: RequestPiece) -> int:
-        """Return how many bytes of ``piece`` the open request, or a new one, can take."""
+        """Return the number of bytes of ``piece`` that fit into the open request or a new one."""
         request, profile, limit_bytes = self._open, self._profile, self._limit_bytes
         if request is None:
             return limit_bytes
@@ -451,7 +451,7 @@ class _RequestJoiner:
         return max(0, limit_bytes - (piece.offset - request.begin))
 
     def _cut(self, piece: RequestPiece, room: int) -> int:
-        """Return how many bytes of ``piece`` go into ``room``; 0 if none."""
+        """Return the number of bytes of ``piece`` to put into ``room``; 0 for none."""
         if piece.put is not None or (room < _LEAST_CUT_BYTES and self._open is not None):
             return 0
         aligned = (piece.position + room) // BLOCK_BYTES * BLOCK_BYTES - piece.position

@@ -1,11 +1,11 @@
-"""A checkpoint as its readers see it: open files, where payloads are, and whether their bytes are right.
+"""Checkpoint source: open files, payload positions and checksum verification.
 
-What is read together and by which thread is said by `dcp.storage.engine.read`.
+`dcp.storage.engine.read` decides the requests and threads.
 
-Foreign records (torch.save zips, safetensors blobs) name neither payload offset nor block checksums in the
-index. They are opened once each; their payloads may be dense but permuted (channels_last, a saved
-transpose), which becomes a permutation of the wanted box. Payloads of torch.save files may have any strides,
-which their index names. The one CRC-32 that either has is compared when all blocks were read.
+Foreign records (torch.save zips, safetensors blobs) have no payload offsets and block checksums in the
+index. Each record is opened once. Payloads may be dense but permuted (channels_last, transposed), which
+permutes the wanted box; payloads of torch.save files may have arbitrary strides from their index. Their
+single CRC-32 is compared after all blocks were read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dcp.storage.stores.base import ReadHandle, Store
 
 
 class Fragment(NamedTuple):
-    """The CRC-32 of bytes ``begin`` to ``end`` of payload (or copy) number ``owner``; in one block of it."""
+    """CRC-32 of bytes ``begin`` to ``end`` of payload (or copy) number ``owner``, within a block."""
 
     owner: int
     begin: int
@@ -47,8 +47,9 @@ class Fragment(NamedTuple):
 
 
 def within_blocks(size_bytes: int, position: int, other: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of parts of ``size_bytes`` that lie in one block each: of the payload of which they
-    are the bytes from ``position`` on, and of another one of which they are those from ``other`` on."""
+    """Yield (begin, end) of parts of ``size_bytes`` within single blocks of two payloads, at ``position``
+    of one and ``other`` of the other.
+    """
     begin, shift = 0, 0 if other is None else other - position
     while begin < size_bytes:
         at = position + begin
@@ -60,7 +61,7 @@ def within_blocks(size_bytes: int, position: int, other: int | None = None) -> I
 
 @dataclass(slots=True)
 class _Block:
-    """End and CRC-32 of each fragment, by its begin; positions count from the block's."""
+    """End and CRC-32 of each fragment by start, relative to the block."""
 
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
     covered_bytes: int = 0
@@ -68,9 +69,9 @@ class _Block:
 
 
 class Fragments:
-    """The blocks that are not read in one piece. Thread-safe.
+    """Blocks that are read in several pieces. Thread-safe.
 
-    A block that comes in more than ``limit`` pieces is not worth combining.
+    Blocks in more than ``limit`` pieces are not combined.
     """
 
     def __init__(self, *, limit: int | None = None) -> None:
@@ -79,8 +80,10 @@ class Fragments:
         self._lock = threading.Lock()
 
     def add(self, fragment: Fragment, owner_bytes: int) -> int | None:
-        """Return the CRC-32 of the fragment's block, once the first time that it is known; ``owner_bytes`` is
-        the size of the payload. For a fragment that is a whole block it is returned each time."""
+        """Add a fragment; return the CRC-32 of its block when first complete, else None.
+
+        ``owner_bytes`` is the payload size. A fragment of a whole block returns its CRC each time.
+        """
         owner, first, last, crc = fragment
         block, begin = divmod(first, BLOCK_BYTES)
         end = begin + last - first
@@ -105,19 +108,19 @@ class Fragments:
             return total
 
     def incomplete(self) -> list[tuple[int, int]]:
-        """Return (owner, block) of those that have bytes which were not read."""
+        """Return (owner, block) of incomplete blocks."""
         with self._lock:
             return [key for key, block in self._blocks.items() if not block.is_complete]
 
     def end(self) -> int:
-        """Forget all; return how many blocks have bytes that were not read."""
+        """Reset, and return the number of incomplete blocks."""
         count = len(self.incomplete())
         self._blocks.clear()
         return count
 
 
 def _combined(parts: dict[int, tuple[int, int]], block_bytes: int) -> int | None:
-    """Return the CRC-32 of the whole; None if the parts overlap instead of following one another."""
+    """Return the CRC-32 of the whole; None if the parts overlap."""
     position = total = 0
     while position < block_bytes:
         part = parts.get(position)
@@ -130,16 +133,17 @@ def _combined(parts: dict[int, tuple[int, int]], block_bytes: int) -> int | None
 
 
 _MAX_RECORDS = 4096
-"""Records whose ends are worth holding at a time: 32 MiB."""
+"""Maximum number of record ends in memory: 32 MiB."""
 
 _EDGE_BYTES = 4096
-"""`torch.save` has its pickle and the payload's header within the first, its directory within the last."""
+"""Size of both ends of a `torch.save` record: pickle and payload header at the start, directory at the end.
+"""
 
 
 class Payloads:
-    """Payload positions of the chunks that a read needs.
+    """Payload positions of the chunks of a read.
 
-    ``fetch`` carries out pieces together, where requests are too dear to open records one by one.
+    ``fetch`` reads pieces together, for stores with expensive requests.
     """
 
     def __init__(
@@ -160,27 +164,26 @@ class Payloads:
         self._lock = threading.Lock()
 
     def offset(self, chunk: int) -> int:
-        """Absolute file offset of a resolved chunk's payload."""
+        """Return the file offset of a resolved chunk's payload."""
         return self._offset_view[chunk]
 
     def is_permuted(self, chunk: int) -> bool:
-        """Return whether the payload is stored in another way than C order."""
+        """Return True if the payload is not in C order."""
         return chunk in self._orders or chunk in self._index.payload_strides
 
     @property
     def permuted_chunks(self) -> Int64:
-        """The rows of the resolved chunks that `is_permuted` holds for."""
+        """Rows of the resolved chunks with `is_permuted`."""
         return np.array([*self._orders, *self._index.payload_strides], np.int64)
 
     def order(self, chunk: int) -> tuple[int, ...] | None:
-        """Return dimensions from slowest to fastest where a foreign record has them dense, but not in C
-        order."""
+        """Return the dimensions from slowest to fastest of a dense permuted record, else None."""
         return self._orders.get(chunk)
 
     def layout(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (dimensions from slowest to fastest, bytes from one element to the next along each of them).
+        """Return (dimensions from slowest to fastest, strides in bytes by dimension).
 
-        The last ones may have no bytes between their elements: expanded dimensions.
+        Trailing dimensions may have stride 0 (expanded).
         """
         sizes = self._index.box(chunk)[1]
         itemsize = int(self._index.itemsizes[self._index.chunk_tensors[chunk]])
@@ -192,7 +195,7 @@ class Payloads:
         return order, c_strides([sizes[d] for d in order], itemsize)
 
     def resolve(self, chunks: Int64) -> None:
-        """Open the records of those ``chunks`` whose payload offset is not known yet."""
+        """Open the records of ``chunks`` with unknown payload offsets."""
         if not self._foreign:
             return
         unknown = np.unique(chunks[self.offsets[chunks] == UNKNOWN]).tolist()
@@ -254,7 +257,7 @@ class Payloads:
         self.offsets[chunk] = stored.payload_offset + stored.storage_offset * itemsize
 
     def note_block(self, chunk: int, block: int, crc: int) -> bool:
-        """Keep a block's CRC towards the whole payload's; False where the record has none to compare with."""
+        """Keep the CRC of a block for the payload's CRC; return False if the record has no CRC."""
         if chunk not in self._whole_crcs:
             whole = self._index.payload_crc(chunk)
             if whole is None:
@@ -265,9 +268,10 @@ class Payloads:
         return True
 
     def verify_whole(self) -> int:
-        """Compare the payloads of which all blocks were read with the one CRC-32 their records have.
+        """Compare the CRC-32 of payloads whose blocks were all read.
 
-        Returns the number of blocks that belong to others and could not be compared.
+        Returns:
+            The number of blocks of other payloads, which could not be compared.
         """
         uncompared = 0
         for chunk, blocks in self._block_crcs.items():
@@ -294,7 +298,7 @@ class Payloads:
 
 
 class _Edges:
-    """The ends of the records of ``chunks``, as far as their files reach; `pieces` is what is to be read."""
+    """Ends of the records of ``chunks``; `pieces` are the ranges to read."""
 
     def __init__(
         self, index: CheckpointIndex, chunks: Iterable[int], handle: Callable[[int], ReadHandle]
@@ -314,7 +318,7 @@ class _Edges:
         self.pieces.sort(key=lambda piece: piece[:3])
 
     def reader(self, index: CheckpointIndex, chunk: int) -> Callable[[int, int], bytes]:
-        """Reads (offset, length) of the chunk's file: from what is here, or else from the file."""
+        """Return a reader (offset, length) of the chunk's file: from memory or the file."""
         file = int(index.chunk_files[chunk])
         ends = _ends(int(index.record_offsets[chunk]), int(index.record_lengths[chunk]))
         parts = [(at, data) for at, _ in ends if (data := self._parts.get((file, at))) is not None]
@@ -335,15 +339,16 @@ class _Edges:
 
 
 def _ends(begin: int, length: int) -> Sequence[tuple[int, int]]:
-    """Offset and length of a record's both ends, or of all of it."""
+    """Return offset and length of both ends of a record, or of the whole record."""
     if length <= 2 * _EDGE_BYTES:
         return [(begin, length)]
     return [(begin, _EDGE_BYTES), (begin + length - _EDGE_BYTES, _EDGE_BYTES)]
 
 
 class OpenFiles:
-    """Files by number, as many open as the process can afford. ``facts`` has name and committed size of a
-    number, the size `UNKNOWN` where none was noted. Thread-safe."""
+    """Open files by number, limited by the process's descriptors. ``facts`` returns name and committed
+    size, or `UNKNOWN`. Thread-safe.
+    """
 
     def __init__(self, store: Store, facts: Mapping[int, tuple[str, int]]) -> None:
         self._store = store
@@ -356,19 +361,19 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def __contains__(self, file: int) -> bool:
-        """Return whether it is open."""
+        """Return True if the file is open."""
         return file in self._handles
 
     def close(self) -> None:
-        """Close all; no thread may be reading."""
+        """Close all files; no thread may be reading."""
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
 
     def handle(self, file: int) -> ReadHandle:
-        """Return the open file number ``file``; its size must be the committed one.
+        """Return the open file with number ``file`` after a check of its committed size.
 
-        Files are opened beside each other, because that may take a request; one file by one thread.
+        Different files open in parallel; each file is opened by a single thread.
         """
         handle = self._handles.get(file)
         if handle is not None:
@@ -387,11 +392,11 @@ class OpenFiles:
         return handle
 
     def check(self, file: int) -> None:
-        """Raise CorruptCheckpointError unless the file number ``file`` is there with its committed size."""
+        """Raise CorruptCheckpointError unless the file exists with its committed size."""
         self._open(*self._facts[file], asks=True).close()
 
     def _open(self, name: str, expected: int, *, asks: bool = False) -> ReadHandle:
-        """Open a file. ``asks``: also where the store would take its size as given, without a request."""
+        """Open a file; with ``asks``, check the size by a request."""
         expected_bytes = None if asks or expected == UNKNOWN else expected
         try:
             handle = self._store.open_read(name, expected_bytes=expected_bytes)
@@ -410,8 +415,7 @@ class OpenFiles:
 
     @contextmanager
     def missing_is_damage(self) -> Iterator[None]:
-        """Raise damage for a missing file: the checkpoint is there. That may show only when it is
-        read."""
+        """Convert a missing file to CorruptCheckpointError, because the checkpoint exists."""
         try:
             yield
         except CheckpointNotFoundError as error:

@@ -1,6 +1,6 @@
-"""One rank's share of a save: boxes to write as tables, data files, and observers of the bytes.
+"""Write engine: a rank's boxes as tables, data files, and observers of the written bytes.
 
-Records are appended in order, checksums computed and observers asked while the bytes are in the cache.
+Records are appended in order; checksums and observers run while the bytes are in the cache.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Sees what one rank writes; rows are those of its `WriteColumns`.
+    """Observer of the bytes that a rank writes; rows are those of its `WriteColumns`.
 
-    Called by the writing threads, for one row by one of them and in the order of its bytes. The memory that
-    it is given is for reading, during the call. ``name`` stands for it in messages.
+    Called by the writing threads, for each row by a single thread and in order. The memory is read-only and
+    valid during the call. ``name`` appears in messages.
     """
 
     name = ""
 
     def see(self, row: int, position: int, data: memoryview) -> None:
-        """Look at the bytes ``position`` and following of a row's payload, 1 MiB at most. Not called for
-        empty ones."""
+        """Process the bytes from ``position`` of a row's payload, at most 1 MiB. Not called for empty
+        payloads.
+        """
 
     def see_many(self, rows: Int64, payloads: npt.NDArray[np.uint8]) -> None:
-        """Look at whole payloads of rows of one dtype and shape, a row each."""
+        """Process whole payloads of rows of equal dtype and shape, one per row."""
         for row, payload in zip(rows.tolist(), payloads, strict=True):
             self.see(row, 0, payload.data)
 
     def finish(self) -> Any:
-        """Return what travels to the coordinator: what `dcp.storage.packing.pack`
-        takes."""
+        """Return the result for the coordinator, packable by `dcp.storage.packing.pack`."""
 
 
 def see_all(observers: Sequence[Observer], row: int, position: int, data: memoryview) -> None:
-    """Show bytes to all ``observers``, for reading and for as long as this call takes."""
+    """Pass bytes to all ``observers``, read-only and valid during the call."""
     for observer in observers:
         shown = data.toreadonly()
         try:
@@ -68,7 +68,7 @@ def see_all(observers: Sequence[Observer], row: int, position: int, data: memory
 
 
 def see_many_in_all(observers: Sequence[Observer], rows: Int64, payloads: npt.NDArray[np.uint8]) -> None:
-    """Show whole payloads to all ``observers``, for reading."""
+    """Pass whole payloads to all ``observers``, read-only."""
     shown = payloads.view()
     shown.flags.writeable = False
     for observer in observers:
@@ -93,21 +93,23 @@ _CHUNK_FIELDS: Final = (
     "payload_lengths",
 )
 CHUNK_COLUMNS: Final = 5
-"""Of each chunk: offset and length of its record, offset and length of its payload, number of block CRCs."""
+"""Columns per chunk: offset and length of the record, offset and length of the payload, number of block
+CRCs.
+"""
 
 _OBJECT_FIELDS: Final = ("files", "offsets", "lengths", "crcs")
 OBJECT_COLUMNS: Final = 3
-"""Of each object: offset, length, CRC-32."""
+"""Columns per object: offset, length, CRC-32."""
 
 
 @dataclass(frozen=True, eq=False)
 class WriteColumns:
-    """The rows that one rank has to write, in the order of its file.
+    """Rows that a rank has to write, in file order.
 
-    Row i is a box of local tensor number ``sources[i]``: where it begins and its extent are the values of
-    ``local_offsets`` and ``sizes`` from ``box_start[i]`` on. ``chunks`` is the chunk's row in the
-    checkpoint's index. ``shares`` is the row (in these columns) whose payload this one shares, -1 for an own
-    one. ``objects`` are rows of the rank's values to write, ``object_rows`` their rows in the index.
+    Row i is a box of local tensor ``sources[i]``, with begin and extent in ``local_offsets`` and ``sizes``
+    from ``box_start[i]``. ``chunks`` is the chunk's row in the index. ``shares`` is the row with the same
+    payload, -1 for none. ``objects`` are rows of the rank's values, ``object_rows`` their rows in the
+    index.
     """
 
     sources: Int64
@@ -121,7 +123,7 @@ class WriteColumns:
 
     @cached_property
     def own_rows(self) -> Int64:
-        """Return the rows that are written."""
+        """Rows with a payload to write."""
         return np.flatnonzero(self.shares < 0)
 
     def payload_bytes(self, dtype_codes: npt.NDArray[np.uint8]) -> Int64:
@@ -131,11 +133,11 @@ class WriteColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOutcome:
-    """Places of one rank's chunks and objects, for the coordinator's index.
+    """Positions of a rank's chunks and objects, for the coordinator's index.
 
-    Row i of ``chunks`` belongs to row i of the rank's `WriteColumns`: its file, a number in ``files``, and
-    `CHUNK_COLUMNS`; the last one says how many of ``crcs`` are row i's. A row of ``objects`` is a file and
-    `OBJECT_COLUMNS`. ``found`` is what observers saw, by feature, ``traffic`` as `Store.traffic` has it.
+    Row i of ``chunks`` describes row i of the rank's `WriteColumns`: file (a number in ``files``) and
+    `CHUNK_COLUMNS`, where the last column counts the row's ``crcs``. A row of ``objects`` is a file and
+    `OBJECT_COLUMNS`. ``found`` are observer results by feature, ``traffic`` is `Store.traffic`.
     """
 
     files: list[str] = field(default_factory=list)
@@ -152,10 +154,10 @@ class WriteOutcome:
 def assemble_index(
     planned: CheckpointIndex, writes: Sequence[WriteColumns], outcomes: Sequence[WriteOutcome]
 ) -> CheckpointIndex:
-    """Return ``planned`` with its file, record, payload and CRC columns filled in, from what each rank had to
-    write and what it wrote.
+    """Return ``planned`` with file, record, payload and CRC columns from the outcomes of all ranks.
 
-    Raises PlanError if any chunk or object of the plan has no place.
+    Raises:
+        PlanError: If a chunk or object of the plan was not written.
     """
     first_files, files = np.zeros(len(outcomes), np.int64), list[str]()
     file_sizes, encoded = list[int](), list[bytes | None]()
@@ -199,8 +201,9 @@ def assemble_index(
 
 
 def _scattered(count: int, rows: Int64, tables: Sequence[Int64], first_files: Int64) -> Int64:
-    """Return the columns of all ranks' ``tables``, with their rows at ``rows``; -1 where there is none. Files
-    are numbered from ``first_files`` of each rank on."""
+    """Return the columns of all ranks' ``tables`` at ``rows``; -1 for missing rows. File numbers start at
+    each rank's ``first_files``.
+    """
     found = np.full((count, tables[0].shape[1]), -1, np.int64)
     found[rows] = np.concatenate(tables)
     found[rows, 0] += np.repeat(first_files, list(map(len, tables)))
@@ -208,37 +211,35 @@ def _scattered(count: int, rows: Int64, tables: Sequence[Int64], first_files: In
 
 
 _RECORD_BYTES = 640
-"""What a record has beside its payload: 440 to 530 bytes for tensors as models have them."""
+"""Bytes of a record beside its payload: 440 to 530 for typical tensors."""
 
 JOINED_BYTES = 4 << 10
-"""Payloads up to this are joined with what stands around them into one write: calls cost more than bytes."""
+"""Maximum payload size joined with neighbors into one write."""
 
 _JOINED_BLOBS = 256
-"""Objects, which have hundreds of bytes, are joined with their neighbours."""
+"""Maximum size of objects joined with neighbors."""
 
 WHOLE_BYTES = 1 << 20
-"""Bytes handed on at a time: the checksum reads them from memory, the copy behind it from the cache."""
+"""Bytes per step: checksums read memory, the following copy reads the cache."""
 
 
 Payload = tuple[int, int, tuple[int, ...], bytes | memoryview]
-"""A tensor whose bytes stand one after the other, and not more than WHOLE_BYTES: its row, for observers, its
-dtype code, sizes, and bytes."""
+"""Tensor in contiguous memory of at most WHOLE_BYTES: row for observers, dtype code, sizes, bytes."""
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:
-    """Return the unique name of a data file: nothing that a committed checkpoint refers to is ever written
-    again."""
+    """Return a unique data file name, never reused by a committed checkpoint."""
     return f"__{rank}_{number}.{save_id}.distcp"
 
 
 class DataFile:
-    """A data file of a save.
+    """Data file of a save.
 
-    Records go in by `whole`, `tensor`, `alike` and `blobs`; `finish` makes the file complete (and durable, if
-    asked), `abort` removes it. ``torch_compatible=False`` packs bare payloads without the torch.save
-    container around each. About ``payload_bytes`` in ``records`` are expected, and room may be reserved.
+    Add records with `whole`, `tensor`, `alike` and `blobs`; `finish` completes the file (durably if
+    requested), `abort` removes it. ``torch_compatible=False`` writes bare payloads without torch.save
+    containers. Space for ``payload_bytes`` in ``records`` may be reserved.
 
-    ``chunks`` has `CHUNK_COLUMNS` of each tensor, one after the other, ``crcs`` the checksums of its blocks.
+    ``chunks`` has `CHUNK_COLUMNS` of each tensor, ``crcs`` the checksums of their blocks.
     """
 
     def __init__(
@@ -264,9 +265,9 @@ class DataFile:
     def whole(
         self, payloads: Sequence[Payload], see: Callable[[int, int, memoryview], None] | None = None
     ) -> None:
-        """Append tensors that are in memory as a whole; all of them are written at once.
+        """Append tensors in contiguous memory in one write.
 
-        ``see`` gets the row, 0 and the bytes of each that has any, while they are in the cache.
+        ``see`` receives the row, 0 and the bytes of each non-empty tensor.
         """
         position, parts = self._position, list[bytes | memoryview]()
         chunks, crcs, prefix, suffix = self.chunks, self.crcs, b"", b""
@@ -299,12 +300,13 @@ class DataFile:
         on_bytes: Callable[[int], None] | None = None,
         see: Callable[[int, memoryview], None] | None = None,
     ) -> None:
-        """Append one tensor; ``pieces`` are its C-ordered bytes in order.
+        """Append a tensor; ``pieces`` are its bytes in C order.
 
-        Each piece is consumed before the next is asked for, so an iterable may reuse one buffer for all.
-        ``on_bytes`` is called with each portion of payload bytes that was written, ``see`` gets the position
-        of each and the portion itself while it is in the cache.
-        Raises PlanError if they are more or fewer than ``payload_bytes``.
+        Each piece is consumed before the next is requested, and may reuse a buffer. ``on_bytes`` receives
+        the number of payload bytes written, ``see`` each position and portion.
+
+        Raises:
+            PlanError: If the pieces have more or fewer than ``payload_bytes``.
         """
         begin, prefix, suffix = self._position, b"", b""
         if self._torch_compatible:
@@ -332,9 +334,9 @@ class DataFile:
         sizes: tuple[int, ...],
         payloads: npt.NDArray[np.uint8],
     ) -> None:
-        """Append tensors of one dtype and shape, as `tensor` does one by one; each row has the bytes of one.
+        """Append tensors of equal dtype and shape, one per row, like `tensor` for each.
 
-        They have less than ALIGNED_PAYLOAD_BYTES: then their records differ in bytes and checksum alone.
+        Payloads are smaller than ALIGNED_PAYLOAD_BYTES; records differ only in bytes and checksum.
         """
         count, size = payloads.shape
         crcs = crc32_rows(payloads)
@@ -364,8 +366,7 @@ class DataFile:
             self.crcs.frombytes(crcs.astype(np.int64).tobytes())
 
     def blobs(self, blobs: Sequence[bytes]) -> list[tuple[int, int, int]]:
-        """Append objects' bytes, small neighbours with one write; returns (offset, length, CRC-32) of
-        each."""
+        """Append bytes of objects, small neighbors in one write; return (offset, length, CRC-32) of each."""
         places = []
         for begin in range(0, len(blobs), _JOINED_BLOBS):
             part = blobs[begin : begin + _JOINED_BLOBS]
@@ -381,7 +382,7 @@ class DataFile:
         return places
 
     def finish(self) -> int:
-        """Bring everything to storage; returns the file's size in bytes."""
+        """Complete the file and return the size in bytes."""
         size = self._handle.finish()
         if size != self._position:
             raise CheckpointFormatError(
@@ -391,7 +392,7 @@ class DataFile:
         return size
 
     def abort(self) -> None:
-        """Remove the file, finished or not. A failure is logged: the error that led here matters more."""
+        """Remove the file. Failures are logged, to keep the original error."""
 
         try:
             with clearing_up():
@@ -406,7 +407,7 @@ class DataFile:
         on_bytes: Callable[[int], None] | None,
         see: Callable[[int, memoryview], None] | None,
     ) -> tuple[list[int], int]:
-        """Write ``pieces``; the CRC of each block, and the bytes in all."""
+        """Write ``pieces``; return the CRC of each block and the number of bytes."""
         crcs: list[int] = []
         crc = in_block = total = 0
         for piece in pieces:

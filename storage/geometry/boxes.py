@@ -1,4 +1,4 @@
-"""Boxes of tensors: one at a time in Python's ints, and many at once, which are joined in numpy."""
+"""Boxes of tensors: single boxes with Python integers, sets of boxes with numpy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dcp.storage.geometry.strides import Int64, expand_ranges
 
 
 class Box(NamedTuple):
-    """``sizes`` elements from ``offsets`` on, in each dimension."""
+    """Box of ``sizes`` elements from ``offsets`` in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return all of a tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
     @property
     def high(self) -> tuple[int, ...]:
-        """One behind the last position, in each dimension."""
+        """End of the box in each dimension."""
         return tuple(o + n for o, n in zip(self.offsets, self.sizes, strict=True))
 
     @property
@@ -42,23 +42,23 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices that take it out of an array."""
+        """Slices that select the box in an array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def moved(self, by: Sequence[int]) -> Box:
-        """Return the same box, ``by`` farther on."""
+        """Return the box shifted by ``by``."""
         return Box(tuple(o + d for o, d in zip(self.offsets, by, strict=True)), self.sizes)
 
     def seen_from(self, origin: Sequence[int]) -> Box:
-        """Return the same box, in coordinates that begin at ``origin``."""
+        """Return the box relative to ``origin``."""
         return Box(tuple(o - d for o, d in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def permuted(self, order: Sequence[int]) -> Box:
-        """Return the same box of a tensor whose dimensions stand in another ``order``."""
+        """Return the box with dimensions in another ``order``."""
         return Box(tuple(self.offsets[d] for d in order), tuple(self.sizes[d] for d in order))
 
     def intersection(self, other: Box) -> Box | None:
-        """Return the box that both have; None if there is none."""
+        """Return the common box; None if empty."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low, high = max(a, b), min(a + n, b + m)
@@ -69,7 +69,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def without(self, hole: Box) -> Iterator[Box]:
-        """Yield the rest without ``hole``: slabs before and behind it, one dimension after the other."""
+        """Yield slabs that cover the box without ``hole``."""
         common = self.intersection(hole)
         if common is None:
             yield self
@@ -85,7 +85,9 @@ class Box(NamedTuple):
 
 
 def contiguous_position(sizes: Sequence[int], box: Box) -> int | None:
-    """Return the first element's place if ``box`` is one run of a C-ordered array of ``sizes``, else None."""
+    """Return the position of the first element if ``box`` is a contiguous run in a C-ordered array of
+    ``sizes``, else None.
+    """
     position, step, is_open = 0, 1, True
     for size, offset, length in zip(reversed(sizes), reversed(box.offsets), reversed(box.sizes), strict=True):
         if not is_open and length != 1:
@@ -97,7 +99,7 @@ def contiguous_position(sizes: Sequence[int], box: Box) -> int | None:
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:
-    """Yield boxes of up to ``max_elements``, in C order, each one run of ``box``'s elements."""
+    """Yield boxes of up to ``max_elements`` in C order, each a contiguous run of ``box``."""
     sizes, ndim = box.sizes, len(box.sizes)
     if box.volume <= max_elements:
         if box.volume:
@@ -119,8 +121,9 @@ def split_box(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def range_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Yield boxes that have the elements ``begin`` to ``end`` of a C-ordered array, in that order; at most
-    two a dimension."""
+    """Yield boxes that cover elements ``begin`` to ``end`` of a C-ordered array in order; at most two per
+    dimension.
+    """
     yield from _range_boxes(tuple(shape), begin, end, ())
 
 
@@ -147,20 +150,20 @@ def _range_boxes(shape: tuple[int, ...], begin: int, end: int, outer: tuple[int,
 
 
 MAX_PAIRS = 100_000_000
-"""More intersecting pairs than any real plan has: a bound on memory against absurd input."""
+"""Maximum number of intersecting pairs, a memory limit against invalid input."""
 
 MAX_CUTS = 100_000
-"""Boxes that partly overlapping ones may be cut into, a bound against absurd input."""
+"""Maximum number of boxes after cutting overlaps, a limit against invalid input."""
 
 MAX_CUT_TESTS = 100_000
-"""Tests of a part against a box that may cut it: a second or two, a bound on time against absurd input."""
+"""Maximum number of cut tests, a time limit against invalid input."""
 
 _KEY_LIMIT = 2.0**62
 _GOOD_SELECTIVITY = 4
 
 
 class BoxSet(NamedTuple):
-    """Boxes of one dimensionality: ``groups`` (n), ``low`` and ``high`` (n, dimensions)."""
+    """Boxes of equal dimensionality: ``groups`` (n), ``low`` and ``high`` (n, dimensions)."""
 
     groups: Int64
     low: Int64
@@ -172,7 +175,7 @@ class BoxSet(NamedTuple):
 
 
 def _keys(groups: list[Int64], coordinates: list[Int64]) -> list[Int64]:
-    """Return one sortable int64 a (group, coordinate), consistent over all the given pairs."""
+    """Return a sortable int64 per (group, coordinate), consistent over all given pairs."""
     top = max((int(column.max()) for column in coordinates if len(column)), default=0) + 1
     group_top = max((int(column.max()) for column in groups if len(column)), default=0) + 1
     if float(top) * group_top >= _KEY_LIMIT:
@@ -184,7 +187,7 @@ def _keys(groups: list[Int64], coordinates: list[Int64]) -> list[Int64]:
 
 
 def _sorted(keys: Int64) -> tuple[Int64 | None, Int64]:
-    """Return (order, sorted keys); order None where the keys ascend already, as they mostly do."""
+    """Return (order, sorted keys); order is None for sorted keys, the usual case."""
     if len(keys) < 2 or bool((keys[1:] >= keys[:-1]).all()):
         return None, keys
     order = np.argsort(keys, kind="stable")
@@ -192,9 +195,9 @@ def _sorted(keys: Int64) -> tuple[Int64 | None, Int64]:
 
 
 class _Join(NamedTuple):
-    """Overlapping intervals as ranges of sorted positions, not yet expanded to pairs.
+    """Overlapping intervals as ranges of sorted positions.
 
-    Every overlap of a and b is counted once: either b begins within a, or a begins strictly within b.
+    Every overlap of a and b counts once: b begins within a, or a begins strictly within b.
     """
 
     order_b: Int64 | None
@@ -238,8 +241,7 @@ def _join_intervals(
 
 
 def _reorder_dimensions(a: BoxSet, b: BoxSet) -> tuple[BoxSet, BoxSet]:
-    """Return both sets with the dimensions of each group turned so that the one with the fewest meetings
-    comes first."""
+    """Return both sets with the dimensions of each group ordered by the number of overlaps, fewest first."""
     groups = int(max(a.groups.max(), b.groups.max())) + 1
     ndim = a.low.shape[1]
     meetings = np.zeros((groups, ndim))
@@ -260,7 +262,7 @@ def _reorder_dimensions(a: BoxSet, b: BoxSet) -> tuple[BoxSet, BoxSet]:
 
 
 class _Classes(NamedTuple):
-    """Boxes with one interval in the current dimension and one group are one class."""
+    """Classes of boxes with equal interval and group in the present dimension."""
 
     groups: Int64
     low: Int64
@@ -281,9 +283,9 @@ def _classes(groups: Int64, low: Int64, high: Int64) -> _Classes:
 
 
 def _join_levels(a: BoxSet, b: BoxSet) -> tuple[Int64, Int64]:
-    """Return pairs of rows of a and b that meet, dimension by dimension.
+    """Return pairs of overlapping rows of a and b, dimension by dimension.
 
-    Boxes that share an interval are joined as one, so a grid of chunks costs its chunks, not their square.
+    Boxes with a common interval are joined as one, and a grid of n chunks costs n, not n squared.
     """
     rows_a, group_a = np.arange(len(a.groups), dtype=np.int64), a.groups
     rows_b, group_b = np.arange(len(b.groups), dtype=np.int64), b.groups
@@ -308,9 +310,9 @@ def _join_levels(a: BoxSet, b: BoxSet) -> tuple[Int64, Int64]:
 
 
 def intersecting_pairs(a: BoxSet, b: BoxSet) -> tuple[Int64, Int64]:
-    """Return rows (of a, of b) of all pairs of one group that share a volume, ascending by a, then b.
+    """Return rows (of a, of b) of all pairs of a group with common volume, sorted by a, then b.
 
-    Empty boxes meet nothing; boxes without dimensions meet within their group.
+    Empty boxes overlap nothing; boxes without dimensions overlap within their group.
     """
     if a.low.shape[1] == 0:
         zeros_a, zeros_b = np.zeros(len(a.groups), np.int64), np.zeros(len(b.groups), np.int64)
@@ -344,7 +346,7 @@ def _ascending(a: Int64, b: Int64) -> tuple[Int64, Int64]:
 
 
 def _crowded_groups(boxes: BoxSet, dim: int) -> Int64:
-    """Return groups whose boxes are not all apart along one dimension."""
+    """Return groups with overlapping intervals along one dimension."""
     (low,) = _keys([boxes.groups], [boxes.low[:, dim]])
     order = np.argsort(low, kind="stable")
     groups, high = boxes.groups[order], boxes.high[order, dim]
@@ -353,9 +355,9 @@ def _crowded_groups(boxes: BoxSet, dim: int) -> Int64:
 
 
 def overlapping_pairs(boxes: BoxSet) -> tuple[Int64, Int64]:
-    """Return rows (i < j) of all pairs of one group that share a volume.
+    """Return rows (i < j) of all pairs of a group with common volume.
 
-    Boxes that are apart along one dimension, as almost all shardings are, are found by one sort.
+    Boxes separated along one dimension, as in almost all shardings, take a single sort.
     """
     rows = np.arange(len(boxes.groups), dtype=np.int64)
     if boxes.low.shape[1]:
@@ -373,11 +375,9 @@ def overlapping_pairs(boxes: BoxSet) -> tuple[Int64, Int64]:
 
 
 def cut_overlaps(boxes: BoxSet, earlier: Int64, later: Int64) -> tuple[Int64, BoxSet]:
-    """Return (rows, parts of the boxes in these rows) that have each element once, with the first box that
-    has it.
+    """Return (rows, parts of boxes) that cover each element once, with the first box that contains it.
 
-    ``earlier`` and ``later`` are as `overlapping_pairs` gives them. Of equal boxes, the usual case, the later
-    ones just go.
+    ``earlier`` and ``later`` come from `overlapping_pairs`. Later duplicates of a box are dropped.
     """
     low, high = boxes.low, boxes.high
     equal = (low[earlier] == low[later]).all(axis=1) & (high[earlier] == high[later]).all(axis=1)
@@ -418,8 +418,9 @@ def _box(boxes: BoxSet, row: int) -> Box:
 
 
 def disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
-    """Return (number of a box, a part of it) such that each element is in one part, that of the first box
-    which has it; in ascending order. Empty boxes have none."""
+    """Return (box number, part) such that each element is in a single part, of the first box that contains
+    it, in ascending order.
+    """
     firsts: dict[Box, int] = {}
     for number, box in enumerate(boxes):
         if 0 not in box.sizes:

@@ -1,8 +1,7 @@
-"""Ragged columns, strides, and ranges of payloads: index arithmetic on shapes, pure.
+"""Ragged columns, strides and payload ranges.
 
-A ragged column is a flat array of values, and ``start`` of n+1 positions; row i is ``values[start[i]:start[i
-+ 1]]``. Strides say where a box's elements are in memory or in a payload, in whatever unit the caller counts
-in: elements, or bytes with an ``itemsize``.
+A ragged column is a flat array of values and ``start`` of n+1 positions; row i is ``values[start[i]:start[i
++ 1]]``. Strides are in the caller's unit: elements, or bytes with an ``itemsize``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _N = TypeVar("_N", bound=np.number[Any])
 
 
 class BoxGroup(NamedTuple):
-    """Boxes of one dimensionality taken out of ragged columns: ``rows`` are their numbers there."""
+    """Boxes of equal dimensionality from ragged columns: ``rows`` are their row numbers."""
 
     rows: Int64
     offsets: Int64
@@ -26,7 +25,7 @@ class BoxGroup(NamedTuple):
 
 
 def starts(counts: npt.ArrayLike) -> Int64:
-    """Return positions of ragged rows from their lengths: ``[0, c0, c0 + c1, ...]``, int64, n+1 long."""
+    """Return the start positions of ragged rows by length: ``[0, c0, c0 + c1, ...]``, int64, n+1 values."""
     lengths = np.asarray(counts, dtype=np.int64)
     result = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=result[1:])
@@ -41,7 +40,7 @@ def expand_ranges(first: Int64, counts: Int64) -> Int64:
 
 
 def gather_rows(values: npt.NDArray[_N], start: Int64, rows: Int64) -> npt.NDArray[_N]:
-    """Return the ragged rows ``rows`` of (values, start), one after the other."""
+    """Return the ragged rows ``rows`` of (values, start), concatenated."""
     first = start[rows]
     return values[expand_ranges(first, start[rows + 1] - first)]
 
@@ -53,7 +52,7 @@ def row_matrix(values: Int64, start: Int64, rows: Int64, ndim: int) -> Int64:
 
 
 def row_products(values: npt.NDArray[_N], start: Int64) -> npt.NDArray[_N]:
-    """Product of each ragged row; 1 for an empty one."""
+    """Return the product of each ragged row; 1 for an empty row."""
     counts = np.diff(start)
     products = np.ones(len(counts), values.dtype)
     filled = counts > 0
@@ -63,12 +62,12 @@ def row_products(values: npt.NDArray[_N], start: Int64) -> npt.NDArray[_N]:
 
 
 def row_sums(values: Int64, start: Int64) -> Int64:
-    """Sum of each ragged row; 0 for an empty one."""
+    """Return the sum of each ragged row; 0 for an empty row."""
     return np.diff(np.concatenate([[0], np.cumsum(values)])[start])
 
 
 def by_ndim(rows: Int64, start: Int64, offsets: Int64, sizes: Int64) -> Iterator[BoxGroup]:
-    """Yield the boxes ``rows`` of ragged columns, one group a number of dimensions."""
+    """Yield the boxes ``rows`` of ragged columns in groups by number of dimensions."""
     counts = start[rows + 1] - start[rows]
     for ndim in np.unique(counts).tolist():
         chosen = rows[counts == ndim]
@@ -78,8 +77,7 @@ def by_ndim(rows: Int64, start: Int64, offsets: Int64, sizes: Int64) -> Iterator
 
 
 def c_strides(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """Return the strides, from one element to the next in each dimension of a C-ordered array, as torch
-    has them."""
+    """Return the strides of a C-ordered array, like torch."""
     strides, step = [], itemsize
     for size in reversed(sizes):
         strides.append(step)
@@ -88,14 +86,15 @@ def c_strides(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
 
 
 def is_c_ordered(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether elements (``strides`` in elements) stand in C order without gaps."""
+    """Return True if elements are in C order without gaps; ``strides`` in elements."""
     pairs = zip(sizes, strides, c_strides(sizes), strict=True)
     return 0 in sizes or all(size == 1 or stride == step for size, stride, step in pairs)
 
 
 def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Return dimensions from slowest to fastest if elements (``strides`` in elements) are dense in some
-    order and none is there twice, else None. C order wins where several would do."""
+    """Return the dimensions from slowest to fastest for dense elements without repetition (``strides`` in
+    elements), else None. Prefer C order.
+    """
     if is_c_ordered(sizes, strides):
         return tuple(range(len(sizes)))
     order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d)))
@@ -103,7 +102,7 @@ def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]
 
 
 def extent(sizes: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> int:
-    """Return the length from the first element of a box to the end of its last one; 0 for an empty box."""
+    """Return the length from the first element of a box to the end of the last; 0 for an empty box."""
     if 0 in sizes:
         return 0
     return itemsize + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
@@ -113,16 +112,17 @@ def extent(sizes: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> i
 
 
 class Positions(NamedTuple):
-    """By box: whether it is one run of elements, and the place of its first one."""
+    """For each box, whether the elements are contiguous, and the position of the first."""
 
     is_run: npt.NDArray[np.bool_]
     first: Int64
 
 
 def contiguous_positions(sizes: Int64, offsets: Int64, lengths: Int64) -> Positions:
-    """`dcp.storage.geometry.boxes.contiguous_position` of many boxes of C-ordered arrays of ``sizes``.
+    """Return `dcp.storage.geometry.boxes.contiguous_position` of many boxes in C-ordered arrays of
+    ``sizes``.
 
-    All are (boxes, dimensions). Boxes that are empty, or reach outside of their array, are no run here.
+    All arguments are (boxes, dimensions). Empty and out-of-range boxes count as not contiguous.
     """
     is_full = lengths == sizes
     full_behind, steps = np.ones_like(is_full), np.ones_like(sizes)
@@ -134,7 +134,7 @@ def contiguous_positions(sizes: Int64, offsets: Int64, lengths: Int64) -> Positi
 
 
 def c_strides_by_row(sizes: Int64, itemsizes: Int64) -> Int64:
-    """`c_strides` of many arrays: ``sizes`` are (arrays, dimensions), ``itemsizes`` one for each."""
+    """Return `c_strides` of many arrays: ``sizes`` (arrays, dimensions), one of ``itemsizes`` each."""
     steps = np.empty_like(sizes)
     steps[:, -1:] = itemsizes[:, None]
     for dim in range(sizes.shape[1] - 1, 0, -1):
@@ -143,7 +143,7 @@ def c_strides_by_row(sizes: Int64, itemsizes: Int64) -> Int64:
 
 
 def ragged_c_strides(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
-    """`c_strides` of arrays of any numbers of dimensions: ``sizes`` are ragged rows."""
+    """Return `c_strides` of arrays with different numbers of dimensions; ``sizes`` are ragged rows."""
     found, ndims = np.empty(len(sizes), np.int64), np.diff(start)
     for ndim in np.unique(ndims[ndims > 0]).tolist():
         rows = np.flatnonzero(ndims == ndim)
@@ -156,16 +156,16 @@ def ragged_c_strides(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
 
 
 AxisPart = tuple[int, int]
-"""Of an axis: the first index, and how many."""
+"""First index and count along an axis."""
 
 
 def parts_between(
     lengths: Sequence[int], steps: Sequence[int], low: int, high: int
 ) -> Iterator[tuple[AxisPart, ...]]:
-    """Yield the positions ``i * steps[0] + j * steps[1] + ...`` that are at least ``low`` and below ``high``.
+    """Yield the positions ``i * steps[0] + j * steps[1] + ...`` from ``low`` to below ``high``.
 
-    Disjoint parts, by axis, in the order of their positions; at most two an axis and one more. Each step is
-    at least what all axes behind it reach, so that positions ascend in C order.
+    Parts are disjoint, by axis, in ascending order; at most two per axis plus one. Each step covers the
+    reach of all later axes.
     """
     if not lengths:
         if low <= 0 < high:
@@ -193,11 +193,11 @@ def _at(
 
 
 BLOCK_BYTES = 4 << 20
-"""Payload bytes covered by one CRC of the manifest; the last block of a payload may be shorter."""
+"""Payload bytes per CRC of the manifest; the last block of a payload may be shorter."""
 
 
 class BoxPart(NamedTuple):
-    """``lengths`` elements from ``offsets`` of a box on; payload bytes ``begin`` to ``end`` have them all."""
+    """Part of a box: ``lengths`` elements from ``offsets``, within payload bytes ``begin`` to ``end``."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -206,7 +206,7 @@ class BoxPart(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The payload bytes that are read for a part."""
+    """Payload bytes to read for a part."""
 
     begin: int
     end: int
@@ -221,10 +221,10 @@ def box_parts(
     limit_bytes: int,
     gap_bytes: int,
 ) -> Iterator[BoxPart]:
-    """Yield parts of a box in the order of the payload, each of at most ``limit_bytes`` from end to end.
+    """Yield parts of a box in payload order, each spanning at most ``limit_bytes``.
 
-    Rows that lie farther apart than ``gap_bytes`` are parts of their own. ``begin`` is the first element's
-    place. A box without elements has no parts.
+    Rows farther apart than ``gap_bytes`` become separate parts. ``begin`` is the position of the first
+    element. An empty box has no parts.
     """
     if 0 not in lengths:
         yield from _parts((0,) * len(lengths), lengths, strides, itemsize, begin, 0, limit_bytes, gap_bytes)
@@ -240,7 +240,7 @@ def _parts(
     limit_bytes: int,
     gap_bytes: int,
 ) -> Iterator[BoxPart]:
-    """Yield parts of a box that has one index only in the dimensions before ``dim``."""
+    """Yield parts of a box with a single index in the dimensions before ``dim``."""
     while dim < len(lengths) and lengths[dim] == 1:
         dim += 1
     size = extent(lengths, strides, itemsize)
@@ -265,7 +265,7 @@ def _parts(
 
 
 def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap_bytes: int) -> bool:
-    """Return whether rows of any dimension lie farther apart than ``gap_bytes``; ``strides`` descend."""
+    """Return True if rows of any dimension are farther apart than ``gap_bytes``; ``strides`` descend."""
     size = itemsize
     for n, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if n > 1:
@@ -278,11 +278,10 @@ def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap
 def reaches(
     parts: Sequence[BoxPart], payload_bytes: int, *, gap_bytes: int, whole_blocks: bool
 ) -> Iterator[Reach]:
-    """Yield the bytes that are read for each of ``parts`` (in payload order), so that checksums of blocks
-    can be compared.
+    """Yield the bytes to read for each of ``parts`` (in payload order) to verify block checksums.
 
-    Bytes between two parts that are read in any case belong to the first one's. With ``whole_blocks`` the
-    blocks at the ends are completed; without, only if they are the payload's own ends and near.
+    Bytes between two parts that are read in any case belong to the first. With ``whole_blocks`` the end
+    blocks are completed, otherwise only near the payload's ends.
     """
     previous = 0
     for number, part in enumerate(parts):

@@ -1,7 +1,7 @@
 """Read destinations: a rank's tensors as runs and boxes for the read engine.
 
-Rows that are one run, in the file and in the memory of the destination, are found for all together, since
-there may be many thousands. What is left is looked at row by row, as elements and the view that they fill.
+Contiguous rows are found for all rows together, because there may be many thousands. Other rows become
+elements and a view of the local tensor.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ _PINNED = ScratchBuffers(
     2 * BLOCK_BYTES,
     lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data,
 )
-"""Scratch memory of reads that end on an accelerator, which copies out of it at its own speed."""
+"""Pinned scratch memory of reads to an accelerator."""
 
 
 Filled = tuple[Elements, torch.Tensor]
-"""Stored elements, and the view of a local tensor that they fill; axis by axis."""
+"""Stored elements and the view of a local tensor that they fill, axis by axis."""
 
 
 def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
-    """Return those of ``pieces`` that are one run in the payload and one in plain memory of the stored dtype,
-    and what fills the others."""
+    """Split ``pieces`` into runs, contiguous in payload and plain memory of equal dtype, and filled views."""
     index, box_start = engine.index, pieces.box_start
     chunks, dests, ndims = pieces.chunks, pieces.dests, np.diff(box_start)
     engine.resolve(chunks)
@@ -84,9 +83,10 @@ def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[B
 def read_into(
     engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Read ``runs``, and ``several`` into their views of the local ``tensors``.
+    """Read ``runs``, and ``several`` into views of the local ``tensors``.
 
-    PlanError for a view whose elements share memory.
+    Raises:
+        PlanError: For a view whose elements share memory.
     """
     index, boxes = engine.index, list[BoxRequest]()
     more: list[tuple[int, int, int, int]] = []
@@ -126,7 +126,7 @@ def read_into(
 
 
 def _filled(engine: ReadEngine, pieces: Pieces, memory: LocalMemory, row: int) -> Filled:
-    """Return a row's elements, and the part of its tensor that is read into."""
+    """Return a row's elements and the view of the tensor."""
     box = slice(int(pieces.box_start[row]), int(pieces.box_start[row + 1]))
     at, local, lengths = (
         tuple(values[box].tolist())
@@ -139,7 +139,7 @@ def _filled(engine: ReadEngine, pieces: Pieces, memory: LocalMemory, row: int) -
 
 
 def refuse_shared(fqn: str, target: torch.Tensor) -> None:
-    """PlanError for a tensor to load into whose elements share memory."""
+    """Raise PlanError for a destination whose elements share memory."""
     if not target.is_contiguous() and repeats_places(target.shape, target.stride()):
         raise PlanError(
             f"{fqn!r} cannot be loaded into an expanded tensor, or a view by as_strided(), whose elements "
@@ -149,9 +149,9 @@ def refuse_shared(fqn: str, target: torch.Tensor) -> None:
 
 
 def _put_converted(engine: ReadEngine, name: str, target: torch.Tensor, saved: torch.dtype) -> PutBox:
-    """Let torch copy elements into ``target``, of another dtype or on another device.
+    """Return a callback that copies elements to ``target`` with conversion of dtype or device.
 
-    What is lost by that besides digits is noted for the report.
+    Losses other than precision are recorded for the report.
     """
     if target.dtype == saved:  # as bytes where nothing is converted and an element is one
         target = as_copied(target.detach())
@@ -172,7 +172,7 @@ def _put_converted(engine: ReadEngine, name: str, target: torch.Tensor, saved: t
 
 
 def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Return what of the values is lost, if anything is."""
+    """Return the kind of loss of a conversion; None for none."""
     if stored.dtype.is_complex:
         if dtype.is_complex:
             return _loss(torch.view_as_real(stored), dtype.to_real())

@@ -1,4 +1,4 @@
-"""Partitions of a rank's share of a save: the rows of each data file, and the places of what was written."""
+"""File partitions of a save: rows of each data file and positions of the written chunks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from dcp.storage.geometry.strides import Int64, expand_ranges, starts
 from dcp.storage.tensors import LocalMemory, byte_pieces, narrow
 
 _ALIKE_FROM = 8
-"""Tensors of one dtype and shape, one after the other, from which on they are written together."""
+"""Minimum number of consecutive tensors of equal dtype and shape written together."""
 
 _ALIKE_BYTES = 256 << 10
 _MOST_TOGETHER = 256
 _TOGETHER_BYTES = (128 << 10, WHOLE_BYTES)
-"""Of copies that were made to be written, less: they are to be in the cache still."""
+"""Maximum size of temporary copies written together, small enough for the cache."""
 
 
 class PartitionWriter:
-    """Writes what ``columns`` say of the tensors in ``memory``, and values, one for each of their rows: as
-    ``blobs``, of which equal ones are stored once.
+    """Writer of ``columns`` of the tensors in ``memory``, and of objects as ``blobs``, with equal blobs
+    stored once.
 
-    ``new_file`` makes a data file of a number, for so many payload bytes in so many records. ``on_bytes`` is
-    called with the payload bytes of what was written, from the writing threads.
+    ``new_file`` creates a data file by number for some payload bytes and records. ``on_bytes`` receives the
+    number of written payload bytes, from the writing threads.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PartitionWriter:
         self._places = np.zeros((len(blobs), 1 + OBJECT_COLUMNS), np.int64)
 
     def write(self, number: int, rows: Int64, with_objects: bool) -> None:
-        """Write ``rows``, and the objects if they are to be in it, as the file ``number``."""
+        """Write ``rows``, and optionally the objects, as file ``number``."""
         blobs = list(dict.fromkeys(self._blobs)) if with_objects else []
         size_bytes = int(self.payload_bytes[rows].sum()) + sum(map(len, blobs))
         # Created only now: with a file for each tensor there may be more than a process can have open.
@@ -82,8 +82,9 @@ class PartitionWriter:
         file.finish()
 
     def _runs(self, rows: Int64) -> list[tuple[Int64, bool]]:
-        """Split ``rows`` into (those that are many, small, and of one dtype and extent: True; others:
-        False)."""
+        """Split ``rows`` into (rows, True) for many small rows of equal dtype and extent, and (rows, False)
+        for others.
+        """
         start, sizes = self._columns.box_start, self._columns.sizes
         ndims, codes = np.diff(start)[rows], self._dtype_codes[rows]
         differs = (codes[1:] != codes[:-1]) | (ndims[1:] != ndims[:-1])
@@ -135,7 +136,7 @@ class PartitionWriter:
                 self._on_bytes(size_bytes)
 
     def _write_alike(self, file: DataFile, rows: Int64) -> None:
-        """Write small tensors of one dtype and shape, many at a time where each is all of its memory."""
+        """Write many small tensors of equal dtype and shape at a time if each is plain memory."""
         columns, memory, first = self._columns, self._memory, int(rows[0])
         shape = tuple(columns.sizes[columns.box_start[first] : columns.box_start[first + 1]].tolist())
         size = int(self.payload_bytes[first])
@@ -153,9 +154,9 @@ class PartitionWriter:
                 self._on_bytes(payloads.nbytes)
 
     def outcome(self, partitions: Sequence[Int64], plain: Sequence[bytes | None]) -> WriteOutcome:
-        """Return the places of all rows, in their order; shared rows get the place of the row they share.
+        """Return the positions of all rows in order; shared rows have the position of the shared row.
 
-        ``partitions`` are the rows of `files`, in order; objects are in the first.
+        ``partitions`` are the rows of the files; objects are in the first.
         """
         files = [self.files[number] for number in sorted(self.files)]
         tables = [np.array(file.chunks, np.int64).reshape(-1, CHUNK_COLUMNS) for file in files]

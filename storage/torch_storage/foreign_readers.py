@@ -1,7 +1,6 @@
-"""Readers of one foreign format each, by torch's names.
+"""Readers of a single foreign format, under torch's names.
 
-`FileSystemReader` reads these formats as well. These two add torch's constructors, and refuse all formats but
-their own.
+`FileSystemReader` reads these formats too. These classes add torch's constructors and refuse other formats.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class _OneFormatReader(FileSystemReader):
 
     @property
     def place(self) -> SourcePlace:
-        """Return the folder or file of the current id; `PlanError` without one."""
+        """Folder or file of the current id; `PlanError` without an id."""
         if not self.path:
             raise OptionError(
                 f"{type(self).__name__} was given no checkpoint_id, neither here nor by dcp.load"
@@ -31,7 +30,11 @@ class _OneFormatReader(FileSystemReader):
         return super().place
 
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
-        """Read as `FileSystemReader.read_index`; `UnsupportedFormatError` for another format."""
+        """Read like `FileSystemReader.read_index`.
+
+        Raises:
+            UnsupportedFormatError: For another format.
+        """
         index = super().read_index(rank, own_rank=own_rank)
         if index.format not in self.formats:
             raise UnsupportedFormatError(
@@ -43,12 +46,11 @@ class _OneFormatReader(FileSystemReader):
 
 
 class BroadcastingTorchSaveReader(_OneFormatReader):
-    """Reads a file of torch.save into a state dict of any sharding.
+    """Reader of a torch.save file into a state dict of any sharding.
 
-    torch's class of this name loads all of the file on ``coordinator_rank``, running its pickle, and sends
-    each tensor to all ranks. This one lets each rank read its own bytes, and runs nothing; so there is
-    nothing to broadcast, and ``coordinator_rank`` is accepted for compatibility. Values other than tensors
-    load, too.
+    torch's class of this name loads and unpickles the whole file on ``coordinator_rank`` and broadcasts
+    tensors. This class reads each rank's bytes directly and runs no pickle code; ``coordinator_rank`` is
+    accepted for compatibility. Objects load too.
     """
 
     formats = (TORCH_SAVE.name,)
@@ -68,7 +70,9 @@ class BroadcastingTorchSaveReader(_OneFormatReader):
 
 
 class HuggingFaceStorageReader(_OneFormatReader):
-    """Reads a folder of safetensors files, or one such file, by ``thread_count`` threads if it is above 1."""
+    """Reader of a folder of safetensors files, or of a single file, with ``thread_count`` threads if above
+    1.
+    """
 
     formats = (SAFETENSORS.name,)
     what = "safetensors file, nor a folder of them"

@@ -1,7 +1,7 @@
-"""Storages for any URL that fsspec has a file system for, by torch's names: `FsspecReader`, `FsspecWriter`.
+"""Storages for fsspec URLs, under torch's names: `FsspecReader` and `FsspecWriter`.
 
-What differs from `FileSystemReader` and `FileSystemWriter` is only how the store of an id is made: keyword
-arguments that are not theirs are the file system's options.
+Unlike `FileSystemReader` and `FileSystemWriter`, additional keyword arguments are options of the file
+system.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 
 
 class FsspecWriter(FileSystemWriter):
-    """`FileSystemWriter` to a URL such as ``s3://bucket/prefix``; a local path is fine, too.
+    """`FileSystemWriter` for a URL such as ``s3://bucket/prefix``, or a local path.
 
-    ``kwargs`` are the storage options, as all users of fsspec pass them (``endpoint_url``, ``key``,
-    ``secret``, ``anon``, ``client_kwargs``, ...), and ours of `dcp.storage.stores.objects.store`.
-    ``memory://`` is fsspec's memory file system.
+    Args:
+        **kwargs: Storage options of fsspec (``endpoint_url``, ``key``, ``secret``, ``anon``,
+            ``client_kwargs``, ...) and of `dcp.storage.stores.objects.store`. ``memory://`` is fsspec's
+            memory file system.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class FsspecWriter(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether fsspec knows the scheme; a `Path` is never a URL."""
+        """Return True if fsspec knows the scheme; a `Path` is never a URL."""
         return _is_known(checkpoint_id)
 
 
@@ -70,7 +71,7 @@ if VERSION >= (2, 15) and not TYPE_CHECKING:
     _Writer = FsspecWriter
 
     class FsspecWriter(_Writer):
-        """The same, with torch's order of what may be given by position: it has one more here."""
+        """`FileSystemWriter` for a URL, with torch's order of positional arguments."""
 
         def __init__(
             self,
@@ -100,9 +101,13 @@ if VERSION >= (2, 15) and not TYPE_CHECKING:
 
 
 class FsspecReader(FileSystemReader):
-    """`FileSystemReader` of a URL such as ``s3://bucket/prefix``; a local path is fine, too.
+    """`FileSystemReader` of a URL such as ``s3://bucket/prefix``, or of a local path.
 
-    ``kwargs`` are storage options, as for `FsspecWriter`.
+    Args:
+        **kwargs: Storage options, as for `FsspecWriter`.
+
+    Examples:
+        dcp.load(state, storage_reader=dcp.FsspecReader("s3://bucket/step-100", anon=True))
     """
 
     def __init__(
@@ -119,13 +124,14 @@ class FsspecReader(FileSystemReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether fsspec knows the scheme; a `Path` is never a URL."""
+        """Return True if fsspec knows the scheme; a `Path` is never a URL."""
         return _is_known(checkpoint_id)
 
 
 def _is_known(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether it is known, as torch does, without making a file system, for which credentials or a
-    package may be missing."""
+    """Return True for a known scheme, without opening the file system, which may need credentials or a
+    package.
+    """
     if isinstance(checkpoint_id, Path):
         return False
     from fsspec import available_protocols

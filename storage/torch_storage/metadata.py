@@ -1,4 +1,4 @@
-"""Between `CheckpointIndex` and torch's `Metadata` objects, for callers that speak torch's interface."""
+"""Conversions between `CheckpointIndex` and torch's `Metadata`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from dcp.storage.tensors import dtype_code, torch_dtype
 from dcp.storage.torch_compat import StorageInfo
 
 VERSION = "1.0.0"
-"""The version stock torch 2.13 writes into `.metadata`."""
+"""Version that stock torch 2.13 writes into `.metadata`."""
 
 
 def metadata_from_index(index: CheckpointIndex, storage_meta: StorageMeta | None = None) -> Metadata:
-    """Return torch's object tree for ``index``: what stock's planners and readers expect from
-    ``read_metadata``."""
+    """Return torch's metadata objects for ``index``, as stock's planners and readers expect."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage_data: dict[MetadataIndex, StorageInfo] = {}
     for tensor, fqn in enumerate(index.fqns):
@@ -60,7 +59,7 @@ def metadata_from_index(index: CheckpointIndex, storage_meta: StorageMeta | None
 
 
 class _Built:
-    """A field of `LazyMetadata`: built from the index at the first look, a plain attribute afterwards."""
+    """Field of `LazyMetadata`, built from the index on first access."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -79,9 +78,9 @@ class _Built:
 
 
 class LazyMetadata(Metadata):
-    """torch's `Metadata`, built when it is looked into.
+    """torch's `Metadata`, built on first access.
 
-    A save of 20,000 tensors takes less time than building their metadata objects, and most callers drop them.
+    Building metadata objects of 20,000 tensors takes longer than a save, and most callers drop them.
     """
 
     state_dict_metadata = _Built()
@@ -94,8 +93,7 @@ class LazyMetadata(Metadata):
     def of(
         cls, source: Callable[[], CheckpointIndex], storage_meta: StorageMeta | None = None
     ) -> LazyMetadata:
-        """Return the metadata of the index that ``source`` gives (from memory, or by reading the manifest);
-        asked once."""
+        """Return the metadata of the index returned by ``source``, which is called once."""
         lazy = cls.__new__(cls)
         lazy.__dict__["_source"] = source
         lazy.__dict__["_storage_meta"] = storage_meta
@@ -111,7 +109,7 @@ class LazyMetadata(Metadata):
 
     @property
     def index(self) -> CheckpointIndex:
-        """Return the columns behind it."""
+        """Index behind the metadata."""
         index: CheckpointIndex | None = self.__dict__.get("_index")
         if index is None:
             index = self.__dict__["_index"] = self.__dict__["_source"]()
@@ -119,17 +117,17 @@ class LazyMetadata(Metadata):
 
     @property
     def has_index(self) -> bool:
-        """Return False for one that `dataclasses.replace` made of plain fields."""
+        """False for metadata made of plain fields by `dataclasses.replace`."""
         return "_source" in self.__dict__
 
 
 def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
-    """Return who saved it, if our reader read it; torch's own metadata does not say."""
+    """Return the provenance if read by our reader."""
     return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 
 
 def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
-    """Convert torch's metadata to columns of names, shapes and boxes, without the places of bytes."""
+    """Convert torch's metadata to columns of names, shapes and boxes, without file positions."""
     entries = metadata.state_dict_metadata.items()
     tensors = {fqn: entry for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)}
     chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
@@ -153,10 +151,11 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
 
 
 def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CheckpointIndex:
-    """Return the index of a save made through torch's interface: the planner's ``metadata`` and where things
-    were put.
+    """Return the index of a save through torch's interface, from the planner's ``metadata`` and the write
+    results.
 
-    Raises PlanError if a chunk or object of the metadata was not written, or not with its dtype.
+    Raises:
+        PlanError: If a chunk or object was not written, or with another dtype.
     """
     index = index_from_metadata(metadata)
     places = {result.index: result.storage_data for part in results for result in part}

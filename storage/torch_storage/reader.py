@@ -1,7 +1,7 @@
 """torch's StorageReader over a store: `FileSystemReader`.
 
-Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with
-runs and elements. Both end in `dcp.storage.engine.read.ReadEngine`.
+Serves torch's interface with plan objects, and `dcp.load` with runs and elements. Both use
+`dcp.storage.engine.read.ReadEngine`.
 """
 
 from __future__ import annotations
@@ -49,31 +49,34 @@ from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
 
 _BATCH_BYTES = 256 << 20
-"""A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at
-once."""
+"""Maximum size of temporary tensors from resolve_tensor of custom planners at a time."""
 
 _OBJECTS_BYTES = 64 << 20
-"""Objects that are read at a time."""
+"""Bytes of objects read at a time."""
 
 _claims = threading.Lock()
-"""Held for a moment where a thread begins to load with a reader."""
+"""Lock held briefly when a thread begins a load."""
 
 T = TypeVar("T")
 
 
 class FileSystemReader(NoFileSystem, StorageReader):
-    """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL), files of
-    torch.save, safetensors files, and Hugging Face folders.
+    """Reader of checkpoints of this package and of stock torch, torch.save files, safetensors files and
+    Hugging Face folders.
 
-    ``path`` as in torch. ``verify`` is a policy of `dcp.storage.engine.requests`; ``threads`` the
-    number of reading threads (None: as the store likes it, on a disk by the machine's cores).
-    ``open_store`` makes the store of a path, such as ``partial(PosixStore, follow_links=True)``.
-    ``_extension_registry`` belongs to stock's experimental stream extensions, which this reader refuses to
-    guess at.
+    Args:
+        path: Local folder or file, or URL of a store.
+        verify: Checksum policy; see `dcp.storage.engine.requests.Verify`.
+        threads: Number of reading threads; None depends on store and cores.
+        open_store: Factory of the store, such as ``partial(PosixStore, follow_links=True)``.
+        _extension_registry: Must be None; torch's stream extensions are not supported.
+
+    Examples:
+        dcp.load(state, storage_reader=dcp.FileSystemReader("checkpoints/step-100", verify="full"))
     """
 
     _user: int | None = None
-    """The thread that loads now."""
+    """Thread of the current load."""
 
     def __init__(
         self,
@@ -101,23 +104,27 @@ class FileSystemReader(NoFileSystem, StorageReader):
     # -- torch's interface -----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, from another id if one is given."""
+        """Begin a new load, optionally from another id."""
         if checkpoint_id:
             self.path = checkpoint_id
         self._place: SourcePlace | None = None
         self.index: CheckpointIndex | None = None
-        """That of this load; None before it was read or taken from the coordinator, so that all ranks load
-        one and the same commit."""
+        """Index of this load; None until read or received from the coordinator. All ranks load the same
+        commit.
+        """
         self.asked_verify: Verify | None = None
-        """The policy of this load by torch's interface, from which its metadata have been read, instead of
-        the reader's."""
+        """Checksum policy of a load through torch's interface; overrides the reader's."""
         self._listed: frozenset[FileInfo] | None = None
         self.stats = ReadStats()
         self.load_id = str(uuid.uuid4())
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around a load of this thread's. Raises OptionError where another thread loads with this reader."""
+        """Hold the reader for a load of this thread.
+
+        Raises:
+            OptionError: If another thread loads with this reader.
+        """
         own = threading.get_ident()
         with _claims:
             before = self._user
@@ -134,12 +141,12 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Return where the checkpoint is."""
+        """Path or URL of the checkpoint."""
         return self.path
 
     @property
     def place(self) -> SourcePlace:
-        """The folder or file of the current id."""
+        """Folder or file of the current id."""
         if self._place is None:
             self._place = locate(self.path, open_store=self.open_store)
             self._traffic_before = self._place.store.traffic()
@@ -147,17 +154,17 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @property
     def store(self) -> Store:
-        """The store of the current id; of a file, the folder that it is in."""
+        """Store of the current id; for a file, the store of its folder."""
         return self.place.store
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Return what this load asked of the storage's service so far: see `Store.traffic`."""
+        """Requests of this load; see `Store.traffic`."""
         now = {} if self._place is None else self.store.traffic()
         return traffic_since(now, self._traffic_before) if now else {}
 
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
-        """Return the checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
+        """Return the checkpoint's index, read once per load; ``rank`` and ``own_rank`` as in `open_index`."""
         if self.index is None:
             try:
                 self.index = index_at(self.place, rank=rank, own_rank=own_rank)
@@ -169,8 +176,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @property
     def may_be_mixed(self) -> bool:
-        """Return whether the files of this load may be replaced one by one, so that data of two could be
-        read."""
+        """True if files may be replaced individually during the load, mixing two versions."""
         if self.index is None or self.place.file is not None:
             return False
         found = format_of(self.index.format)
@@ -181,10 +187,11 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return frozenset(info for info in self.store.list() if info.name in names)
 
     def check_unchanged(self) -> None:
-        """Raise CorruptCheckpointError where files that `may_be_mixed` were replaced since the index was read
-        here.
+        """Check that uncommitted files are unchanged since the index was read. Committed files are checked
+        by checksums.
 
-        Checksums find bytes that are not those committed; where there is no commit, files have to.
+        Raises:
+            CorruptCheckpointError: If files that `may_be_mixed` were replaced.
         """
         if self._listed is not None and self._files() != self._listed:
             raise CorruptCheckpointError(
@@ -194,9 +201,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
             )
 
     def was_replaced(self) -> bool:
-        """Return whether another checkpoint was committed under the id since this load read the index.
+        """Return True if another checkpoint was committed to the id since the index was read.
 
-        Raises StorageError where that cannot be found out.
+        Raises:
+            StorageError: If the state is unknown.
         """
         if self.index is None:
             return False
@@ -214,8 +222,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
             return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the checkpoint's metadata, read anew: a load begins here. Objects are built when they are
-        looked at."""
+        """Read and return the metadata; begins a load. Objects are built on access."""
         self.index = self._listed = self.asked_verify = None
         self.stats = ReadStats()
         self._traffic_before = self.store.traffic()
@@ -231,23 +238,22 @@ class FileSystemReader(NoFileSystem, StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the metadata; one that this reader produced brings its index along."""
+        """Set the metadata; metadata of this reader include the index."""
         if isinstance(metadata, LazyMetadata) and metadata.has_index:
             self.index = metadata.index
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's items into what the planner resolves them to.
+        """Read the plan's items into tensors of the planner.
 
-        Each rank reads the index by itself and checks this by itself: the ranks plan together in between, so
-        that files which are replaced at any time are not those that some rank saw.
+        Each rank reads and checks the index separately; files replaced at any time are detected.
         """
         index = self.read_index()
         find_row = _chunk_finder(index)
@@ -272,14 +278,15 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this storage can read ``checkpoint_id``."""
+        """Return True if this storage can read ``checkpoint_id``."""
         return is_supported(checkpoint_id)
 
     # -- columns ---------------------------------------------------------------------------------------------
 
     def engine(self, index: CheckpointIndex, verify: Verify | None = None) -> ReadEngine:
-        """Return a reading engine on this checkpoint; use it as a context manager. ``verify`` is the reader's
-        own policy if it is None. What reading costs is added to `stats`."""
+        """Return a read engine for the checkpoint; use as a context manager. ``verify=None`` uses the
+        reader's policy. Costs are added to `stats`.
+        """
         threads = self.threads
         if threads is None:
             own_cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
@@ -289,10 +296,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return engine
 
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
-        """Yield the stored torch.save bytes of non-tensor values, in order and checked.
+        """Yield the checked torch.save bytes of objects in order.
 
-        Neighbours in a file are read together, some 64 MiB at a time. Plain values that have no record of
-        their own, as in a torch.save file, are encoded.
+        Neighbors in a file are read together, about 64 MiB at a time. Plain values without a record are
+        encoded.
         """
         objects, store = engine.index.objects, self.store
         rows = []
@@ -324,8 +331,9 @@ class FileSystemReader(NoFileSystem, StorageReader):
 
 
 def _blob_fault(blob: bytes, expected: int) -> str | None:
-    """Return what is wrong with an object's bytes; without a committed CRC-32 the torch.save zip has its
-    own."""
+    """Return a description of wrong bytes of an object; without a committed CRC-32, the zip's CRC is
+    checked.
+    """
     if expected == UNKNOWN:
         if blob.startswith(LOCAL_SIGNATURE):
             try:
@@ -338,7 +346,7 @@ def _blob_fault(blob: bytes, expected: int) -> str | None:
 
 
 def _chunk_finder(index: CheckpointIndex) -> Callable[[ReadItem], int]:
-    """Return a function that finds the index row of a ReadItem's storage chunk."""
+    """Return a function from a ReadItem to the index row of its chunk."""
 
     @cache
     def rows_of(fqn: str) -> dict[tuple[int, ...], int]:

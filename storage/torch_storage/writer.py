@@ -1,8 +1,8 @@
 """torch's StorageWriter over a store: `FileSystemWriter`.
 
-It serves two callers. Stock `torch.distributed.checkpoint.save`, and custom planners, call the interface's
-methods with plans made of objects. `dcp.save` with our own planner hands over columns (`WriteColumns`) and
-gets columns back (`WriteOutcome`). Both end in `engine.write.DataFile` and `commit`.
+Stock `torch.distributed.checkpoint.save` and custom planners call torch's interface with plan objects.
+`dcp.save` with dcphub's planner passes columns (`WriteColumns`) and receives columns (`WriteOutcome`). Both
+use `engine.write.DataFile` and `commit`.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from dcp.storage.torch_storage.file_partitions import PartitionWriter
 __all__ = ["FileSystemWriter"]
 
 _TWO_FILES_ABOVE_BYTES = 64 << 20
-"""Without fsync one file's inode lock bounds the page cache's copy; two files of one rank go twice as
-fast."""
+"""Minimum share of large tensors written as two files without fsync, which is faster because of the inode
+lock.
+"""
 
 _TWO_FILES_MEAN_BYTES = 128 << 10
-"""Threads that write smaller tensors wait for the interpreter's lock more than for the inode's."""
+"""Minimum mean size for two files; threads for smaller tensors compete for the GIL."""
 
 
 class WrittenItem(NamedTuple):
-    """The place of one written item: the ``storage_data`` of its WriteResult, plain enough for any
-    collective."""
+    """Position of a written item: plain ``storage_data`` of its WriteResult."""
 
     file: str
     record_offset: int
@@ -77,11 +77,11 @@ class WrittenItem(NamedTuple):
 
 
 class NoFileSystem:
-    """Refuses torch's ``fs``: who sets it, to encrypt perhaps, must not find that nothing goes through it."""
+    """Replacement of torch's ``fs`` that refuses assignment, because nothing goes through it."""
 
     @property
     def fs(self) -> Any:
-        """Raise AttributeError: there is none."""
+        """Raise AttributeError."""
         raise AttributeError(f"{type(self).__name__} has no fs; its store is .store, made by open_store")
 
     @fs.setter
@@ -93,23 +93,29 @@ class NoFileSystem:
 
 
 class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
-    """Writes checkpoints to a local folder (or any other place `dcp.storage.stores.open_store` knows).
+    """Writer of checkpoints to a local folder or a URL known to `dcp.storage.stores.open_store`.
 
-    The constructor's arguments are torch's. ``path`` may be a path or a ``scheme://`` URL. ``sync_files``
-    makes data and commit durable before a save returns; without it a power cut within the next half minute
-    or so may take the checkpoint, and the one that it replaces with it. ``thread_count`` is a lower bound for
-    the files (and threads) a rank writes; without fsync a share of large tensors is written as two anyway.
-    ``single_file_per_rank=False`` gives each tensor its own file. ``per_thread_copy_ahead`` is accepted for
-    compatibility. As torch's it is a stager, too, and ``cache_staged_state_dict`` is for that: but
-    `dcp.async_save` stages in its own way, or by the ``stage`` of a subclass. ``torch_compatible=False``
-    leaves out `.metadata` and the torch.save container of each tensor: smaller, not loadable by stock torch.
-    ``digests`` keeps a digest of each tensor in the manifest (`dcp digest`), computed on the way at some 0.1
-    seconds of a core for 1 GiB.
-    ``overwrite=False`` refuses an id that has a checkpoint. ``open_store`` makes the store of a path: give
-    another one for a storage of your own, or for options such as ``partial(PosixStore, direct_io=False)``.
+    Unlike torch's writer, a save is atomic: data files have unique names, and a checkpoint becomes visible
+    or is replaced only when `finish` publishes the manifest. The positional arguments are torch's.
 
-    Unlike torch's, it publishes atomically: data files get unique names, and nothing is visible (or, on
-    overwrite, replaced) before `finish` has published the manifest.
+    Args:
+        path: Folder or ``scheme://`` URL.
+        single_file_per_rank: False writes a file per tensor.
+        sync_files: Make data and commit durable before the save returns. Without it, a power cut within
+            about half a minute may lose this checkpoint and the replaced one.
+        thread_count: Minimum number of files and threads per rank. Without fsync, large shares are written
+            as two files.
+        per_thread_copy_ahead: Ignored; for compatibility.
+        cache_staged_state_dict: For staging by a subclass; `dcp.async_save` stages by itself.
+        overwrite: False refuses an id with a checkpoint.
+        torch_compatible: False omits `.metadata` and the torch.save containers: smaller, not loadable by
+            stock torch.
+        digests: Store a digest of each tensor in the manifest (`dcp digest`), at about 0.1 s of a core per
+            GiB.
+        open_store: Factory of the store, such as ``partial(PosixStore, direct_io=False)``.
+
+    Examples:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter("checkpoints/step-100", digests=True))
     """
 
     def __init__(
@@ -158,7 +164,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.rank = 0
         self.use_collectives = True
         self.said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
-        """Of the save that was begun, what `finish` is to publish: metadata of the user, and provenance."""
+        """User metadata and provenance for `finish` to publish."""
         self._structure: Mapping[str, Any] = {}
         self._traffic_before: dict[str, float] = {}
         FileSystemWriter.reset(self)  # not that of a subclass, which is not made yet
@@ -166,7 +172,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     # -- torch's interface -----------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, to another id if one is given."""
+        """Begin a new save, optionally to another id."""
         if checkpoint_id:
             self.path = checkpoint_id
         self._store: Store | None = None
@@ -179,19 +185,18 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Return where the checkpoint goes."""
+        """Path or URL of the checkpoint."""
         return self.path
 
     def stay_here(self) -> None:
-        """Make a relative path absolute: the save is carried out later, when the process may be in another
-        folder."""
+        """Make a relative path absolute, because the save may run after a change of directory."""
         url = self.store.url
         if url == str(Path(self.path).absolute()):  # not so for what is no path
             self.path = url
 
     @property
     def store(self) -> Store:
-        """Return the store of the current id."""
+        """Store of the current id."""
         if self._store is None:
             self._store = self.open_store(self.path)
             self._traffic_before = self._store.traffic()
@@ -199,16 +204,16 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Return what this save asked of the storage's service so far: see `Store.traffic`."""
+        """Requests of this save; see `Store.traffic`."""
         now = {} if self._store is None else self._store.traffic()
         return traffic_since(now, self._traffic_before) if now else {}
 
     def storage_meta(self) -> StorageMeta:
-        """Return what planners and `.metadata` learn about this save."""
+        """Return the description of this save for planners and `.metadata`."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save: learn this rank's role, from the keywords that torch passes."""
+        """Begin a save with this rank's role."""
         if self._begun:  # a save id must not be used twice: failing, the second save would remove the first
             self.reset()
         self._begun = True
@@ -220,7 +225,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the folder; without collectives also look at what the id holds now."""
+        """Create the folder; without collectives, also read the present state of the id."""
         if self.is_coordinator or not self.use_collectives:
             self.prepare()
         if not self.use_collectives:
@@ -228,7 +233,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its file names."""
+        """Assign file names to each rank."""
         return [
             dataclasses.replace(plan, storage_data=(rank, self.save_id))
             if plan.storage_data is None
@@ -237,7 +242,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the plan's items, each as the planner resolves it; values are where and with which CRCs."""
+        """Write the plan's items as resolved by the planner; return positions and CRCs."""
         self._structure = getattr(planner, "structure", {})  # torch's metadata have no place for it
         if plan.storage_data is not None:
             self.rank, self.save_id = plan.storage_data
@@ -266,7 +271,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish: ``metadata`` of the planner plus where ``results`` say the bytes are."""
+        """Publish the planner's ``metadata`` with the positions in ``results``."""
         index = torch_metadata.index_from_results(metadata, results)
         index = dataclasses.replace(index, provenance=self._structure)
         user, provenance = self.said
@@ -283,19 +288,18 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this storage can take ``checkpoint_id``."""
+        """Return True if this storage supports ``checkpoint_id``."""
         return is_supported(checkpoint_id)
 
     # -- what both callers share -----------------------------------------------------------------------------
 
     @property
     def names(self) -> commit.Names:
-        """Return the files that publish this save."""
+        """Names of the files that publish this save."""
         return commit.Names() if self.use_collectives else commit.Names.of_rank(self.rank)
 
     def prepare(self) -> None:
-        """Make the folder, on the coordinator before anything is written, and remember what is to be
-        replaced."""
+        """Create the folder and read the present state, on the coordinator before any write."""
         self._made_root = not self.store.exists()
         self.store.make_root()
         if not self.use_collectives and any(map(self.store.stat, vars(commit.Names()).values())):
@@ -312,8 +316,9 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             )
 
     def publish(self, index: CheckpointIndex, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
-        no file of this save remains, unless the error is ``committed``."""
+        """Commit ``index`` with the metadata of ``user`` and ``provenance``. On failure no file of this
+        save remains, unless the error is ``committed``.
+        """
         own = {"save_id": self.save_id, "time": time.time(), **provenance}
         if not self.sync_files:
             own["durable"] = False
@@ -333,12 +338,12 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             raise
 
     def discard(self) -> None:
-        """Remove the data files of the current save, of all ranks, unless they are committed."""
+        """Remove the data files of the current save, of all ranks, unless committed."""
         commit.discard(self.store, self.save_id, self.names)
         self.remove_made_root()
 
     def remove_made_root(self) -> None:
-        """Remove the folder if this save has made it, and nothing is in it."""
+        """Remove the folder if created by this save and empty."""
         if self._made_root:
             with contextlib.suppress(CheckpointError):
                 self.store.remove_root()
@@ -364,12 +369,15 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         apart: Int64 | None = None,
         observers: Sequence[Observer] = (),
     ) -> WriteOutcome:
-        """Write this rank's rows and objects; the files are complete when it returns, and gone if it raises.
+        """Write this rank's rows and objects; the files are complete on return, and removed on failure.
 
-        ``objects`` are torch.save bytes, and plain msgpack bytes or None. ``on_bytes`` is called with the
-        payload bytes of what was written, from the writing threads. ``apart``
-        has a number for each local tensor: those of different numbers go into different files.
-        ``observers`` see the payloads.
+        Args:
+            columns: Rows to write.
+            memory: Local tensors.
+            objects: torch.save bytes and plain msgpack bytes (or None) of each object.
+            on_bytes: Receives the number of written payload bytes, from the writing threads.
+            apart: Number per local tensor; tensors of different numbers go to different files.
+            observers: Receive the payloads.
         """
         blobs, plain = objects
         writing = PartitionWriter(columns, memory, blobs, self._new_file, on_bytes, observers)
@@ -401,8 +409,9 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     def _partitions(
         self, rows: Int64, payloads: Int64, groups: Int64 | None, *, has_objects: bool
     ) -> list[Int64]:
-        """Deal ``rows`` of so many ``payloads`` bytes to files, those of different ``groups`` to different
-        ones; objects go into the first, which has rows of group 0 alone."""
+        """Distribute ``rows`` with ``payloads`` bytes to files by ``groups``; objects go to the first file,
+        with rows of group 0 only.
+        """
         total, count = int(payloads.sum()), min(self.thread_count, len(rows))
         if not self.sync_files and total >= max(_TWO_FILES_ABOVE_BYTES, len(rows) * _TWO_FILES_MEAN_BYTES):
             count = min(max(count, 2), len(rows))
@@ -421,7 +430,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
 
 def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteResult:
-    """Append an item, as ``planner`` resolves it, to ``file``."""
+    """Append an item, as resolved by ``planner``, to ``file``."""
     fqn, planned, data = item.index.fqn, item.tensor_data, planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
@@ -448,7 +457,7 @@ def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteR
 
 
 def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether `open_store` knows the kind of place that ``checkpoint_id`` names."""
+    """Return True if `open_store` knows the kind of place of ``checkpoint_id``."""
     try:
         open_store(checkpoint_id)
     except CheckpointError:

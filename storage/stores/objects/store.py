@@ -258,7 +258,7 @@ class ObjectStore(Store):
 
     @abstractmethod
     def _put(self, key: str, data: bytes, condition: str | None) -> str:
-        """Put a whole object under ``condition`` (otherwise `Failure.CONDITION`) and return the entity tag."""
+        """Put a whole object under ``condition`` (else `Failure.CONDITION`) and return the entity tag."""
 
     @abstractmethod
     def _delete(self, key: str) -> None:

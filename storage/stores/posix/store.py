@@ -195,7 +195,7 @@ class PosixStore(Store):
         return FileInfo(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
-        """Open a file; raises `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
+        """Open a file; `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
         path = self._root / check_name(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
