@@ -1,6 +1,6 @@
-"""The command line: arguments, tables, errors as lines. Without torch.
+"""The command line: arguments, tables, errors as lines. Does not import torch.
 
-A command is a function; what it finds out is a function of the library.
+Each command is a function that calls the library.
 """
 
 from dcp.cli.app import main

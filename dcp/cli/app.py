@@ -1,4 +1,4 @@
-"""The command ``dcp``: its commands, their list in the help, and a reader that has gone."""
+"""The command ``dcp``: commands, help groups, and closed output pipes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ __all__ = ["app", "main"]
 
 
 class Commands(TyperGroup):
-    """Makes a command when it is called: to make all of them, with all their options, takes as long as many a
-    command does."""
+    """Builds commands on demand, because building all of them is slow."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = dict.fromkeys((*_COMMANDS, *_GROUPS))  # type: ignore[assignment]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Make a command, or a group with its commands."""
+        """Build a command, or a group with its commands."""
         if cmd_name not in self.commands:
             return None
         own: dict[str, Callable[..., Answer | None]]
@@ -54,7 +53,7 @@ class Commands(TyperGroup):
                 )
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a reader that has seen enough, as ``head`` has, is no failure."""
+        """Run the command; a closed output pipe, as with ``head``, is not an error."""
         try:
             try:
                 return super().invoke(ctx)
@@ -74,7 +73,7 @@ def demo(
     s3: bool = Option(False, "--s3", help="Save to an S3 server, which is started here (SeaweedFS)."),
     serve: bool = Option(False, "--serve", help="Keep the catalog up at the end, until Ctrl-C."),
 ) -> None:
-    """Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."""
+    """Train a small model, kill a save, resume on other numbers of ranks, and check every claim."""
     from dcp.demo.story import run_to_exit_status
 
     raise typer.Exit(run_to_exit_status(root, save_every, s3, serve))
@@ -124,7 +123,7 @@ def _common(
         False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
     ),
 ) -> None:
-    """Options that belong to no command."""
+    """Options without a command."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Common parts of the commands: options, answers as text or JSON, errors as lines, exit statuses.
 
-Commands import what needs numpy where they use it: help and usage errors must not wait for that.
+Commands import numpy users inside functions, to keep help and usage errors fast.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _DEBUG: Final = Option(False, "--debug", help="Show the traceback of an error.")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A command's result: ``data`` for --json, which ``show`` prints for people, and the exit status."""
+    """A command's result: ``data`` for --json, printed by ``show`` otherwise, and the exit status."""
 
     data: Any
     show: Callable[[], object] = lambda: None
@@ -68,16 +68,16 @@ class Answer:
 
 @dataclass(slots=True)
 class Call:
-    """One call of a command; ``has_failed`` once an error was printed of one of several places."""
+    """One call of a command; ``has_failed`` after an error at one of several places."""
 
     json: bool
     debug: bool
     has_failed: bool = False
 
     def each(self, places: Iterable[T], work: Callable[[T], R], show: Callable[[R], object]) -> list[R]:
-        """Return what ``work`` makes of places, and show it if it is not for --json.
+        """Return the results of ``work`` for all places, shown unless --json is given.
 
-        What fails is printed, and the others follow all the same.
+        Errors are printed, and the remaining places follow.
         """
         found = []
         for place in places:
@@ -93,9 +93,9 @@ class Call:
 
 
 def as_command(run: Callable[..., Answer | None]) -> Callable[..., None]:
-    """Make a command of ``run``: with --debug, and with --json if it gives an `Answer` or takes the ``call``.
+    """Make a command of ``run``, with --debug, and with --json if it returns an `Answer` or takes ``call``.
 
-    A parameter whose default is a function stands for that one's options, and gets its result.
+    A parameter with a function as default is replaced by the function's options and result.
     """
     own = inspect.signature(run).parameters
     groups = {name: one.default for name, one in own.items() if inspect.isfunction(one.default)}
@@ -132,10 +132,10 @@ def as_command(run: Callable[..., Answer | None]) -> Callable[..., None]:
 
 
 def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
-    """Return options to open ``uri`` with: those ``given``, or of a URL those of the environment.
+    """Return the options to open ``uri``: ``given``, or from the environment for a URL.
 
-    Of an object store that does not answer, the command line waits less long than a training run. Raises
-    `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
+    Timeouts of object stores are shorter than in training. Raises `CheckpointError`, without showing the
+    options, for text that is not a JSON object.
     """
     from dcp.storage.stores import type_of_place
 
@@ -154,7 +154,7 @@ def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
 
 
 def sort_key(option: str, keys: Mapping[str, Callable[[T], Any]]) -> Callable[[T], Any] | None:
-    """Return the key of ``--sort``, if it is given; its mistakes are wrong usage."""
+    """Return the key of ``--sort``, if given; invalid keys are usage errors."""
     if option and option not in keys:
         raise typer.BadParameter(f"{option!r} is none of {', '.join(keys)}", param_hint="--sort")
     return keys.get(option)
@@ -168,9 +168,9 @@ def fail(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def errors_as_lines(*, debug: bool) -> Iterator[None]:
-    """Turn any error into one line on stderr and exit status 3; with ``debug``, into its traceback and 3.
+    """Print any error as one line on stderr, or with ``debug`` as a traceback, and exit with 3.
 
-    An error that is not of our making is a bug, and must not end with Python's status 1: that means findings.
+    Unexpected errors must not exit with Python's status 1, which means findings.
     """
     requests = logging.getLogger("dcp.storage.stores.objects")
     level = requests.level
@@ -202,7 +202,7 @@ def _as_line(error: Exception) -> str:
 
 
 def _extra_with(module: str | None) -> str | None:
-    """Return the extra that brings the package that such a module is in; None where none does."""
+    """Return the extra that installs a missing module's package, or None."""
     from importlib.metadata import PackageNotFoundError, requires
 
     package = (module or "").partition(".")[0].replace("_", "-")
@@ -215,7 +215,7 @@ def _extra_with(module: str | None) -> str | None:
 
 
 def has_no_reader() -> bool:
-    """Return whether the other end of standard output is closed: other pipes break, too."""
+    """Test whether the reader of standard output has closed the pipe."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), select.POLLOUT)

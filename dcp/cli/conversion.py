@@ -1,4 +1,4 @@
-"""Commands that make checkpoints of checkpoints: ``convert`` and ``merge``, and ``map``, which shows maps."""
+"""Commands that write checkpoints: ``convert``, ``merge``, and ``map`` to show weight maps."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ Accumulate = StrEnum("Accumulate", ["FLOAT32", "FLOAT64"])
 
 
 def _target_formats() -> list[str]:
-    """Return the formats that can be written. BadParameter where a package that has one cannot be
-    imported."""
+    """Return the writable formats. BadParameter if the package of a format cannot be imported."""
     from dcp.storage.formats.registry import target_names  # here, as it reads what is installed
 
     try:
@@ -57,7 +56,7 @@ def _target_formats() -> list[str]:
 
 
 def _target_format(name: str) -> str:
-    """Return one of the formats that can be written; for ours nothing is read of what is installed."""
+    """Validate a writable format; built-in formats need no look at installed packages."""
     from dcp.storage.formats.registry import target_named
 
     try:
@@ -114,7 +113,7 @@ def _map_options(
     config: str | None = Option(None, metavar="FILE", help="The model's config.json, if not in the source."),
     sizes: Strings = Option(None, "--set", metavar="NAME=NUMBER", help="A size, as num_attention_heads=32."),
 ) -> dict[str, Any]:
-    """Return the way in which maps are taken, for those that are named."""
+    """Return a function that reads maps by name or file."""
     given: dict[str, Any] = dict(locals())
     numbers = _pairs(sizes, "=", "NAME=NUMBER")
     if not all(number.isdecimal() and len(number) <= 20 for number in numbers.values()):
@@ -123,7 +122,7 @@ def _map_options(
 
 
 def _map_of(name: str, how: dict[str, Any]) -> WeightMap:
-    """Return the map of that name, or in that file."""
+    """Return the map of a name or file."""
     from dcp.planners.weight_maps.weight_map import weight_map
 
     found = weight_map(name, how["config"]).with_numbers(how["sizes"])
@@ -154,7 +153,7 @@ def _conversion_options(
     workers: int | None = Option(None, min=1, help="Processes at a time."),
     no_verify: bool = Option(False, "--no-verify", help="Do not compare the source's checksums."),
 ) -> dict[str, Any]:
-    """Return options that `dcp.convert` and `dcp.merge` have."""
+    """Return the options common to `dcp.convert` and `dcp.merge`."""
     given: dict[str, Any] = dict(locals())
     return given | {
         "rename": _pairs(rename, "=>", "REGEX=>NEW") or None,
@@ -177,7 +176,7 @@ def _sum_options(
     adapter_weights: str | None = Option(None, metavar="N,N,...", help="One for each adapter; by default 1."),
     accumulate: Accumulate = Option(Accumulate.FLOAT32, help="The type in which is added."),
 ) -> dict[str, Any]:
-    """Return options that `dcp.merge` has."""
+    """Return the options of `dcp.merge`."""
     given: dict[str, Any] = dict(locals())
     return given | {
         "weights": _numbers(weights, "--weights"),
@@ -199,10 +198,10 @@ _TARGET_STORAGE: Final = Option(
 
 
 class ConvertCommand(TyperCommand):
-    """Says in its help which formats can be written; what is installed is looked at only then."""
+    """Lists writable formats in its help, including installed packages."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as any command does; where no format was given, the error says which there are."""
+        """Parse arguments; a missing format is an error that lists all formats."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -232,8 +231,7 @@ def convert(
 ) -> Answer:
     """Convert between dcp, torch.save and safetensors, in constant memory, without running pickles.
 
-    A conversion that was killed is resumed when the same command is given again. Of one that was
-    finished the target is compared, and nothing is written.
+    Repeat the command to resume a killed conversion. A finished target is compared, and nothing is written.
     """
     chosen["map"] = _maps_of([] if weight_map is None else [weight_map], how)
     chosen["storage_options"] = storage_options(source, options)
@@ -263,9 +261,9 @@ def merge(
     options: str | None = STORAGE,
     target_options: str | None = _TARGET_STORAGE,
 ) -> Answer:
-    """Add up checkpoints of any formats and shardings, each times its weight, in constant memory.
+    """Add up checkpoints of any format and sharding, each times a weight, in constant memory.
 
-    A merge that was killed is resumed when the same command is given again.
+    Repeat the command to resume a killed merge.
     """
     from dcp.conversion.run import merge
 
@@ -321,8 +319,8 @@ def _check_map(
     top: int | None = TOP,
     options: str | None = STORAGE,
 ) -> Answer:
-    """Say what a map would make of a checkpoint; nothing is read of its tensors. Exits with 1 if it does not
-    fit, or would not load."""
+    """Show the result of a map for a checkpoint, without reading tensors. Exits with 1 if the map does not
+    fit, or the result would not load."""
     from dcp.planners.weight_maps.mapped_index import map_index, misfits
     from dcp.storage.formats.opening import complete_index, open_source
     from dcp.storage.stores.opening import OpenWith

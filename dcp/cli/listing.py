@@ -1,4 +1,4 @@
-"""Commands that list: ``ls`` the checkpoints of a folder, ``show`` the entries of one."""
+"""Commands that list: ``ls`` for checkpoints of a folder, ``show`` for entries of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ls(
     quick: bool = Option(False, "--quick", help="Open no checkpoint: at once, and with less in a row."),
     options: str | None = STORAGE,
 ) -> Answer:
-    """List the checkpoints in a folder: step, time, format, size, committed or not; and the runs below it."""
+    """List the checkpoints in a folder (step, time, format, size, state) and the runs below."""
     from dcp.inspection.checkpoints import list_below, list_checkpoints, list_runs
 
     given = storage_options(uri, options)
@@ -74,8 +74,7 @@ def _sums(found: Sequence[CheckpointSummary], runs: Sequence[CheckpointSummary])
 
 
 def _time_of(found: Sequence[CheckpointSummary]) -> str:
-    """Return the meaning of the time in the rows: files without a commit have only that of their last
-    change."""
+    """Return the heading of the time column: files without a commit have only a modification time."""
     kinds = {one.state == "committed" for one in found if one.committed_seconds is not None}
     return "written" if len(kinds) > 1 else "modified" if kinds == {False} else "committed"
 
@@ -101,7 +100,7 @@ def show(
     top: int | None = TOP,
     options: str | None = STORAGE,
 ) -> Answer:
-    """Show what is in a checkpoint: where it comes from, its tensors, with --objects its other values."""
+    """Show a checkpoint's provenance and tensors, and with --objects its other values."""
     by = sort_key(sort, _SORTS)
     from dcp.inspection.checkpoints import header_of, module_tree, object_rows, tensor_rows
     from dcp.storage.formats.opening import open_source
@@ -169,7 +168,7 @@ def _dropped(part: Any) -> str:
 
 
 def _wrapped(value: str) -> str:
-    """Wrap between words where it is too long; a path has none, and is to be copied."""
+    """Wrap long text between words; paths stay whole for copying."""
     columns = printing.output_columns()
     if columns is None or columns <= 2 * _FACT_COLUMNS:
         return value
@@ -178,8 +177,7 @@ def _wrapped(value: str) -> str:
 
 
 def _phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
-    """Return each phase of the save with its longest duration, and the rank that took it where there are
-    several."""
+    """Return the phases of a save with the longest duration, and its rank if there were several."""
     shown = []
     for phase in dict.fromkeys(phase for seconds in ranks for phase in seconds):
         slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].get(phase, 0.0))
@@ -189,7 +187,7 @@ def _phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
 
 
 def _traffic(ranks: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
-    """Yield the requests that all ranks together made of the storage's service, where that was noted."""
+    """Yield recorded requests of all ranks to the object store."""
     total: Counter[str] = Counter()
     for rank in ranks:
         total.update({name: int(count) for name, count in rank.items()})

@@ -1,4 +1,4 @@
-"""Output of the commands: lines, JSON, tables that fit the terminal, pictures of characters, progress."""
+"""Output of the commands: lines, JSON, tables that fit the terminal, character charts, progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UPDATE_SECONDS: Final = 0.1
 
 
 def line(text: str) -> None:
-    """Print a line that has names of files in it."""
+    """Print a line that may contain file names."""
     print(printable(text))
 
 
@@ -48,9 +48,9 @@ def printable(text: str) -> str:
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """Print ``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its repr.
+    """Print ``value`` (plain data, data classes) as JSON on stdout; bytes and NaN as their repr.
 
-    Without ``indent`` it is one line, which is there at once.
+    Without ``indent`` the value is one line, flushed at once.
     """
     plain = _jsonable(value)
     try:
@@ -81,7 +81,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def size(count: int | None) -> str | None:
-    """Return a size to read: three digits and a binary unit; None where it is not known."""
+    """Format a size with three digits and a binary unit; None if unknown."""
     if count is None or count < 1024:
         return None if count is None else f"{count} B"
     value = float(count)
@@ -98,7 +98,7 @@ def shape(sizes: Sequence[int]) -> str:
 
 
 def shown_value(value: object, most: int) -> str:
-    """Return a value that is no tensor in at most so many characters."""
+    """Format a value that is not a tensor, up to a number of characters."""
     from dcp.storage.formats.torch.python_values import value_text
 
     text = value_text(value)
@@ -106,8 +106,7 @@ def shown_value(value: object, most: int) -> str:
 
 
 def describe_time(seconds: float | None) -> str:
-    """Return seconds since the epoch as local time; - where it is not known, or in no year that a calendar
-    has."""
+    """Format seconds since the epoch as local time; - if unknown or out of range."""
     try:
         when = None if seconds is None else datetime.fromtimestamp(seconds, UTC).astimezone()
     except (ValueError, OverflowError, OSError):
@@ -121,14 +120,14 @@ def counted(count: int, what: str) -> str:
 
 
 def sparkline(counts: Sequence[int]) -> str:
-    """Draw one character for each of ``counts``, as high as it is; whatever is not 0 can be seen."""
+    """Draw one character for each of ``counts``; every count above 0 is visible."""
     heights = _HEIGHTS if _can_print(_HEIGHTS) else _ASCII_HEIGHTS
     largest = max(counts, default=0)
     return "".join(heights[-(-count * 8 // largest) if largest else 0] for count in counts)
 
 
 def bar(count: int, largest: int, width: int) -> str:
-    """Draw a bar of ``width`` characters for ``largest``, and of its share for ``count``."""
+    """Draw a bar for ``count``, where ``largest`` has ``width`` characters."""
     eighths = -(-count * width * 8 // largest) if largest else 0
     if not _can_print(_WIDTHS):
         return "#" * -(-eighths // 8)
@@ -155,14 +154,13 @@ def table(
     what: str = "",
     total: Sequence[object] | None = None,
 ) -> None:
-    """Print aligned columns; those named with a ``>`` before are flushed right, and None is a dash.
+    """Print aligned columns; names with a ``>`` prefix align right, None is a dash.
 
-    Of the ``rows`` the first ``top`` are printed, and how many more of ``what`` there are; ``total`` is the
-    last row. Where the output is too narrow for them, columns without any value are left out, and then, one
-    by one until it is wide enough, what ``narrow`` says: ``name`` leaves that column out, ``name:20``
-    shortens what is in it, down to so many characters.
+    The first ``top`` of ``rows`` are printed, with the number of remaining ``what``; ``total`` is the last
+    row. If the output is too narrow, empty columns are left out first. Entries of ``narrow`` follow one by
+    one: ``name`` leaves out a column, ``name:20`` shortens a column to 20 characters.
 
-    Written by hand because rich lays out 20,000 rows in seconds.
+    Written by hand, because rich takes seconds for 20,000 rows.
     """
     shown = [*islice(rows, top), *(() if total is None else [total])]
     columns = {
@@ -210,7 +208,7 @@ def _fit(
 
 
 def _shortened(text: str, width: int) -> str:
-    """Return ``text``, without its middle if it is longer than ``width``: names differ at both ends."""
+    """Shorten ``text`` to ``width`` in the middle, because names differ at both ends."""
     if len(text) <= width:
         return text
     mark = "…" if _can_print("…") else "..."
@@ -219,15 +217,14 @@ def _shortened(text: str, width: int) -> str:
 
 
 def output_columns() -> int | None:
-    """Return the width of the output: the terminal's width or ``COLUMNS``; None where nothing bounds it, as
-    in a pipe."""
+    """Return the width of the terminal or ``COLUMNS``; None without a limit, as in a pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return None
 
 
 def largest_first(part: str, field: str) -> Callable[[object], tuple[bool, float]]:
-    """Make a key that sorts rows by a figure of a part of them, the largest first, and what has none last."""
+    """Make a sort key by a figure, the largest first, rows without the figure last."""
 
     def key(row: object) -> tuple[bool, float]:
         figure = getattr(getattr(row, part), field, None)
@@ -241,8 +238,8 @@ def largest_first(part: str, field: str) -> Callable[[object], tuple[bool, float
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """Give a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if that is
-    no terminal."""
+    """Return a function of (bytes done, total bytes) that shows rate and remaining time on stderr; None
+    without a terminal."""
     with drawn_bar("", of_command=True) as update:
         if update is None:
             yield None

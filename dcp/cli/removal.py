@@ -1,4 +1,4 @@
-"""Commands that free space: ``rm``, ``prune`` of parts, and ``gc`` of what killed saves have left."""
+"""Commands that free space: ``rm``, ``prune`` for parts, ``gc`` for leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _KINDS: Final = {
 
 
 def rm(call: Call, uris: list[str] = URIS, yes: bool = _YES, options: str | None = STORAGE) -> Answer:
-    """Remove checkpoints, the commit object first: at any crash all of one is there, or nothing.
+    """Remove checkpoints, the commit object first: a crash leaves a checkpoint whole or gone.
 
-    Lists the files that would go, unless --yes is given. Pinned checkpoints and other files stay.
+    Lists the files unless --yes is given. Pinned checkpoints and other files stay.
     """
     done = call.each(uris, lambda uri: _remove(uri, storage_options(uri, options), yes=yes), _print_removed)
     if done and not yes and not call.json:
@@ -47,7 +47,7 @@ def rm(call: Call, uris: list[str] = URIS, yes: bool = _YES, options: str | None
 
 
 def _remove(uri: str, options: dict[str, Any] | None, *, yes: bool) -> dict[str, Any]:
-    """Return what is removed, or without ``yes`` would be, as --json has it."""
+    """Return the removed files, or without ``yes`` the candidates, in the form of --json."""
     from dcp.manager.removal import files_to_remove, remove_checkpoint
     from dcp.steps import read_notes
     from dcp.storage.formats.opening import naming_near_places
@@ -101,10 +101,10 @@ def prune(
     yes: bool = _YES,
     options: str | None = STORAGE,
 ) -> Answer:
-    """Drop the optimizer, or another part, of checkpoints; what stays is as it was, also for stock torch.
+    """Drop the optimizer, or another part, of checkpoints. The rest stays readable, also for stock torch.
 
-    Of a run the newest ones keep it: --last says how many. Tells what would be freed, unless --yes is given.
-    Pinned checkpoints stay whole. At any crash a checkpoint is as before or without the part.
+    In a run the newest --last steps keep the part. Lists the savings unless --yes is given. Pinned
+    checkpoints stay whole. A crash leaves a checkpoint either unchanged or without the part.
     """
     from dcp.manager.dropping import drop_parts
 
@@ -197,10 +197,10 @@ def gc(
     uploads: bool = Option(False, "--uploads", help="End all unfinished uploads; a save at work fails."),
     options: str | None = STORAGE,
 ) -> Answer:
-    """Remove what killed saves have left: files that no checkpoint refers to, a day old or more.
+    """Remove leftovers of killed saves: files without a checkpoint, one day old or more.
 
-    Lists them, unless --yes is given. Committed checkpoints, and files that are not named as saves name
-    theirs, are never touched.
+    Lists the files unless --yes is given. Committed checkpoints, and files with other names than those of
+    saves, are never touched.
     """
     from dcp.manager.removal import find_leftovers, remove_leftovers
     from dcp.storage.stores.opening import OpenWith

@@ -1,6 +1,6 @@
-"""Commands of the service: it and its workers, its database, and its keys and roots.
+"""Commands of the service: server, workers, database, keys and roots.
 
-They call `dcp.server`, which nothing else of the command line imports.
+Only these commands import `dcp.server`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def serve(
 
 
 def _settings(config: Path | None, **flags: Any) -> Settings:
-    """Read flags that were given, then the environment, then the file; one line for what is wrong with
-    them."""
+    """Read flags, then the environment, then the file; errors become one line."""
     from pydantic import ValidationError
 
     from dcp.server.core.settings import CONFIG_VARIABLE, DEFAULT_CONFIG, Settings
@@ -114,7 +113,7 @@ def _roots_of(given: list[str]) -> dict[str, dict[str, str]] | None:
 
 
 def _name_of(url: str) -> str:
-    """Name it after the folder, or the last part of the URL, in the letters that names of roots have."""
+    """Derive a root's name from the folder, or the last part of the URL."""
     _, scheme, place = url.rpartition("://")
     last = place.rstrip("/").rpartition("/")[2] if scheme else Path(url).expanduser().resolve().name
     return re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-._")[:63]
@@ -126,10 +125,10 @@ def worker(
     concurrency: int | None = Option(None, min=1, help="How many tasks run at a time [2]."),
     until_input_ends: bool = Option(False, "--until-input-ends", hidden=True),
 ) -> None:
-    """Do the jobs of the service: conversions, verifications, scans and what else is in its queue.
+    """Run the jobs of the service: conversions, verifications, scans and others.
 
-    As many as one likes may run, on one machine or on several that share the database and the roots. Ends on
-    SIGTERM and SIGINT; what it was doing is done by another one.
+    Any number of workers may run, on one machine or on several with access to the database and the roots.
+    SIGTERM and SIGINT end a worker; another worker continues its job.
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
     from dcp.server.core.jobs.worker import Worker
@@ -165,10 +164,10 @@ def _watch_input(stop: threading.Event) -> None:
 
 @contextmanager
 def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = False) -> Iterator[Database]:
-    """Open the database of the settings; exits with a line for a wrong URL, and for one that is away.
+    """Open the database of the settings; exit with a line for a wrong URL or an unreachable database.
 
-    ``with_tables``: those of this version. SQLite gets them, as from `dcp serve`; for another one the line
-    says what to do. ``is_made``: also where there is no file yet.
+    ``with_tables``: require current tables. SQLite is upgraded, as in `dcp serve`; for other databases the
+    line names the command. ``is_made``: create a missing file.
     """
     from dcp.server.core.problems import ProblemError
     from dcp.server.database import migrations
@@ -193,7 +192,7 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
 
 
 def _upgrade(settings: Settings = _SETTINGS) -> None:
-    """Bring the database up to date: from nothing, or from any older version. Back it up before."""
+    """Create the database or upgrade it from any older version. Make a backup before."""
     from dcp.server.database import migrations
     from dcp.server.features import features
 
@@ -204,7 +203,7 @@ def _upgrade(settings: Settings = _SETTINGS) -> None:
 
 
 def _status(settings: Settings = _SETTINGS) -> Answer:
-    """Print the revision of the database and the one that this version needs; exit with 1 if they differ."""
+    """Print the revision of the database and the required one; exit with 1 if they differ."""
     from dcp.server.database import migrations
 
     with _opened(settings, with_tables=False, is_made=True) as opened:
@@ -230,7 +229,7 @@ def _create(
     ),
     settings: Settings = _SETTINGS,
 ) -> Answer:
-    """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""
+    """Create a key and print it once, alone on stdout for use in a pipe."""
     lasts_seconds = None if expires is None else _duration(expires)
     from sqlalchemy import select
 
@@ -270,7 +269,7 @@ def _create(
 
 
 def _service_account(connection: Connection, name: str, now_seconds: float) -> int:
-    """Return the id of a service account, which is made if there is none of the name."""
+    """Return the id of a service account, creating the account if necessary."""
     from sqlalchemy import insert
 
     from dcp.server.catalog import audit
@@ -307,7 +306,7 @@ def _duration(text: str) -> float:
 
 
 def _list_keys(settings: Settings = _SETTINGS) -> Answer:
-    """All keys, revoked and expired ones too, without what they are made of."""
+    """List all keys, including revoked and expired ones, without their secrets."""
     from dcp.server.core.security import keys
 
     with _opened(settings) as opened, opened.read() as connection:
@@ -369,7 +368,7 @@ KEYS: Final[dict[str, Callable[..., Answer | None]]] = {
 
 
 def _list_roots(settings: Settings = _SETTINGS) -> Answer:
-    """All roots with their last scan, those that are not configured any more too."""
+    """List all roots with their last scan, including roots no longer configured."""
     from dcp.server.catalog.runs import list_roots
 
     with _opened(settings) as opened, opened.read() as connection:
@@ -396,10 +395,10 @@ def _accept(
     yes: bool = Option(False, "--yes", help="Do it; without it only say what would be done."),
     settings: Settings = _SETTINGS,
 ) -> None:
-    """Say that checkpoints which the last scan did not find are gone for good, though they are many.
+    """Accept that many checkpoints, missing in the last scan, are gone for good.
 
-    The root is looked through once more, here and now. What is still not there is marked as vanished, and
-    nothing is if more is missing than the scan before had said.
+    The root is scanned again now. Missing checkpoints are marked as vanished, unless more are missing than in
+    the last scan.
     """
     from dcp.server.catalog import audit
     from dcp.server.catalog.runs import list_roots

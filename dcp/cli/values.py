@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dcp.inspection.verification import VerifyReport
 
 _PRINTED: Final = 1000
-"""Of tensors with more elements only the edges are printed, as numpy does it."""
+"""Larger tensors are printed with edges only, as by numpy."""
 _EDGE: Final = 3
 _CHILDREN: Final = 8
 _VALUE_CHARACTERS: Final = 60
@@ -66,7 +66,7 @@ def cat(
     npy: str | None = Option(None, metavar="FILE", help="Write a .npy file instead; '-' is standard output."),
     options: str | None = STORAGE,
 ) -> Answer | None:
-    """Print the values of a tensor, or of a part of it, or another value. Only what is shown is read."""
+    """Print the values of a tensor, or of a part, or another value. Only the printed part is read."""
     if call.json and npy is not None:
         raise typer.BadParameter("--json and --npy exclude each other")
     slices = None if slice_ is None else _slices(slice_)
@@ -92,7 +92,7 @@ def cat(
 
 
 def _slices(text: str) -> Slices:
-    """Return ``0:2,:,3`` as numpy would take it."""
+    """Parse ``0:2,:,3`` as a numpy index."""
     parts: list[slice | int | EllipsisType] = []
     for part in map(str.strip, text.split(",")):
         bounds = part.split(":")
@@ -124,7 +124,7 @@ def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
 
 
 def _absent(fqn: str, names: Sequence[str]) -> str:
-    """Return names below one that has no value of its own, or names that may have been meant."""
+    """Return names below a prefix without a value, or similar names."""
     below = [name.removeprefix(f"{fqn}.") for name in names if name.startswith(f"{fqn}.")]
     if below:
         return f"{fqn!r} is not a value, {len(below):,} are below it: {_children(fqn, below)}"
@@ -135,7 +135,7 @@ def _absent(fqn: str, names: Sequence[str]) -> str:
 
 
 def _children(fqn: str, below: Sequence[str]) -> str:
-    """Return the parts directly below ``fqn``, or those below the only one, with how many values each has."""
+    """Return the parts below ``fqn``, descending through single parts, with their numbers of values."""
     counts = Counter(name.partition(".")[0] for name in below)
     if len(counts) == 1 and all("." in name for name in below):
         (only,) = counts
@@ -170,8 +170,8 @@ def _print_tensor(reader: TensorReader, row: int, slices: Slices | None) -> None
 
 
 def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[int, ...]) -> Array:
-    """Return an array that prints as the whole would: of long dimensions the first and last elements, and
-    one that is not shown."""
+    """Return an array that prints like the whole: first and last elements of long dimensions, and one hidden
+    element."""
     import numpy as np
 
     def ends(size: int) -> list[slice]:
@@ -187,7 +187,7 @@ def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[i
 
 
 def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: str) -> None:
-    """Write an array; types that numpy lacks are written as float32, which has all their values."""
+    """Write an array; dtypes unknown to numpy become float32, without loss."""
     import numpy as np
 
     from dcp.inspection.values.elements import stored_dtype
@@ -211,7 +211,7 @@ def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: st
 
 @contextlib.contextmanager
 def _output(target: str) -> Iterator[BinaryIO]:
-    """Yield standard output, or a file that appears when it is complete."""
+    """Yield standard output, or a file that becomes visible when complete."""
     if target == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -251,7 +251,7 @@ def stats(
 ) -> Answer:
     """Read tensors and describe their values: range, mean, deviation, norm, NaN, infinities, zeros.
 
-    Histograms are over powers of two: from large negative numbers over zero to large positive ones.
+    Histogram bins are powers of two, from large negative to large positive numbers.
     """
     by = sort_key(sort, _SORTS)
     from dcp.inspection.values.statistics import statistics
@@ -327,7 +327,7 @@ def diff(
 ) -> Answer:
     """Compare checkpoint B with A. Exits with 1 if anything differs.
 
-    Tensors whose checksums or digests are equal are not read: `dcp verify` does. Their files must be there.
+    Tensors with equal checksums or digests are not read, but their files must exist; `dcp verify` reads them.
     """
     from dcp.inspection.values.difference import diff
 
@@ -353,7 +353,7 @@ def diff(
 
 
 def _rename(rule: str) -> tuple[str, str]:
-    """Parse a rule as `dcp convert` has it; ``REGEX=NEW`` is how it was before, for rules without ``=>``."""
+    """Parse a rule as `dcp convert`; ``REGEX=NEW`` is the older form for rules without ``=>``."""
     regex, separator, text = rule.partition("=>" if "=>" in rule else "=")
     if not separator:
         raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=>NEW")
@@ -361,8 +361,7 @@ def _rename(rule: str) -> tuple[str, str]:
 
 
 def _renaming(found: Difference) -> str:
-    """Return a rule for ``--rename`` by which tensors that A alone has are some that B alone has; ""
-    without any."""
+    """Suggest a rule for ``--rename`` that turns names of A alone into names of B alone, or ""."""
     from dcp.planners.load.plan import rename_for_missing
 
     added = [tensor.fqn for tensor in found.tensors if tensor.kind == "added"]
@@ -432,7 +431,7 @@ def digest(
 ) -> Answer:
     """Print a digest of each tensor: equal for equal bytes, dtype and shape, in any sharding and format.
 
-    Those in the manifest cost nothing; for others the tensors are read. They tell accidents, not forgeries.
+    Digests in the manifest are free; other tensors are read. Digests detect accidents, not forgeries.
     """
     from dcp.inspection.values.digests import digests
 
@@ -458,10 +457,10 @@ def verify(
     only: Strings = Option(None, metavar="GLOB", help="Of the one to compare with, as 'model.*'."),
     options: str | None = STORAGE,
 ) -> Answer:
-    """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong.
+    """Read every byte of checkpoints and compare the checksums. Exits with 1 for any damage.
 
-    A file that the checkpoint does not refer to is a note, and nothing wrong: `dcp gc` removes what is left
-    of killed saves. --against compares digests, too; where that one's manifest has none its tensors are read.
+    Unreferenced files are reported as notes; `dcp gc` removes leftovers of killed saves. --against compares
+    digests, reading the tensors if the manifest has none.
     """
     of_against = storage_options(against or "", options if "://" in (against or "") else None) or {}
 

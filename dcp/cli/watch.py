@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dcp.watching import Watch, WatchedStep
 
 _END_SECONDS: Final = 10.0
-"""The time that a command may take to end by SIGTERM."""
+"""Time for a command to end after SIGTERM."""
 
 _PR_SET_PDEATHSIG: Final = 1
 _STDERR: Final = 2
@@ -47,11 +47,11 @@ def watch(
     folders: str = FOLDERS,
     options: str | None = STORAGE,
 ) -> None:
-    """Print the committed steps of a run as they come, or run a command for each, and acknowledge it.
+    """Print the committed steps of a run as they appear, or run a command for each step.
 
-    A step is printed or given to the command once for each consumer; one that was not acknowledged, because
-    the command failed or this was killed, is given again to whoever continues. With --json a line of JSON a
-    step. SIGINT and SIGTERM end it, and the command with it. A run that is not there fails with --once.
+    Each consumer gets each step once. A step counts as done once printed, or once the command exits with 0;
+    other steps are repeated on the next start. --json prints a line for each step. SIGINT and SIGTERM end the
+    command too. A missing run is an error with --once.
     """
     words, status = _words(exec_), None
     from dcp.watching import watch
@@ -101,7 +101,7 @@ def _tell(step: WatchedStep, status: int | None, *, json: bool) -> None:
 def _run(
     words: list[str], steps: Watch, step: WatchedStep, tries: int, pause_seconds: float, *, json: bool
 ) -> int:
-    """Return the exit status of the command's last try; 0 too where the checkpoint is not there any more."""
+    """Return the exit status of the last try; 0 if the checkpoint was removed."""
     for number in range(1, tries + 1):
         status = _run_once(words, step, json=json)
         if status == 0:

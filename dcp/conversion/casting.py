@@ -1,9 +1,8 @@
-"""Casts between floating-point types on plain numpy arrays, rounded as torch's ``Tensor.to`` rounds.
+"""Casts between floating-point types on numpy arrays, with the rounding of torch's ``Tensor.to``.
 
-bfloat16 and the two float8 types, which numpy lacks, are handled as their bits. Whatever is wider than
-float32 goes through it, as in torch, so that the double rounding is the same. NaN stays NaN (torch does not
-promise its bits); what is too large becomes infinite, in float8_e4m3fn, which has no infinity, the largest
-number.
+bfloat16 and two float8 types are handled as bits, because numpy lacks them. Wider types are rounded to
+float32 first, as in torch. NaN stays NaN with unspecified bits. Too large numbers become infinite, or the
+largest number in float8_e4m3fn, which has no infinity.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ TOO_LARGE: Final[dict[int, float]] = {
         "float8_e5m2": 61440.0,
     }.items()
 }
-"""The smallest number that rounds to none of a type, by its code."""
+"""Smallest number too large for a type, by code."""
 
 
 def stored_dtype(code: int) -> np.dtype[Any]:
-    """Return the type of the elements to numpy, of a type that can be cast."""
+    """Return the numpy dtype of stored elements of a castable type."""
     return elements.stored_dtype(dtypes.BY_CODE[code])
 
 
@@ -53,8 +52,10 @@ def cast(data: memoryview, source_code: int, target_code: int) -> _Array:
 
 
 def widened(stored: _Array, code: int, out: _Array) -> _Array:
-    """Return the elements of type ``code``, as they are ``stored``, in the type of ``out``, float32 or
-    float64: ``stored`` itself, or put into ``out``. What is wider is rounded once."""
+    """Convert ``stored`` elements of type ``code`` to the type of ``out`` (float32 or float64).
+
+    Returns ``stored`` itself or ``out``. Wider types are rounded once.
+    """
     dtype = dtypes.BY_CODE[code]
     if stored.dtype == out.dtype:
         return stored
@@ -67,8 +68,10 @@ def widened(stored: _Array, code: int, out: _Array) -> _Array:
 
 
 def narrowed(values: _Array, code: int) -> _Array:
-    """Return numbers of float32 or float64 as bytes of the type ``code``: rounded once, to the nearest,
-    ties to even. Numbers from `TOO_LARGE` on, and what is none, are for the caller to find."""
+    """Convert float32 or float64 numbers to bytes of type ``code``, rounded once to nearest, ties to even.
+
+    The caller checks for NaN and numbers from `TOO_LARGE` on.
+    """
     dtype = dtypes.BY_CODE[code]
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if dtype.name in ("float64", "float32", "float16"):
@@ -79,8 +82,8 @@ def narrowed(values: _Array, code: int) -> _Array:
 
 
 def _odd_single(values: _Array) -> _Array:
-    """Return them as float32, "rounded to odd": what is rounded again, to fewer bits, is then as if it
-    were rounded once (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008)."""
+    """Round to float32 "to odd": a second rounding to fewer bits then equals a single rounding (Boldo and
+    Melquiond, Emulation of FMA and correctly rounded sums, 2008)."""
     single = values.astype(np.float32)
     back = single.astype(np.float64)
     bits = single.view(np.uint32)
@@ -98,8 +101,11 @@ def _single_to_bfloat16(values: _Array) -> _Array:
 def _single_to_float8(
     values: _Array, *, mantissa_bits: int, bias: int, too_large: int, infinite: int
 ) -> _Array:
-    """Round to nearest, ties to even. ``too_large``: exponent field and mantissa, as of float32, from which
-    on it is not rounded any more; ``infinite``: what such values become."""
+    """Round to nearest, ties to even.
+
+    ``too_large``: exponent and mantissa, as in float32, of the first number not rounded; ``infinite``: the
+    replacement of these numbers.
+    """
     bits = np.ascontiguousarray(values).view(np.uint32)
     sign = (bits >> 24).astype(np.uint8) & 0x80
     bits = bits & np.uint32(0x7FFFFFFF)

@@ -1,7 +1,7 @@
-"""Executors of tasks: this thread, processes of this machine, Dask, or an executor of the caller's.
+"""Executors of tasks: this thread, local processes, Dask, or an executor of the caller.
 
-`serve` is what a process of `LocalProcesses` runs: pickles in, pickles out, no torch. It is started as a
-program of its own, so that the program of the caller is not imported a second time.
+`serve` runs in the processes of `LocalProcesses`. They exchange pickles and do not import torch. Each process
+is started as a separate program, to avoid a second import of the caller's program.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 DEFAULT_WORKERS: Final = max(1, min(4, len(os.sched_getaffinity(0))))
-"""More do not help one disk, and each takes some 60 MiB."""
+"""More workers do not speed up a single disk; each takes about 60 MiB."""
 
 _END_SECONDS: Final = 10.0
-"""Time for processes to end uploads; what is left of one after that is removed by the next writer."""
+"""Time for processes to end uploads; the next writer removes leftovers."""
 
 _START: Final = (
     # A terminal interrupts all of its processes: what becomes of these is decided by the one that made them.
@@ -52,10 +52,11 @@ def run_all(
     workers: int | None,
     before: Callable[[Item], None],
 ) -> None:
-    """Have ``function`` of each of ``items`` carried out, some at a time: ``before`` is called with an item
-    before that, ``take`` with it and the result. The list is empty then: items take much memory.
+    """Carry out ``function`` for each of ``items``, several at a time.
 
-    ``executor`` is ``inline``, ``processes``, ``dask://host:port`` or an executor (`check_executor`).
+    ``before`` is called with an item before the call, ``take`` with the item and the result. ``items`` is
+    emptied to free memory. ``executor`` is ``inline``, ``processes``, ``dask://host:port`` or an executor
+    (`check_executor`).
     """
     items.reverse()
     if executor == "inline":
@@ -81,8 +82,7 @@ def run_all(
 
 @contextmanager
 def _open_executor(executor: str | Executor, workers: int | None) -> Iterator[tuple[Executor, int]]:
-    """Provide an executor and the number of calls that it should have at a time. Those made here are ended
-    here."""
+    """Provide an executor and its number of concurrent calls; own executors are ended afterwards."""
     if isinstance(executor, Executor):
         yield executor, workers or 4 * DEFAULT_WORKERS
     elif executor == "processes":
@@ -100,7 +100,7 @@ def _open_executor(executor: str | Executor, workers: int | None) -> Iterator[tu
 
 
 def check_executor(executor: object, workers: int | None) -> None:
-    """Raise OptionError for those that `run_all` does not take."""
+    """Raise OptionError for executors that `run_all` does not accept."""
     if workers is not None and workers < 1:
         raise OptionError(f"workers must be positive, not {workers}")
     is_named = executor in ("inline", "processes") or str(executor).startswith("dask://")
@@ -130,12 +130,11 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
 
 
 class LocalProcesses(Executor):
-    """Processes that are started for this and import no torch, nor the program of the caller.
+    """Worker processes without torch and without the caller's program.
 
-    Each is of a thread, which hands it calls and waits. One that dies fails the call it was at, with
-    CheckpointError. They end with this object, and with the process that made it, however that ends: the
-    threads are daemons, which the interpreter does not wait for, as it does for those of a
-    ThreadPoolExecutor.
+    Each process has a thread that sends calls and waits. A process that dies fails its current call with
+    CheckpointError. Processes end with this object and with the parent process: the threads are daemons,
+    unlike those of a ThreadPoolExecutor.
     """
 
     def __init__(self, workers: int) -> None:
@@ -157,8 +156,8 @@ class LocalProcesses(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the processes after the calls that they are at; with ``cancel_futures`` at once: such a call
-        fails with CheckpointError."""
+        """End the processes after their current calls; ``cancel_futures`` ends them at once, with
+        CheckpointError."""
         with self._lock:
             self._is_aborted = cancel_futures
             running = [*self._processes] if cancel_futures else []
@@ -175,7 +174,7 @@ class LocalProcesses(Executor):
             thread.join()
 
     def _drive(self) -> None:
-        """Have a process carry out calls, which is started with the first one, and anew if it died."""
+        """Send calls to a process, started with the first call and restarted after its death."""
         process: subprocess.Popen[bytes] | None = None
         while (call := self._calls.get()) is not None:
             future, order = call
@@ -210,7 +209,7 @@ class LocalProcesses(Executor):
             return process
 
     def _call(self, process: subprocess.Popen[bytes], order: bytes) -> Any:
-        """Return (True, result) or (False, exception) of a function and its arguments, which are pickled."""
+        """Return (True, result) or (False, exception) of a pickled function with arguments."""
         connection = self._processes[process]
         try:
             connection.send_bytes(order)
@@ -226,7 +225,7 @@ class LocalProcesses(Executor):
         return pickle.loads(answer)
 
     def _end(self, process: subprocess.Popen[bytes] | None) -> None:
-        """Have a process end after the call that it is at."""
+        """End a process after its current call."""
         if process is not None:
             with suppress(OSError):  # it has ended already
                 self._processes[process].send_bytes(b"")  # a fork of this process may hold it open
@@ -237,10 +236,9 @@ class LocalProcesses(Executor):
 
 
 def serve(descriptor: int) -> None:
-    """Carry out calls from the connection until its end, and send (True, result) or (False, exception).
+    """Carry out calls from the connection and send (True, result) or (False, exception).
 
-    On SIGTERM, and when it ends while a call runs, because the parent is gone, the call is broken off; what
-    it writes to a store is taken back.
+    SIGTERM and the end of the parent interrupt the current call, and its writes to a store are undone.
     """
     signal.signal(signal.SIGTERM, _leave)
     connection = Connection(descriptor)
@@ -264,7 +262,7 @@ def serve(descriptor: int) -> None:
 
 
 def _listen(connection: Connection, calls: queue.SimpleQueue[bytes], is_busy: threading.Event) -> None:
-    """Receive calls in a thread, so that the end of the parent is noticed during a call."""
+    """Receive calls in a thread, to notice the end of the parent during a call."""
     call = b"begun"
     while call:
         try:

@@ -1,10 +1,9 @@
-"""Read a task's tensors into a buffer: ranges straight to their place, strided boxes through scratch memory.
+"""Read a task's tensors into a buffer: ranges directly, strided boxes through scratch memory.
 
-Each byte is read once, neighbours together, and each source byte's checksum is taken on the way: as CRC-32s
-of `Fragment`s, which are combined to those of whole blocks once all are there
-(`dcp.conversion.running`). So a block that two tasks have halves of is verified too, and no task
-reads more than it needs. One pass over the bytes serves the checksums of the target, too, which the read
-engine of loads does not know: that is why conversions have a reader of their own.
+Each byte is read once, with neighbours in one request, and checksummed in the same pass: CRC-32s of
+`Fragment`s are later combined to CRC-32s of blocks (`dcp.conversion.running`). Blocks shared by two tasks are
+verified without extra reads. The same pass computes the target's checksums, which the read engine of loads
+does not support.
 """
 
 from __future__ import annotations
@@ -33,20 +32,19 @@ from dcp.storage.threads import work_off
 
 SCRATCH_BYTES: Final = 8 << 20
 NO_CHUNK: Final = -1
-"""Of reads whose bytes have no checksum of their own."""
+"""Marks reads without a checksum."""
 
 _SPARSE: Final = 4
 _RUN_COST_BYTES: Final = 8 << 10
-"""Reading a run of its own costs about as much as that many bytes."""
+"""A separate request costs about as much as reading this many bytes."""
 _STEP_BYTES: Final = 1 << 20
-"""Bytes read before they are checksummed, so that the checksum finds them in the cache."""
+"""Bytes read before each checksum, to stay within the cache."""
 
 
 class Wanted(NamedTuple):
-    """Elements ``first`` to ``last`` (C order) of a copy made of ``sources``, to ``target``.
+    """Elements ``first`` to ``last`` (C order) of a copy made of ``sources``, to write to ``target``.
 
-    ``copy`` and ``position`` say which bytes of the output they are, if they go there as they are; with
-    ``copy`` -1 they do not.
+    ``copy`` and ``position`` locate the bytes in the output; ``copy`` is -1 for intermediate data.
     """
 
     target: memoryview
@@ -59,8 +57,8 @@ class Wanted(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """Elements that are copied from the bytes of a read to a buffer: the first from ``begin`` to ``target``.
-    Places and strides are in bytes; the source's slowest dimension is the first."""
+    """Elements to copy from a read at byte ``begin`` to ``target``, with byte strides, slowest dimension
+    first."""
 
     begin: int
     target: int
@@ -70,8 +68,10 @@ class _Box(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """One range of a file: ``target`` itself or, with a ``box``, what elements of ``target`` are copied from.
-    ``chunk`` and ``position``, ``copy`` and ``copy_position`` say whose bytes it has, for checksums."""
+    """A range of a file, read into ``target``, or through a ``box`` copied to ``target``.
+
+    ``chunk``, ``position``, ``copy`` and ``copy_position`` locate the bytes for checksums.
+    """
 
     file: int
     offset: int
@@ -86,8 +86,8 @@ class _Read(NamedTuple):
 
 
 class BadElements(NamedTuple):
-    """So many ``elements`` of a copy are no numbers, or infinite, or too large for its type (``kind``);
-    ``chunk`` is one of the source that they were made of."""
+    """Number of ``elements`` of a copy that are NaN, infinite or too large for the type (``kind``); ``chunk``
+    is one source."""
 
     copy: int
     chunk: int
@@ -97,8 +97,10 @@ class BadElements(NamedTuple):
 
 @dataclass
 class TaskResult:
-    """The result of a task or a batch of them: checksums of what it read and wrote, by payload and by copy.
-    ``faults`` are of what was computed, which may then not be published. Pickled as it is packed."""
+    """Result of tasks: checksums of bytes read and written, by payload and by copy.
+
+    ``faults`` prevent publication. Pickled in packed form.
+    """
 
     number: int
     bytes_read: int = 0
@@ -107,7 +109,7 @@ class TaskResult:
     faults: list[BadElements] = field(default_factory=list)
 
     def add(self, other: TaskResult) -> None:
-        """Take what another task did, too."""
+        """Add the result of another task."""
         self.bytes_read += other.bytes_read
         self.sources += other.sources
         self.targets += other.targets
@@ -117,7 +119,7 @@ class TaskResult:
         return TaskResult.decode, (self.encode(),)
 
     def encode(self) -> bytes:
-        """Pack it: differences from row to row, because neighbours hardly differ."""
+        """Pack as differences between rows, which compress well."""
         columns = []
         for found in (self.sources, self.targets, self.faults):
             rows = np.array(found, np.int64).reshape(-1, 4)
@@ -126,7 +128,7 @@ class TaskResult:
 
     @classmethod
     def decode(cls, data: bytes) -> TaskResult:
-        """Return the inverse of `encode`. Raises CheckpointFormatError for anything else."""
+        """Return the inverse of `encode`. Raises CheckpointFormatError for invalid data."""
         try:
             number, bytes_read, *columns = unpack(data)
             sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
@@ -137,8 +139,10 @@ class TaskResult:
 
 
 class RangeReader:
-    """Reads for task ``number`` from files of one source, each (name, size in bytes) by number. Its
-    ``result`` gets the checksums of all that was read, and of what goes to the target as it is."""
+    """Read for task ``number`` from the files of one source, (name, size in bytes) by number.
+
+    ``result`` receives checksums of all bytes read, and of bytes copied unchanged to the target.
+    """
 
     def __init__(
         self, store: Store, number: int, files: Mapping[int, tuple[str, int]], *, verify: bool
@@ -233,7 +237,7 @@ class RangeReader:
             np.copyto(target, source)
 
     def _note(self, read: _Read, data: memoryview, at: int) -> None:
-        """Take the checksums of bytes at ``at`` of a range; one pass serves both sides where it can."""
+        """Checksum bytes at ``at`` of a range, for source and target in one pass where possible."""
         verify = self._verify and read.chunk != NO_CHUNK
         own, copied = read.position + at, read.copy_position + at
         if not verify and read.copy < 0:
@@ -251,8 +255,8 @@ _PLACE: Final = attrgetter("file", "offset")
 
 
 def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: int) -> _Box:
-    """Return ``part`` of the axes of ``source``, from its payload to a buffer that begins with element
-    ``first`` of the copy. Dimensions that lie together on both sides are one."""
+    """Return the copy of ``part`` from a payload to a buffer that begins with element ``first``; contiguous
+    dimensions are joined."""
     begin, target = source.begin, (source.target - first) * itemsize
     lengths: list[int] = []
     sources: list[int] = []

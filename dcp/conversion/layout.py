@@ -1,8 +1,8 @@
-"""Layout of a conversion's target, known before a byte moves: files, literal bytes, copies of tensors' boxes.
+"""Layout of a conversion's target, known before any data moves: files, literal bytes, copied boxes.
 
-A file of the output is tiled exactly by literals (headers, pickles, directories) and copies. A copy is one
-box of one tensor of the source, C-ordered in the file and perhaps cast. What depends on the bytes copied,
-CRC-32s in a zip, stands at `Holes` in the literals, and is filled in when the copies are done.
+Literals (headers, pickles, directories) and copies tile each output file exactly. A copy is one box of one
+source tensor in C order, possibly cast. CRC-32s of copied bytes in a zip are `Holes` in the literals, filled
+in after the copies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Literal(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Literals:
-    """`Literal`s by column: there may be one for each tensor."""
+    """Literals by column, since each tensor may have one."""
 
     files: Int64
     offsets: Int64
@@ -71,8 +71,11 @@ class Hole(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Boxes of tensors that are copied, by column: rows of the source's index, the box (flat, sliced by
-    ``box_start``), the target's dtype code, and ``size_bytes`` at ``offsets`` of file number ``files``."""
+    """Boxes of tensors to copy, by column.
+
+    Columns: rows of the source's index, the box (flat, sliced by ``box_start``), the target's dtype code, and
+    ``size_bytes`` at ``offsets`` of file number ``files``.
+    """
 
     tensors: Int64
     box_start: Int64
@@ -104,12 +107,11 @@ class Copies:
 class TargetLayout:
     """The whole output.
 
-    ``file_names`` and ``file_sizes`` (bytes) are known exactly. For a ``dcp`` target ``index`` is what the
-    manifest will say, but for checksums, and ``chunk_copies`` the copy that each of its chunks is.
-    ``last_files`` are small files to be written when all others are complete, by path. ``replaced`` says
-    which files of a folder that is replaced do not stay besides those of checkpoints, by their names: of the
-    folder itself, which is called "" then, or of one directly below.
-    ``tensor_copies`` names the copy of each tensor where there is just one.
+    ``file_names`` and ``file_sizes`` (bytes) are exact. A ``dcp`` target has an ``index``, complete except
+    for checksums, and ``chunk_copies``, the copy of each chunk. ``last_files`` are small files by path,
+    written after all others. ``replaced`` selects files that a replaced folder loses besides checkpoint
+    files, by folder ("" or a direct subfolder) and name. ``tensor_copies`` gives the copy of each tensor with
+    a single copy.
     """
 
     file_names: Sequence[str]
@@ -124,10 +126,9 @@ class TargetLayout:
     replaced: Callable[[str, Collection[str]], frozenset[str]] = lambda folder, names: frozenset()
 
     def check(self) -> None:
-        """Raise PlanError unless literals and copies tile each file: a hole would be zeros that were
-        never saved.
+        """Raise PlanError unless literals and copies tile each file and file names are unique.
 
-        Nor may two files have one name; CheckpointFormatError for names that lead elsewhere.
+        Gaps would be zeros. CheckpointFormatError for names outside of the folder.
         """
         names = list(map(check_name, self.file_names))
         for path in self.last_files:  # in the folder, or in one directly below it
@@ -154,11 +155,11 @@ class TargetLayout:
 
 
 class SourcePart(NamedTuple):
-    """A part of a copy that one stored chunk has: ``lengths`` elements by axis, the copy's slowest first.
+    """Part of a copy from one stored chunk: ``lengths`` elements by axis, the copy's slowest axis first.
 
-    The first one is at byte ``begin`` of the chunk's payload, which is ``payload_bytes`` at
-    ``payload_offset`` of file number ``file``; ``strides`` are in bytes, in any order. In the copy it is
-    element ``target`` (C order), and ``target_strides`` are in elements, descending.
+    The first element is at byte ``begin`` of the chunk's payload, which is ``payload_bytes`` at
+    ``payload_offset`` of file number ``file``. ``strides`` are in bytes, in any order. ``target`` is the
+    position in the copy (C order), and ``target_strides`` are in elements, descending.
     """
 
     chunk: int
@@ -172,7 +173,7 @@ class SourcePart(NamedTuple):
     target_strides: tuple[int, ...]
 
     def is_run(self, itemsize: int) -> bool:
-        """Return whether its elements lie together in the copy, and in the payload in the same order."""
+        """Test for elements that are contiguous and in equal order in copy and payload."""
         run = 1
         axes = zip(reversed(self.lengths), reversed(self.strides), reversed(self.target_strides), strict=True)
         for n, own, target in axes:
@@ -184,9 +185,8 @@ class SourcePart(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A summand, times ``weight``: the elements of the one of ``gathers``, in C order and of the type of
-    ``codes`` or, with a ``rank``, the product of two: rows of ``rank`` elements, and ``rank`` rows of
-    ``width``."""
+    """A summand with a ``weight``: an element of ``gathers`` with type ``codes``, or with a ``rank`` the
+    product of two gathers (rows of ``rank`` elements, and ``rank`` rows of ``width``)."""
 
     weight: float
     rank: int
@@ -196,8 +196,10 @@ class Term(NamedTuple):
 
 
 class TaskCopy(NamedTuple):
-    """A copy of the layout: ``size_bytes`` from ``begin`` of the target file on. ``is_padded``: elements that
-    no source has are zeros. With ``terms`` it is their sum, and has no ``sources`` of its own."""
+    """A copy of the layout: ``size_bytes`` from byte ``begin`` of the target file.
+
+    ``is_padded``: elements without a source are zero. A copy with ``terms`` is a sum and has no ``sources``.
+    """
 
     copy: int
     begin: int
@@ -214,11 +216,10 @@ class TaskCopy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SourceColumns:
-    """The `SourcePart`s of copies or, where copies are sums, of the gathers of these: those of number n are
-    rows ``start[n]`` to ``start[n + 1]``.
+    """`SourcePart`s of copies or of gathers: number n has rows ``start[n]`` to ``start[n + 1]``.
 
-    ``rows`` has the numbers of a part as columns, in its order; ``axes``, sliced by ``axis_start``, has
-    lengths, strides and target strides.
+    ``rows`` has the fields of a part as columns; ``axes``, sliced by ``axis_start``, has lengths, strides and
+    target strides.
     """
 
     start: Int64
@@ -237,12 +238,12 @@ class SourceColumns:
 
     @property
     def chunks(self) -> Int64:
-        """The chunk of each part."""
+        """Chunk of each part."""
         chunks: Int64 = self.rows[:, 0]
         return chunks
 
     def take(self, numbers: Int64) -> SourceColumns:
-        """Return the parts of ``numbers``, in that order."""
+        """Return the parts of ``numbers``, in order."""
         counts = self.start[numbers + 1] - self.start[numbers]
         rows = expand_ranges(self.start[numbers], counts)
         ndims = self.axis_start[rows + 1] - self.axis_start[rows]
@@ -250,7 +251,7 @@ class SourceColumns:
         return SourceColumns(starts(counts), self.rows[rows], starts(ndims), axes)
 
     def parts(self, first: int, last: int) -> Iterator[tuple[SourcePart, ...]]:
-        """Yield the parts of the numbers ``first`` to ``last``, one after the other."""
+        """Yield the parts of each number from ``first`` to ``last``."""
         bounds = self.start[first : last + 1].tolist()
         low, high = bounds[0], bounds[-1]
         places = (self.axis_start[low : high + 1] - self.axis_start[low]).tolist()
@@ -265,8 +266,8 @@ class SourceColumns:
 
 @dataclass(frozen=True, eq=False)
 class TermColumns:
-    """`Term`s of copies: those of copy n are rows ``start[n]`` to ``start[n + 1]``; ``codes`` are by gather.
-    They are added in the type ``accumulate``, in this order."""
+    """`Term`s of copies, added in order in the type ``accumulate``: copy n has rows ``start[n]`` to ``start[n
+    + 1]``; ``codes`` are by gather."""
 
     accumulate: int
     start: Int64
@@ -277,11 +278,11 @@ class TermColumns:
 
     @cached_property
     def gathers(self) -> Int64:
-        """The first gather of each row."""
+        """First gather of each row."""
         return starts(1 + (self.ranks > 0))
 
     def take(self, copies: Int64) -> tuple[TermColumns, Int64]:
-        """Return the terms of ``copies``, in that order, and the numbers of their gathers."""
+        """Return the terms of ``copies`` in order, and the numbers of their gathers."""
         counts = self.start[copies + 1] - self.start[copies]
         rows = expand_ranges(self.start[copies], counts)
         gathers = expand_ranges(self.gathers[rows], 1 + (self.ranks[rows] > 0))
@@ -289,7 +290,7 @@ class TermColumns:
         return TermColumns(self.accumulate, starts(counts), *columns), gathers
 
     def terms(self, first: int, last: int, sources: SourceColumns) -> Iterator[tuple[Term, ...]]:
-        """Yield the terms of the copies ``first`` to ``last``; ``sources`` are those of all gathers."""
+        """Yield the terms of the copies ``first`` to ``last``; ``sources`` are of all gathers."""
         bounds = self.start[first : last + 1].tolist()
         rows = slice(bounds[0], bounds[-1])
         low, high = self.gathers[self.start[[first, last]]].tolist()
@@ -305,10 +306,10 @@ class TermColumns:
 
 @dataclass(frozen=True, eq=False)
 class TaskCopies:
-    """Copies of one file in the order of their places: of a whole file, or of a range of it.
+    """Copies of one file, or of a range, in file order.
 
-    ``rows`` has the numbers of a `TaskCopy` as columns. With ``terms`` the copies are sums, and ``sources``
-    are those of the terms' gathers.
+    ``rows`` has the fields of a `TaskCopy` as columns. With ``terms`` the copies are sums, and ``sources``
+    belong to the gathers.
     """
 
     rows: Int64
@@ -334,8 +335,7 @@ class TaskCopies:
         return cls(np.column_stack(columns), own, summed)
 
     def rows_between(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the first and the one behind the last that reach into bytes ``begin`` to ``end`` of the
-        file."""
+        """Return the range of rows that overlap bytes ``begin`` to ``end`` of the file."""
         begins = self.rows[:, 1]
         first = int(np.searchsorted(begins, begin, "right"))
         if first and int(self.rows[first - 1, 1:3].sum()) > begin:
@@ -343,13 +343,13 @@ class TaskCopies:
         return first, max(first, int(np.searchsorted(begins, end, "left")))
 
     def end_of(self, begin: int, count: int) -> int | None:
-        """Return the end of the window from byte ``begin`` on that ``count`` copies reach into; None if
-        these are all that are left."""
+        """Return the end of the window from byte ``begin`` that overlaps ``count`` copies; None if fewer
+        remain."""
         last = self.rows_between(begin, begin)[0] + count
         return int(self.rows[last, 1]) if last < len(self.rows) else None
 
     def between(self, begin: int, end: int) -> Iterator[TaskCopy]:
-        """Yield the copies that reach into bytes ``begin`` to ``end`` of the file, in order."""
+        """Yield the copies that overlap bytes ``begin`` to ``end`` of the file, in order."""
         first, last = self.rows_between(begin, end)
         rows = self.rows[first:last].tolist() if first < last else ()
         if self.terms is None:
@@ -368,12 +368,10 @@ class TaskCopies:
 
 @dataclass(frozen=True, eq=False)
 class TensorTerms:
-    """Sums by tensor: the terms of the tensor in row n are rows ``start[n]`` to ``start[n + 1]``, in the
-    order in which they are added.
+    """Sums by tensor: row n has the terms ``start[n]`` to ``start[n + 1]``, in the order of addition.
 
-    Each is, times its one of ``weights``, the tensor in the source's row ``lefts`` or, with ``ranks``, the
-    product of that and the one in row ``rights``, whose inner size that is. ``turned``: it is stored as the
-    product the other way round, so that rows are columns of both.
+    A term is a weight times the tensor in row ``lefts`` of the source, or with ``ranks`` (the inner size) the
+    product with row ``rights``. ``turned``: the factors are stored for the transposed product.
     """
 
     start: Int64
@@ -384,7 +382,7 @@ class TensorTerms:
     turned: npt.NDArray[np.bool_]
 
     def products(self, tensor: int) -> list[tuple[Any, ...]]:
-        """Return the terms of a tensor that are products."""
+        """Return the product terms of a tensor."""
         own = slice(int(self.start[tensor]), int(self.start[tensor + 1]))
         columns = (self.weights, self.lefts, self.rights, self.ranks, self.turned)
         return [term for term in zip(*(column[own].tolist() for column in columns), strict=True) if term[3]]
@@ -400,8 +398,11 @@ def sum_sources(
     accumulate: int,
     mapped: Sequence[MappedTensor] | None = None,
 ) -> tuple[SourceColumns, TermColumns]:
-    """Return the sources of copies that are sums of the source's tensors, or of those ``mapped``, which are
-    made of them, added in the type of code ``accumulate``; else as `copy_sources`."""
+    """Return the sources of copies as sums of source or ``mapped`` tensors, in the type of code
+    ``accumulate``.
+
+    Without terms, as `copy_sources`.
+    """
     counts = terms.start[copies.tensors + 1] - terms.start[copies.tensors]
     own = expand_ranges(terms.start[copies.tensors], counts)
     copy_of = np.repeat(np.arange(len(counts)), counts)
@@ -417,8 +418,8 @@ def sum_sources(
 
 
 def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> Copies:
-    """Return the boxes that are read for the terms ``own`` of copies: the box that a copy is or, of the
-    two factors of a product, all rows and all columns that this needs."""
+    """Return the boxes read for the terms ``own`` of copies; a product needs all rows and columns of its
+    factors."""
     ranks = terms.ranks[own]
     count = 1 + (ranks > 0)
     term_of = np.repeat(np.arange(len(own)), count)
@@ -447,12 +448,11 @@ def copy_sources(
     mapped: Sequence[MappedTensor] | None = None,
     turned: npt.NDArray[np.bool_] | None = None,
 ) -> SourceColumns:
-    """Return the parts of each copy, with their places in the source's files.
+    """Return the parts of each copy with their positions in the source's files.
 
-    With ``mapped`` the tensors that are copied are these, made of the source's. Copies that are ``turned``
-    have two dimensions, of which the second is the slowest in what is made of them. Opens the records of
-    foreign formats whose payloads' places are not known. PlanError for tensors of which elements are not
-    stored.
+    ``mapped`` are tensors made of source tensors. ``turned`` copies have two dimensions, the second is the
+    slowest. Opens records of foreign formats whose payload positions are unknown. PlanError for elements that
+    are not stored.
     """
     if mapped is not None:
         return _mapped_sources(engine, copies, mapped)
@@ -475,7 +475,7 @@ def copy_sources(
 
 
 def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[MappedTensor]) -> SourceColumns:
-    """Return the sources of copies of tensors that are made of the source's."""
+    """Return the sources of copies of mapped tensors."""
     stored = StoredTensors(engine, tensors)
     counts: list[int] = []
     found: list[tuple[int, int, int]] = []  # chunk, begin, target
@@ -499,8 +499,8 @@ def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[Mapped
 
 
 def payload_crcs(index: CheckpointIndex) -> dict[int, int]:
-    """Return the CRC-32 of all bytes of a tensor in C order, by row, of those that one chunk has as they
-    are and whose blocks have checksums."""
+    """Return the CRC-32 of whole tensors in C order, by row, for unchanged tensors in one checksummed
+    chunk."""
     rows = np.flatnonzero(np.diff(index.chunk_start) == 1)
     chunks = index.chunk_start[rows]
     counts = np.diff(index.crc_start)[chunks]

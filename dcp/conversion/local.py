@@ -1,7 +1,7 @@
-"""Publishing on a local file system: built in a folder beside the target, which gets its name by a rename.
+"""Publish on a local file system: build in a folder beside the target, then rename.
 
-A native checkpoint that replaces another, or comes to files that are of none, is committed as a save is;
-another folder is exchanged.
+A native checkpoint that replaces another, or joins unrelated files, is committed as a save. Other folders are
+exchanged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dcp.storage.stores.posix.store import PosixStore
 LEDGER_NAME: Final = "ledger"
 
 _ATTEMPTS: Final = 100
-"""To lock a file that its last holder may have removed just then."""
+"""Attempts to lock a file that its last holder may have removed."""
 
 _NOTES: Final = ("notes.msgpack", LOCK_NAME)
 """Beside the commit objects of a checkpoint."""
@@ -57,20 +57,20 @@ _RENAME_EXCHANGE: Final = 2
 _AT_FDCWD: Final = -100
 
 _NEW: Final = "replacement"
-"""In a work folder: what is about to take the place of the target, or has been exchanged with it."""
+"""Name in a work folder: the new target, or the old target after an exchange."""
 
 _ASIDE: Final = "aside"
-"""In a work folder: a folder in which the target is, under its name, while there are two steps."""
+"""Name in a work folder: holds the old target between the two steps of a replacement."""
 
 _OUTDATED: Final = "outdated"
-"""The same once something else is in its place."""
+"""Name of the old target once replaced."""
 
 
 class LocalPublisher(Publisher):
-    """Publishes a target at ``place.path``: files are made with their sizes, tasks write ranges of them.
+    """Publish a target at ``place.path``; tasks write ranges of preallocated files.
 
-    They are in ``folder``, the work folder of the place, with the ledger: a file that is locked while a
-    process is at it. ``inode`` is of the folder that becomes the target, by which it is known under any name.
+    The work ``folder`` holds the files and the ledger, which is locked during a run. ``inode`` identifies the
+    folder that becomes the target under any name.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class LocalPublisher(Publisher):
 
     @property
     def output(self) -> PosixStore:
-        """The folder beside the ledger in which the files are built: of no other conversion, ever."""
+        """Folder beside the ledger with the files of this conversion only."""
         return PosixStore(self._folder / f"output-{self.save_id}")
 
     # -- the ledger ------------------------------------------------------------------------------------------
 
     def lock(self, fingerprint: str) -> tuple[str, int | None, list[bytes]] | None:
-        """Lock the ledger; return what it has of the conversion ``fingerprint``, which is resumed then: save
-        id, inode and results of its batches; None if it is of another.
+        """Lock the ledger and return entries of the conversion ``fingerprint``: save id, inode and batch
+        results.
 
-        The folder is made if it is not there; a replacement that was interrupted is undone. Raises
-        CheckpointConflictError where another process is at it.
+        Returns None for another conversion. Makes a missing folder and undoes an interrupted replacement.
+        Raises CheckpointConflictError if another process holds the lock.
         """
         announce("mkdir", self._folder)
         with step(None, "open", self._ledger):
@@ -126,7 +126,7 @@ class LocalPublisher(Publisher):
         return save_id, inode, done
 
     def _hold(self) -> bool:
-        """Make and lock the file; False where who held it has just removed it: such a lock says nothing."""
+        """Make and lock the file; False if its previous holder removed the file."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ class LocalPublisher(Publisher):
             return False
 
     def append(self, result: TaskResult, batch: TaskBatch) -> None:
-        """As `Publisher.append`. Not durable on its own: losing entries costs work, not correctness."""
+        """Append an entry, without a sync: lost entries cost work, not correctness."""
         with step(announce, "ledger", self._ledger):
             self._note(framed(result.encode()))
 
@@ -162,7 +162,7 @@ class LocalPublisher(Publisher):
             view = view[os.write(self._descriptor, view) :]
 
     def _forget(self) -> None:
-        """Drop all entries, durably: what lies beside them is about to be something else."""
+        """Drop all entries durably, before the files beside the ledger change."""
         with step(announce, "forget", self._ledger):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
@@ -176,7 +176,7 @@ class LocalPublisher(Publisher):
                 os.close(descriptor)
 
     def clear(self, batches: int = 0) -> None:
-        """Remove the folder with all that is left in it; best effort, the conversion has its outcome."""
+        """Remove the folder with all contents, ignoring errors."""
         announce("remove", self._folder)
         with suppress(OSError, CheckpointError):
             self._empty()
@@ -188,7 +188,7 @@ class LocalPublisher(Publisher):
     discard = clear
 
     def _empty(self) -> None:
-        """Remove what lies beside the ledger, unless it is the only copy of something."""
+        """Remove files beside the ledger, except for the only copy of replaced data."""
         settle(self._folder)
         # Not `shutil.rmtree`, which refuses folders whose inode numbers change.
         for path in sorted(self._folder.rglob("*"), reverse=True):  # a folder behind what is in it
@@ -228,7 +228,7 @@ class LocalPublisher(Publisher):
         return found or (layout, [])
 
     def _begin_anew(self, layout: TargetLayout, fingerprint: str) -> None:
-        """Make the files, under the lock; what another conversion has left goes before that."""
+        """Make the files under the lock, after removing leftovers of other conversions."""
         output = Path(self.output.url)
         self._forget()
         with step(None, "open", self._ledger):
@@ -241,8 +241,10 @@ class LocalPublisher(Publisher):
     def _built(
         self, layout: TargetLayout, save_id: str, inode: int | None, done: list[bytes]
     ) -> tuple[TargetLayout, list[TaskResult]] | None:
-        """Return what an earlier run has made if it is there: beside the target or, of a folder, if it was
-        killed after that, under its name. What replaces another is rather made again."""
+        """Return the folder built by an earlier run, beside the target or already renamed.
+
+        A replacement is built again instead.
+        """
         found, new = self._resumed(layout, save_id, done), self.save_id
         if found is None:
             return None
@@ -327,7 +329,7 @@ class LocalPublisher(Publisher):
         holder.publish(Path(path).name, data, durable=True)
 
     def _commit_over(self, output: Path, index: CheckpointIndex, previous: commit.Previous) -> None:
-        """Data files of unique names beside the old ones, then the commit that any save makes."""
+        """Write data files with unique names beside the old files, then commit as a save does."""
         store = self.place.store
         try:
             for name in index.files:
@@ -341,8 +343,10 @@ class LocalPublisher(Publisher):
 
 
 def remove_work_folder(folder: Path) -> bool:
-    """Put back what was to be replaced, and remove what a conversion has left in its work folder, under the
-    ledger's lock. Return False where a process is at it, or something else is in its place: all stays."""
+    """Restore replaced data and remove leftovers from a work folder, under the ledger's lock.
+
+    Returns False, without changes, if a process holds the lock or the place is taken.
+    """
     place = TargetPlace(str(folder), PosixStore(folder), None, None)  # whose target it was nothing says
     with closing(LocalPublisher(place, "", folder=folder)) as publisher:
         try:
@@ -357,8 +361,7 @@ def remove_work_folder(folder: Path) -> bool:
 
 
 def _reserve(folder: Path, layout: TargetLayout) -> None:
-    """Make every file with its size, so that tasks write to any place of it; with blocks where the file
-    system can: a full disk shows now, not after hours."""
+    """Preallocate every file, to report a full disk before the work starts."""
     for name, size in zip(layout.file_names, layout.file_sizes, strict=True):
         path = folder / name
         with step(announce, "create", path):
@@ -407,7 +410,7 @@ def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None
 
 
 def rename(source: Path, target: Path, *, overwrite: bool) -> None:
-    """Give a file its name; FileExistsError if there is something, unless ``overwrite``."""
+    """Rename a file; FileExistsError if the name is taken, unless ``overwrite``."""
     if overwrite:
         source.rename(target)
         return
@@ -422,10 +425,9 @@ def rename(source: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
-    """Put into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace, files
-    that ``layout.replaced`` names among that.
+    """Copy to ``folder``, durably, the files of ``target`` that a new checkpoint does not replace.
 
-    Raises PlanError for what would have to be moved.
+    Files named by ``layout.replaced`` are left out. Raises PlanError for entries that would have to be moved.
     """
     for entry in _others(target, folder, layout):
         if entry.is_dir() or entry.is_symlink():
@@ -439,14 +441,14 @@ def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
 
 
 def move_late(old: Path, target: Path, layout: TargetLayout) -> None:
-    """Move into ``target`` what has come into the folder that it replaces since `keep_others` looked."""
+    """Move files into ``target`` that appeared in the replaced folder after `keep_others`."""
     for entry in _others(old, target, layout):
         if not os.path.lexists(target / entry.name):
             entry.rename(target / entry.name)
 
 
 def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
-    """Yield the entries of a folder that ``new`` does not replace."""
+    """Yield entries of a folder that ``new`` does not replace."""
     entries = {entry.name: entry for entry in old.iterdir()}
     replaced = layout.replaced("", entries)
     for name, entry in entries.items():
@@ -455,12 +457,12 @@ def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
 
 
 def stays(name: str) -> bool:
-    """Return whether a file of a folder stays there, whatever is converted to the folder."""
+    """Test whether a file of a folder survives any conversion to the folder."""
     return not _is_replaced(name) and name not in HF_NAMES
 
 
 def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:
-    """Return whether no file of a folder stays: there is a new one, or ``layout.replaced`` names it."""
+    """Test whether a folder is replaced entirely: it is new, or named by ``layout.replaced``."""
     if entry.is_symlink() or not entry.is_dir():
         return False
     names = {one.name for one in entry.iterdir()}
@@ -469,8 +471,7 @@ def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:
 
 
 def _is_replaced(name: str) -> bool:
-    """Return whether a new checkpoint in the folder takes the place of a file; others, such as config.json,
-    stay."""
+    """Test whether a new checkpoint replaces a file; files such as config.json stay."""
     if name.endswith(DATA_SUFFIX) and name.startswith("__"):
         return True
     if name in (MANIFEST_NAME, METADATA_NAME, *_NOTES):
@@ -480,7 +481,7 @@ def _is_replaced(name: str) -> bool:
 
 
 def _keep(entry: Path, kept: Path) -> None:
-    """Give a file a second name; where there are no hard links, make a durable copy."""
+    """Give a file a second name, by a hard link or a durable copy."""
     kept.unlink(missing_ok=True)  # of a run that was killed here
     try:
         os.link(entry, kept)
@@ -494,8 +495,10 @@ def _keep(entry: Path, kept: Path) -> None:
 
 
 def exchange(folder: Path, target: Path) -> Path:
-    """Put ``folder`` in the place of ``target``, and return where that is now: one step where the file system
-    can, else two, which `settle` undoes or finishes if they are interrupted."""
+    """Exchange ``folder`` with ``target`` and return the new place of the old target.
+
+    One step where the file system supports this, else two steps, which `settle` can complete or undo.
+    """
     new = folder.with_name(_NEW)  # a name that no ledger goes by
     folder.rename(new)
     announce("exchange", target)
@@ -521,7 +524,7 @@ def exchange(folder: Path, target: Path) -> Path:
 
 
 def _is_exchanged(one: Path, other: Path) -> bool:
-    """Exchange two folders; False where the kernel or the file system has no such call."""
+    """Exchange two folders; False if kernel or file system lack the call."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -534,8 +537,7 @@ def _is_exchanged(one: Path, other: Path) -> bool:
 
 
 def only_copies(work: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield (where it is now, the target) of what `exchange` has moved aside in a work folder, and
-    replaced by nothing yet."""
+    """Yield (current place, target) of data that `exchange` has moved aside without a replacement."""
     aside = work / _ASIDE
     for old in sorted(aside.iterdir()) if aside.is_dir() else ():
         target = work.parent / old.name
@@ -544,8 +546,7 @@ def only_copies(work: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def refusal_to_put_back(work: Path) -> str | None:
-    """Return the reason why what was moved aside in a work folder can neither be put back nor go; None if
-    there is none."""
+    """Return the reason why data in a work folder can be neither restored nor removed, or None."""
     for old, target in only_copies(work):
         if _is_taken(target):
             return (
@@ -556,10 +557,9 @@ def refusal_to_put_back(work: Path) -> str | None:
 
 
 def settle(work: Path) -> None:
-    """Put back what an interrupted `exchange` has moved aside in the work folder of a conversion, if the new
-    folder is not in its place. What it replaced may go after that.
+    """Restore data that an interrupted `exchange` moved aside, unless the new folder is in place.
 
-    Raises CheckpointConflictError if something else is in its place, StorageError if it cannot be put back.
+    Raises CheckpointConflictError if the place is taken, StorageError if the restore fails.
     """
     new, aside = work / _NEW, work / _ASIDE
     if not new.exists() and not aside.exists():
@@ -585,7 +585,7 @@ def settle(work: Path) -> None:
 
 
 def _is_taken(target: Path) -> bool:
-    """Return whether anything but an empty folder is there, in whose place another can be put."""
+    """Test for anything except an empty folder."""
     if target.is_dir() and not target.is_symlink():
         return any(target.iterdir())
     return os.path.lexists(target)

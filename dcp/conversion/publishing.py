@@ -1,14 +1,13 @@
-"""Publishing of a target: room for it, a note of what is done, and one atomic step that makes it exist.
+"""Publication of a target: reserve space, record finished work, and make the target visible in one atomic
+step.
 
-All of it may be repeated, also while an earlier attempt at it still runs. Nothing is replaced unless it is to
-be.
+All steps may be repeated, even while an earlier attempt runs. Existing data is replaced only on request.
 
-What is done is noted in a ledger, so that a killed conversion is resumed. Its first entry says of which
-conversion (fingerprint), under which save id and, locally, in which folder (inode); each other one is the
-result of a batch of tasks whose bytes were durable before. An entry counts if its checksum fits, and none
-after one that does not: that is how far the file was written. Entries must never be believed of bytes that
-another conversion has written since, whichever of both a power cut has left. So they are bound to these: by
-a folder that has the save id in its name, or by the versions of the objects.
+A ledger records finished work, to resume a killed conversion. The first entry names the conversion
+(fingerprint), the save id and, locally, the folder (inode). Each other entry is the result of a batch,
+appended after its bytes are durable. Entries count up to the first one with a wrong checksum. Entries are
+bound to their bytes, by a folder with the save id in the name or by object versions, because another
+conversion may write the same names after a power cut.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
 
 
 def framed(data: bytes) -> bytes:
-    """Return an entry of the ledger, with its length and checksum."""
+    """Return an entry of the ledger, with length and checksum."""
     return _HEAD.pack(len(data), crc32(data)) + data
 
 
@@ -68,9 +67,10 @@ def header(fingerprint: str, save_id: str, inode: int | None = None) -> bytes:
 
 
 def parse(data: bytes, fingerprint: str | None) -> tuple[str, int | None, list[bytes], int] | None:
-    """Return (save id, inode, entries, where the last one ends) of a ledger, whose entries are those behind
-    the first whose checksums fit, up to one that does not; None if they are of another conversion than
-    ``fingerprint`` (None: of any)."""
+    """Parse a ledger: (save id, inode, entries, end of the last valid entry).
+
+    None for another conversion than ``fingerprint`` (None: any).
+    """
     found, position = [], 0
     while position + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, position)
@@ -99,11 +99,11 @@ def _unpacked(data: bytes) -> Any:
 
 
 class Publisher(ABC):
-    """Steps of the target at ``place`` before and after its bytes are written to `output`.
+    """Steps of the target at ``place`` before and after tasks write to `output`.
 
-    ``save_id`` is that of a ``dcp`` target, unless an earlier run has begun it under another one. An attempt
-    (`TargetPlace.attempt`) has no ledger of what is done: that is known to the job that it is of. ``inode``
-    is of what is to be renamed to the target, or has been, where that is local.
+    ``save_id`` belongs to a ``dcp`` target, unless an earlier run began with another id. An attempt
+    (`TargetPlace.attempt`) has no ledger; its job records finished work. ``inode`` identifies the local
+    folder to rename.
     """
 
     def __init__(self, place: TargetPlace, save_id: str, *, overwrite: bool = False) -> None:
@@ -117,42 +117,44 @@ class Publisher(ABC):
     @property
     @abstractmethod
     def output(self) -> Store:
-        """The place where tasks write, once there is room."""
+        """Place where tasks write, after the reservation."""
 
     @abstractmethod
     def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
-        """Make room. The layout under the save id of the run that began it, and the results of what is done.
+        """Reserve space. Returns the layout with the save id of the run that began, and finished results.
 
-        Raises CheckpointConflictError if something is at the target.
+        Raises CheckpointConflictError if the target exists.
         """
 
     def expect(self, batch: TaskBatch) -> None:  # noqa: B027 - of a local target all is in the work folder
-        """Note that another process is about to write the files of ``batch``: if its end is never heard
-        of, `discard` removes them."""
+        """Record the files of ``batch`` before another process writes them, for `discard`."""
 
     @contextmanager
     def noted(self, batch: TaskBatch) -> Iterator[None]:
-        """Note the files of a batch of an attempt, which the block writes, so that `discard` removes them."""
+        """Record the files of an attempt's batch, written inside the block, for `discard`."""
         yield
 
     @abstractmethod
     def append(self, result: TaskResult, batch: TaskBatch) -> None:
-        """Note in the ledger that a batch is done."""
+        """Record a finished batch in the ledger."""
 
     def close(self) -> None:  # noqa: B027 - nothing is held of objects
         """Let go of the ledger."""
 
     @abstractmethod
     def clear(self, batches: int) -> None:
-        """Remove what is aside, of ``batches`` batches; the target is published, or will never be."""
+        """Remove auxiliary files of ``batches`` batches, after publication or abandonment."""
 
     @abstractmethod
     def discard(self, batches: int) -> None:
-        """Remove all that was written, unless it has been published after all."""
+        """Remove all written files of a target that is not published."""
 
     def publish(self, layout: TargetLayout, checks: ResultChecks, inode: int | None) -> None:
-        """Make the target exist, durably; fine if an earlier attempt has done so, which is known by ``inode``
-        where it is local. Raises CheckpointConflictError if something else has come into being."""
+        """Make the target visible, durably; repetitions have no effect.
+
+        ``inode`` identifies a target published earlier on a local file system. Raises CheckpointConflictError
+        for a foreign target.
+        """
         if not self.is_published(layout, inode):
             try:
                 index = None if layout.index is None else self._final_index(layout, layout.index, checks)
@@ -164,10 +166,10 @@ class Publisher(ABC):
 
     @abstractmethod
     def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
-        """Make it exist, which is whole in `output` but for holes; ``index`` is that of a ``dcp`` target."""
+        """Make `output`, complete except for holes, visible; ``index`` belongs to a ``dcp`` target."""
 
     def is_published(self, layout: TargetLayout, inode: int | None) -> bool:
-        """Return whether the target is what this conversion makes, and complete."""
+        """Test whether the complete target of this conversion exists."""
         place = self.place
         for name, size in zip(layout.file_names, layout.file_sizes, strict=True):
             info = place.store.stat(name)
@@ -178,7 +180,7 @@ class Publisher(ABC):
         return layout.index is None or self._is_committed()
 
     def _is_committed(self) -> bool:
-        """Return whether all of the commit of a ``dcp`` target is there."""
+        """Test whether the complete commit of a ``dcp`` target exists."""
         store = self.place.store
         try:
             index = open_index(store)
@@ -206,8 +208,8 @@ class Publisher(ABC):
     def _resumed(
         self, layout: TargetLayout, save_id: str, entries: list[bytes]
     ) -> tuple[TargetLayout, list[TaskResult]] | None:
-        """Return the layout under the save id of the run that began it, and the results in a ledger's
-        ``entries``; None if these cannot be read."""
+        """Return the layout with the save id of the run that began, and the results of a ledger's
+        ``entries``; None if unreadable."""
         try:
             done = [TaskResult.decode(entry) for entry in entries]
         except CheckpointFormatError:
@@ -222,8 +224,10 @@ class Publisher(ABC):
     def _final_index(
         self, layout: TargetLayout, index: CheckpointIndex, checks: ResultChecks
     ) -> CheckpointIndex:
-        """Return the index of a ``dcp`` target with the checksums of its blocks and, where the source has
-        digests, those of the tensors that are not as it has them: of what was written, which is read."""
+        """Return the index of a ``dcp`` target with block checksums and digests.
+
+        Digests are stored if the source has digests; changed tensors are read again.
+        """
         copies = layout.chunk_copies.tolist() if layout.chunk_copies is not None else ()
         blocks = [checks.blocks(copy) for copy in copies]
         crcs = np.concatenate([np.zeros(0, np.uint32), *blocks]).astype(np.uint32)
@@ -236,7 +240,7 @@ class Publisher(ABC):
 
 
 def _holds(store: Store, name: str, data: bytes) -> bool:
-    """Return whether a file has these bytes."""
+    """Test whether a file has these bytes."""
     info = store.stat(name)
     is_as_long = info is not None and info.size_bytes == len(data)
     return is_as_long and store.read(name, limit_bytes=len(data)) == data
@@ -245,16 +249,15 @@ def _holds(store: Store, name: str, data: bytes) -> bool:
 # -- targets in object stores --------------------------------------------------------------------------------
 
 _EXPECTED: Final = "of bytes: "
-"""In place of the version of a file that is not written yet; its size follows."""
+"""Replaces the version of a file not written yet; the size follows."""
 
 
 class StoredPublisher(Publisher):
-    """Publishes a target behind a store: each task writes a whole file, and the one that completes them is
-    last.
+    """Publish a target in a store: each task writes a whole file; the completing file is written last.
 
-    The ledger is a small object beside the output, replaced with each batch that is done. Two processes at
-    once cannot be distinguished by it: files of one name are refused by the store. An attempt has one for
-    each batch, which notes the files that its task has written or is about to.
+    The ledger is a small object beside the output, replaced after each batch. The store refuses a second file
+    of the same name, which protects against concurrent processes. An attempt has a ledger for each batch with
+    the written and expected files.
     """
 
     def __init__(self, place: TargetPlace, save_id: str, *, overwrite: bool = False) -> None:
@@ -265,7 +268,7 @@ class StoredPublisher(Publisher):
 
     @property
     def output(self) -> Store:
-        """The store itself."""
+        """The store."""
         return self._store
 
     def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
@@ -302,8 +305,7 @@ class StoredPublisher(Publisher):
         return layout, []
 
     def _refuse(self, layout: TargetLayout) -> None:
-        """Raise for what is there and may not be replaced. What an attempt has left is compared with what it
-        should be."""
+        """Raise for files that may not be replaced, after a comparison with leftovers of attempts."""
         place = self.place
 
         def is_leftover(name: str) -> bool:
@@ -322,7 +324,7 @@ class StoredPublisher(Publisher):
             )
 
     def _replaced(self, layout: TargetLayout) -> Iterator[str]:
-        """Yield paths of what is in the target's folder, and in those directly below, and does not stay."""
+        """Yield paths to replace in the target's folder and direct subfolders."""
         yield from layout.replaced("", {info.name for info in self._store.list()})
         if layout.last_files and self._store.capabilities.lists_folders:
             parent = ParentFolder(self._store, self.place.open_store)
@@ -334,7 +336,7 @@ class StoredPublisher(Publisher):
     # -- what is done ----------------------------------------------------------------------------------------
 
     def append(self, result: TaskResult, batch: TaskBatch) -> None:
-        """Write the ledger anew, with one request and one for each file: an object store has no appending."""
+        """Rewrite the ledger, with one request and one for each file: objects cannot be appended to."""
         versions = {task.name: self._version(task.name) for task in batch.tasks}
         self._ledger += framed(msgpack.packb([result.encode(), versions]))
         self._write(self.place.ledger_name, self._ledger)
@@ -347,8 +349,7 @@ class StoredPublisher(Publisher):
 
     @contextmanager
     def noted(self, batch: TaskBatch) -> Iterator[None]:
-        """As `Publisher.noted`. Files that are there before are none of its own, unless it was about to write
-        them before."""
+        """Record files as `Publisher.noted`. Existing files are excluded, unless recorded before."""
         if not (files := _own_files(batch)):
             yield
             return
@@ -363,7 +364,7 @@ class StoredPublisher(Publisher):
         self._note(name, {file: self._version(file) for file in files})
 
     def _absent(self, batch: TaskBatch) -> dict[str, str]:
-        """Return the files of ``batch`` that are not there, with their sizes in place of versions."""
+        """Return the missing files of ``batch``, with sizes in place of versions."""
         sizes = _own_files(batch).items()
         return {name: f"{_EXPECTED}{size}" for name, size in sizes if self._store.stat(name) is None}
 
@@ -412,8 +413,8 @@ class StoredPublisher(Publisher):
             raise error
 
     def discard(self, batches: int) -> None:
-        """Remove all that was noted and is still the same, and what was expected and has the size, unless it
-        has been published after all; data files have the save id in their names, and are removed by that."""
+        """Remove recorded files that are unchanged, expected files of the expected size, and data files with
+        the save id, unless published."""
         store, is_folder = self._store, self.place.file_name is None
         commit.discard(store, self.save_id, commit.Names())
         last = (target.last_file for target in targets() if target.last_file is not None)
@@ -436,12 +437,12 @@ class StoredPublisher(Publisher):
 
 
 def _own_files(batch: TaskBatch) -> dict[str, int]:
-    """Return sizes in bytes by name, but of data files, which have the save id in theirs."""
+    """Return sizes in bytes by name, except for data files, whose names contain the save id."""
     return {task.name: task.file_bytes for task in batch.tasks if not task.name.endswith(DATA_SUFFIX)}
 
 
 def _noted(entry: bytes) -> tuple[bytes, dict[str, str]] | None:
-    """Return (result, versions by file) of an entry; None for anything else."""
+    """Return (result, versions by file) of an entry, or None if invalid."""
     match _unpacked(entry):
         case [bytes() as result, dict() as versions] if all(
             type(text) is str for pair in versions.items() for text in pair

@@ -1,10 +1,8 @@
-"""Tasks of a conversion, each a range of one target file that is made of parts of the source, and their work:
-windows of files are made, and written, by any process.
+"""Tasks of a conversion: ranges of target files, made of parts of the source by any process.
 
-A task needs nothing of the others and may be run again: it writes the same bytes to the same place. Checksums
-of what it read and wrote are made of fragments, which come in any order, from any task, and more than once. A
-block is known once they cover it: those of the source are compared then, those of the target are recorded.
-Memory is bounded by a few buffers.
+Tasks are independent and repeatable: they write equal bytes to equal places. Checksums consist of fragments,
+which may arrive in any order, from any task, and repeatedly. Once fragments cover a block, source blocks are
+verified and target blocks recorded. Memory is bounded by a few buffers.
 """
 
 from __future__ import annotations
@@ -64,9 +62,9 @@ _UNKNOWN: Final = -1
 class Task:
     """Bytes ``begin`` to ``end`` of the target file ``name``, of ``file_bytes``.
 
-    ``literals`` are (offset, bytes) in the file, ``copies`` all that reach into the range, both in order.
-    ``source_files`` has (name, size) by number. ``holes`` are those a whole file has, where it is written
-    front to back: then the task fills them itself.
+    ``literals`` are (offset, bytes) in the file, ``copies`` overlap the range, both in order.
+    ``source_files`` has (name, size) by number. ``holes`` are set for a file written from front to back; the
+    task fills them.
     """
 
     number: int
@@ -82,8 +80,8 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """Neighbouring tasks that are carried out together, and write ``size_bytes``. ``is_all``: the conversion
-    has no other task."""
+    """Neighbouring tasks in one batch that writes ``size_bytes``. ``is_all``: the conversion has no other
+    task."""
 
     number: int
     tasks: tuple[Task, ...]
@@ -104,8 +102,11 @@ def make_tasks(
     *,
     by_file: bool,
 ) -> list[Task]:
-    """Make the tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of
-    what is copied, by row. With ``terms`` copies are sums of these. ``by_file``: one for each file."""
+    """Make the tasks of a layout.
+
+    ``sources`` are the parts of its copies, ``dtype_codes`` the source types by row. With ``terms`` copies
+    are sums. ``by_file``: one task for each file.
+    """
     tasks: list[Task] = []
     copies = layout.copies
     source_codes = dtype_codes[copies.tensors].astype(np.int64)
@@ -133,7 +134,7 @@ def make_tasks(
 def literals_between(
     literals: Sequence[tuple[int, bytes]], begin: int, end: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, bytes) of what literals, in their order, have of bytes ``begin`` to ``end``."""
+    """Yield (offset, bytes) of ordered literals within bytes ``begin`` to ``end``."""
     first = max(0, bisect_right(literals, begin, key=itemgetter(0)) - 1)
     for offset, data in literals[first : bisect_left(literals, end, key=itemgetter(0))]:
         if (low := max(begin, offset)) < offset + len(data):
@@ -141,7 +142,7 @@ def literals_between(
 
 
 def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
-    """Make batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
+    """Make batches of about ``batch_bytes``, or more to limit their number; 0 makes a batch of each task."""
     batches: list[TaskBatch] = []
     own: list[Task] = []
     size = wanted = 0
@@ -161,10 +162,10 @@ def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
 
 
 class SourceChecks:
-    """Compares what was read with what the source says of it. Thread-safe.
+    """Verify source checksums. Thread-safe.
 
-    CorruptCheckpointError, with file, tensor and offset, as soon as a block is complete and differs.
-    ``blocks_verified`` and ``blocks_unverified`` (nothing to compare with) are counted.
+    Raises CorruptCheckpointError, with file, tensor and offset, as soon as a complete block differs. Counts
+    ``blocks_verified`` and ``blocks_unverified`` (without a checksum).
     """
 
     def __init__(self, engine: ReadEngine) -> None:
@@ -175,7 +176,7 @@ class SourceChecks:
         self.stats = ReadStats()
 
     def add(self, fragments: Iterable[Fragment]) -> None:
-        """Take what a task found."""
+        """Add the fragments of a task."""
         lengths = self._engine.payload_lengths
         with self._lock:
             for fragment in fragments:
@@ -188,8 +189,8 @@ class SourceChecks:
                     self._engine.check_block(self.stats, chunk, block, crc)
 
     def finish(self, chunks: Iterable[int]) -> None:
-        """Read what no task had whole of the payloads of ``chunks``, and compare what has one checksum for
-        all of it."""
+        """Read blocks of the payloads of ``chunks`` that no task read completely, and verify whole-payload
+        checksums."""
         for chunk in chunks:
             for block in range(-(-int(self._engine.payload_lengths[chunk]) // BLOCK_BYTES)):
                 if chunk << 32 | block not in self._seen:
@@ -199,7 +200,7 @@ class SourceChecks:
         self.stats.blocks_unverified += uncompared
 
     def finish_begun(self) -> None:
-        """Finish as `finish` does those blocks alone of which a part was read: for a range of the target."""
+        """Finish partly read blocks only, for a range of the target."""
         for chunk, block in self._blocks.incomplete():
             self._read_block(chunk, block)
         self._engine.payloads.verify_whole()
@@ -212,8 +213,8 @@ class SourceChecks:
 
 
 class ResultChecks(SourceChecks):
-    """Checks of all results of a conversion: checksums of sources are compared, those of the target recorded
-    for publishing, by block and whole, for each copy; and so are ``faults``."""
+    """Check all results of a conversion: verify source checksums, record target checksums and ``faults`` for
+    publication."""
 
     def __init__(self, engine: ReadEngine, copies: Copies) -> None:
         super().__init__(engine)
@@ -225,7 +226,7 @@ class ResultChecks(SourceChecks):
         self._written = Fragments()
 
     def take(self, result: TaskResult) -> None:
-        """Take what was found. Raises CorruptCheckpointError as soon as a block differs."""
+        """Add a result. Raises CorruptCheckpointError as soon as a block differs."""
         self.add(result.sources)
         for fragment in result.targets:
             crc = self._written.add(fragment, int(self._sizes[fragment.owner]))
@@ -235,8 +236,8 @@ class ResultChecks(SourceChecks):
         self.faults += result.faults
 
     def check_complete(self) -> None:
-        """Raise CheckpointError if a block of the output has no checksum, because it was not written, and
-        FaultySumsError for sums that cannot be."""
+        """Raise CheckpointError for output blocks that were not written, and FaultySumsError for invalid
+        sums."""
         if missing := int((self._crcs == _UNKNOWN).sum()):
             raise CheckpointError(
                 f"{missing} blocks of the output were not written; this is an error of dcphub"
@@ -249,7 +250,7 @@ class ResultChecks(SourceChecks):
         return self._crcs[self._start[copy] : self._start[copy + 1]]
 
     def whole(self, copy: int) -> int:
-        """Return CRC-32 of all of a copy; its blocks must be known."""
+        """Return the CRC-32 of a whole copy with known blocks."""
         total, size = 0, int(self._sizes[copy])
         for number, crc in enumerate(self.blocks(copy).tolist()):
             total = crc32_combine(total, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
@@ -257,11 +258,11 @@ class ResultChecks(SourceChecks):
 
 
 class FaultySumsError(PlanError):
-    """Sums that cannot be: nothing that was written is of any use."""
+    """Sums are NaN, infinite or too large: the output is invalid."""
 
 
 def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
-    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``."""
+    """Raise FaultySumsError with all tensors of ``faults``, named by the source's ``index``."""
     counts: Counter[tuple[str, int]] = Counter()
     for fault in faults:
         row = int(index.chunk_tensors[fault.chunk])
@@ -283,16 +284,16 @@ def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None
 # -- windows and files --------------------------------------------------------------------------------------
 
 WINDOW_BYTES: Final = 8 << 20
-"""Of a file, made in one buffer and written at once."""
+"""Bytes of a file made in one buffer and written at once."""
 
 _WINDOW_COPIES: Final = 2_000
 
 observers: Final[list[Callable[[str, str], None]]] = []
-"""Called with (step, file name) before everything that changes storage: crash tests kill there."""
+"""Called with (step, file name) before every change of storage; crash tests use these calls."""
 
 
 def announce(op: str, path: str | os.PathLike[str]) -> None:
-    """Tell the observers what is about to happen."""
+    """Notify the observers before a change."""
     for observer in observers:
         observer(op, Path(path).name)
 
@@ -301,7 +302,7 @@ def announce(op: str, path: str | os.PathLike[str]) -> None:
 
 
 class ReservedRange(PosixWriteHandle):
-    """A range of a file that has its size, while others write other ranges of it."""
+    """A range of a preallocated file; other ranges are written concurrently."""
 
     def __init__(self, path: Path, begin: int) -> None:
         with step(None, "open", path):
@@ -317,12 +318,12 @@ class ReservedRange(PosixWriteHandle):
         return self._view[:size_bytes]
 
     def write(self, data: Buffer) -> None:
-        """Write in a thread what `lend` gave memory for; waits for the one before the last."""
+        """Write lent memory in a thread, after the write before the last has ended."""
         self._fill_bytes = len(data)
         self._send()
 
     def _throw_away(self) -> None:
-        """Leave what was written undefined; the file is not this range's to remove."""
+        """Leave written bytes undefined; other ranges still use the file."""
         self._release()
 
     def _flush_to_end(self) -> None:
@@ -333,9 +334,9 @@ class ReservedRange(PosixWriteHandle):
 
 
 class ComparedFile(WriteHandle):
-    """A file that is there already: nothing is written.
+    """An existing file, compared instead of written.
 
-    Raises CheckpointConflictError if it has not the very bytes that would be.
+    Raises CheckpointConflictError if bytes differ.
     """
 
     def __init__(self, there: ReadHandle, path: str, size_bytes: int) -> None:
@@ -344,11 +345,11 @@ class ComparedFile(WriteHandle):
 
     @property
     def position(self) -> int:
-        """The offset at which the next bytes are compared."""
+        """Offset of the next comparison."""
         return self._position
 
     def write(self, data: Buffer) -> None:
-        """Compare it with what is there."""
+        """Compare bytes with the file."""
         self._require(self._there.pread(len(data), self._position) == data)
         self._position += len(data)
 
@@ -375,8 +376,10 @@ class ComparedFile(WriteHandle):
 
 
 class TaskReader(Closable):
-    """The bytes of ``task`` from its ``begin`` on, window by window; ``result`` has the checksums of all that
-    was read and made so far, and faults. Use as a context manager; for one thread at a time."""
+    """Read the bytes of ``task`` window by window; ``result`` holds checksums and faults.
+
+    Use as a context manager, in one thread at a time.
+    """
 
     def __init__(self, store: Store, task: Task, *, verify: bool) -> None:
         self.position = task.begin
@@ -394,7 +397,7 @@ class TaskReader(Closable):
         self._reader.close()
 
     def take_sources(self) -> list[Fragment]:
-        """Return checksums of what was read since the last call; those of what is made are dropped."""
+        """Return checksums of bytes read since the last call, and drop checksums of the output."""
         found, self.result.sources = self.result.sources, []
         if not self._holes:
             self.result.targets = []
@@ -429,8 +432,8 @@ class TaskReader(Closable):
     def _wanted(
         self, copy: TaskCopy, place: memoryview, low: int, high: int, later: list[Callable[[], None]]
     ) -> Wanted:
-        """Return the request for bytes ``low`` to ``high`` of a copy; ``later`` gets what is to be done once
-        they are read, if that is not all."""
+        """Return the request for bytes ``low`` to ``high`` of a copy; ``later`` receives work to do after the
+        read."""
         size, out = dtypes.BY_CODE[copy.source_code].itemsize, dtypes.BY_CODE[copy.target_code].itemsize
         is_even = not low % out and not high % out
         # An element across two windows: then all of the copy is read for each, which is small.
@@ -460,8 +463,7 @@ class TaskReader(Closable):
             self.result.targets.append(Fragment(copy, position + begin, position + end, crc))
 
     def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
-        """Put checksums into a file that is written front to back: the copies of its holes stand before
-        them."""
+        """Insert checksums into a file written from front to back; copies precede their holes."""
         for fragment in self.result.targets[self._seen :]:
             self._fragments.setdefault(fragment.owner, []).append(fragment)
         self._seen = len(self.result.targets)
@@ -486,9 +488,9 @@ def _run_task(
     on_bytes: Callable[[int], None] | None,
     check: Callable[[TaskResult], None] | None,
 ) -> TaskResult:
-    """Read what ``task`` needs from the source's ``store``, and write it to ``sink``, which it ends.
+    """Read ``task`` from the source's ``store`` and write to ``sink``, which is ended.
 
-    ``check`` is called with the result while the sink can still be aborted, and raises what is wrong with it.
+    ``check`` receives the result before the end of the sink, and raises to abort.
     """
     with sink, TaskReader(store, task, verify=verify) as reader:
         own = memoryview(b"")
@@ -514,11 +516,11 @@ def _run_task(
 
 
 class SourceChangedError(CheckpointConflictError):
-    """The source has changed since the conversion was planned: it has to be converted anew."""
+    """The source changed after the plan: the conversion has to start again."""
 
 
 def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
-    """Return a text that changes with the source's files, and with how this version converts to ``to``."""
+    """Return a text that changes with the source's files and with this version's conversion to ``to``."""
     names = frozenset(index.files)
     found = (info for info in store.list() if info.name in names)
     facts = sorted(map(attrgetter("name", "size_bytes", "modified_seconds"), found))
@@ -529,12 +531,11 @@ def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """All that the batches of a conversion share, for processes that know no more of it.
+    """Settings of all batches of a conversion, for other processes.
 
-    ``store`` is the one of the source that ``open_source`` opens, whose mark, as a source of the format
-    ``to``, is ``source_mark``. ``in_place``: ``output`` is a folder of this machine whose files have their
-    sizes, and tasks write ranges of them. Else each task writes a whole file, which appears when it is
-    finished, with ``replace`` in place of one that is there.
+    ``open_source`` opens ``store``, whose mark for the format ``to`` is ``source_mark``. ``in_place``:
+    ``output`` is a local folder of preallocated files, and tasks write ranges. Otherwise each task writes a
+    whole file, visible when finished; ``replace`` allows existing files.
     """
 
     open_source: Callable[[], Source]
@@ -547,22 +548,21 @@ class BatchSettings:
     replace: bool = False
 
     def open_engine(self) -> ReadEngine:
-        """Open the source, to compare with its checksums. Raises SourceChangedError."""
+        """Open the source with verification. Raises SourceChangedError."""
         found = self.open_source()
         engine = ReadEngine(found.store, complete_index(found.store, found.index), verify=self.verify)
         self.refuse_changed(engine, found.name)
         return engine
 
     def refuse_changed(self, engine: ReadEngine, name: str) -> None:
-        """Raise SourceChangedError unless ``engine`` reads the source that the conversion was planned for."""
+        """Raise SourceChangedError unless ``engine`` reads the planned source."""
         if source_mark(engine.store, engine.index, self.to) != self.source_mark:
             raise SourceChangedError(
                 f"{name} has changed while it was converted; convert it again", path=name
             )
 
     def open_output(self, task: Task) -> WriteHandle:
-        """Return the range of a task's file, or the file. A file that is there already, since a run before
-        this one wrote it, need only be compared."""
+        """Return a range of a task's file, or the file; files of an earlier run are compared."""
         output, name = self.output, task.name
         if self.in_place:
             return ReservedRange(Path(output.url) / name, task.begin)
@@ -571,7 +571,7 @@ class BatchSettings:
         return output.create(name, durable=True, expected_bytes=task.file_bytes, replace=self.replace)
 
     def is_written(self, name: str) -> bool:
-        """Return whether a task's file is there, and may not be replaced."""
+        """Test for an existing file of a task that may not be replaced."""
         return not (self.in_place or self.replace) and self.output.stat(name) is not None
 
 
@@ -581,8 +581,8 @@ def run_batch(
     engine: ReadEngine | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> TaskResult:
-    """Carry ``batch`` out; what it writes is durable when this returns. ``engine`` reads the source, where
-    the caller has it open; ``on_bytes`` gets the size of each window that is written."""
+    """Carry out ``batch`` durably. ``engine`` is an open source; ``on_bytes`` receives the size of each
+    window."""
     verify, result = settings.verify != "none", TaskResult(batch.number)
     with ExitStack() as stack:
         check = None
@@ -605,7 +605,7 @@ def run_batch(
 
 
 def _comparison(batch: TaskBatch, engine: ReadEngine) -> Callable[[TaskResult], None]:
-    """Return a function that compares all that is complete within the batch, before its files appear."""
+    """Return a function that verifies complete blocks of the batch before files become visible."""
     verifies, checks = engine.verify != "none", SourceChecks(engine)
     chunks = np.unique(np.concatenate([task.copies.sources.chunks for task in batch.tasks]))
     if verifies:

@@ -1,4 +1,4 @@
-"""Digests of tensors that a save makes of the bytes on their way (``FileSystemWriter(digests=True)``)."""
+"""Digests of tensors, computed by a save from the written bytes (``FileSystemWriter(digests=True)``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dcp.storage.geometry.strides import Int64, gather_rows, row_products
 
 
 class Digests(SaveFeature):
-    """Adds up what each written box has of its tensor, and keeps the sums of whole tensors in the index."""
+    """Sum the digests of written boxes, and store digests of whole tensors in the index."""
 
     name = "digests"
     option = "digests"
@@ -53,7 +53,7 @@ class Digests(SaveFeature):
 
 
 class _Sums(Observer):
-    """The value of each row's bytes, and what it adds to the sum of its tensor."""
+    """The value of each row's bytes, and its share of the tensor's sum."""
 
     def __init__(self, places: LogicalPlaces, shares: Int64) -> None:
         self._places = places
@@ -78,15 +78,14 @@ class _Sums(Observer):
         self._values[row] = as_elements(value.to_bytes(SUM_BYTES, "big"))
 
     def see_many(self, rows: Int64, payloads: npt.NDArray[np.uint8]) -> None:
-        """Add whole rows, all together where each is a run of its tensor that begins with a block."""
+        """Add whole rows, together where each is a contiguous part at a block boundary."""
         if self._places.is_simple[rows].all():
             self._values[rows] = row_values(payloads)
         else:
             super().see_many(rows, payloads)
 
     def finish(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-        """Return what each row adds, and whether that is known: not of one that shares the bytes of another,
-        but lies in another way in its tensor."""
+        """Return the shares by row, with a mask; unknown for rows that share bytes in another layout."""
         sharing = np.flatnonzero(self._shares >= 0)
         self._values[sharing] = self._values[self._shares[sharing]]
         known = np.ones(len(self._shares), np.uint8)
@@ -95,7 +94,7 @@ class _Sums(Observer):
 
 
 def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
-    """Find the places of the rows that a rank is to write in their tensors."""
+    """Find the positions of a rank's rows in their tensors."""
     held = local.columns
     order = np.argsort(held.item_sources, kind="stable")
     first = np.searchsorted(held.item_sources[order], columns.sources, "left")
@@ -118,7 +117,7 @@ def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
 
 
 def _is_part(held: SaveColumns, item: int, columns: WriteColumns, row: int) -> bool:
-    """Return whether a row to write is in a held box of its local tensor."""
+    """Test whether a row lies in a held box of its local tensor."""
     box = slice(int(held.box_start[item]), int(held.box_start[item + 1]))
     part = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
     inner = columns.local_offsets[part] - held.item_local_offsets[box]

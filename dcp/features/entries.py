@@ -1,10 +1,10 @@
-"""Entries that a load takes, leaves or refuses: older names, values that need trust,
-subclasses, tuples that a file has opened, strictness.
+"""Entries that a load takes, leaves or refuses.
 
-A strict load refuses what a checkpoint has within the dicts and objects of a state dict, and no rank takes.
-Such an entry would be lost without a word: the state of an optimizer that has none, a layer that a model does
-not have any more. What lies beside, under keys of the top level that are not in the state dict, was not asked
-for.
+Covers older names, values that need trust, subclasses, tuples stored as separate entries, and strictness.
+
+A strict load refuses stored entries inside a dict or object of the state dict if no rank takes them: for
+example optimizer state without a destination, or a removed layer. Top-level keys missing in the state dict
+are not requested and not refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LegacyKeys(LoadFeature):
     name = "legacy_keys"
 
     def names(self, index: CheckpointIndex) -> None:
-        """Take the old keys where the checkpoint has those instead of today's."""
+        """Use old keys where the checkpoint has them instead of the current keys."""
         call, tensors, values = self.call, index.position, index.objects.position
         if not call.flattens:
             return
@@ -62,19 +62,18 @@ class LegacyKeys(LoadFeature):
 
 
 class Renames(LoadFeature):
-    """Warns of regular expressions that match no key of the state dict of any rank."""
+    """Warn of regular expressions that match no key on any rank."""
 
     name = option = "rename"
 
     def findings(self, *, is_shared: bool) -> bool | None:
-        """Return whether they change a name here; None without any, and for a function, which need not
-        change one."""
+        """Return a flag for each rule that changes a name; None without rules, and for functions."""
         names, given = self.call.names or {}, self.options.rename
         is_given = isinstance(given, Mapping) and bool(given)
         return any(map(str.__ne__, names, names.values())) if is_given else None
 
     def judge(self, found: Sequence[Any]) -> None:
-        """Log the warning, on one rank."""
+        """Log the warning on one rank."""
         if self.call.rank == 0 and all(one is False for one in found):
             logger.warning(
                 "rename=%r changes no name of the state dict: these are regular expressions on flat keys, "
@@ -85,13 +84,13 @@ class Renames(LoadFeature):
 
 
 class TrustedValues(LoadFeature):
-    """Names values of torch.save files whose pickles need code that is never run: they are neither stored nor
+    """Refuse values of torch.save files whose pickles would run code; they count as neither stored nor
     missing."""
 
     name = "trusted_values"
 
     def entries(self, index: CheckpointIndex) -> None:
-        """Raise UnsafeObjectError for those that are to be loaded."""
+        """Raise UnsafeObjectError for requested ones."""
         refused = index.provenance.get("refused_objects")
         if not isinstance(refused, dict) or not refused:
             return
@@ -112,7 +111,7 @@ class Subclasses(LoadFeature):
     name = "subclasses"
 
     def takes_part(self) -> bool:
-        """Return whether there are such tensors."""
+        """Test for tensors of subclasses."""
         return bool(self.call.flat.facts)
 
     def accept(self, fqn: str, value: Any) -> bool:
@@ -125,19 +124,19 @@ class Subclasses(LoadFeature):
 
 
 class OpenedTuples(LoadFeature):
-    """Puts together values such as the ``betas`` of an Adam on tensors: one value in a state dict, and in a
-    torch.save file, or what was converted from one, an entry each element."""
+    """Combine values such as an optimizer's tensor ``betas``: one value in a state dict, but separate entries
+    in a torch.save file or a conversion."""
 
     name = "opened_tuples"
     _found: Sequence[tuple[str, str, Path]] = ()
 
     def takes_part(self) -> bool:
-        """Return whether the state dict has such values."""
+        """Test for such values in the state dict."""
         self._found = ()
         return not set(_OPENED).isdisjoint(map(type, self.call.flat.values.values()))
 
     def entries(self, index: CheckpointIndex) -> None:
-        """Leave out those that the checkpoint has in parts."""
+        """Leave out values stored in parts."""
         call, values = self.call, index.objects.position
         pairs = [(fqn, call.stored(fqn)) for fqn, value in call.values.items() if type(value) in _OPENED]
         absent = [(fqn, name) for fqn, name in pairs if name not in values and name not in index.position]
@@ -163,8 +162,7 @@ class OpenedTuples(LoadFeature):
 
 
 class Strictness(LoadFeature):
-    """Finds the names of the checkpoint that this rank leaves, and those of them that it should have a place
-    for."""
+    """Find stored names that this rank leaves, and names it should have a place for."""
 
     name = "strictness"
     _lost: Sequence[str] = ()
@@ -174,8 +172,11 @@ class Strictness(LoadFeature):
         return {"unexpected": self.options.unexpected}
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the same. Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this
-        rank has, and no state of any: that another rank takes it is no help here."""
+        """Return these names.
+
+        Raises UnexpectedKeyError for parameter state missing in an optimizer's dict of this rank, whatever
+        other ranks take.
+        """
         call, self._lost = self.call, ()
         if names and call.flattens and call.options.unexpected == "error":
             self._lost = _names_within(names, call.root, call.flat.paths, call.renamed)
@@ -187,8 +188,8 @@ class Strictness(LoadFeature):
         return names
 
     def findings(self, *, is_shared: bool) -> Any:
-        """Return one bit a name, because a stage of a pipeline leaves what all others take; None if this rank
-        takes all."""
+        """Return a bit for each name, since pipeline stages take different names; None if this rank takes
+        all."""
         call, view = self.call, self.call.view
         if not call.unexpected or call.options.unexpected != "error":
             return None
@@ -204,7 +205,7 @@ class Strictness(LoadFeature):
         return None
 
     def judge(self, found: Sequence[Any]) -> None:
-        """Raise UnexpectedKeyError for names that no rank takes, and some rank should."""
+        """Raise UnexpectedKeyError for names that no rank takes but some rank should."""
         lost = [column for own in found if own is not None and len(column := own[1])]
         if not lost or any(own is None for own in found):
             return
@@ -221,8 +222,8 @@ class Strictness(LoadFeature):
 
 
 def _may_be_dict(index: CheckpointIndex, name: str) -> bool:
-    """Return False for a value that is none: what pickles hold is not known before they are read, nor what
-    torch's metadata have by name alone."""
+    """Return False for values that are certainly not dicts; contents of pickles and torch metadata are
+    unknown."""
     objects = index.objects
     plain = objects.plain[objects.position[name]] if objects.values else -1
     return plain < 0 or isinstance(decode_value(objects.values[plain]), Mapping)
@@ -233,7 +234,7 @@ def _names_of(index: CheckpointIndex) -> list[str]:
 
 
 def _packed(names: Sequence[str], those: set[str]) -> Any:
-    """Return a bit by name, for ``those``; no bits where there are none."""
+    """Return a bit for each name in ``those``; no bits if empty."""
     if not those:
         return np.zeros(0, np.uint8)
     return np.packbits(np.fromiter(map(those.__contains__, names), np.bool_, len(names)))
@@ -245,11 +246,10 @@ def _names_within(
     paths: Mapping[str, Path],
     renamed: Callable[[str], str] | None,
 ) -> list[str]:
-    """Return those of the stored ``names`` that lie below a dict or list of the top level of ``state_dict``.
+    """Return the stored ``names`` below dicts and lists at the top level of ``state_dict``.
 
-    ``paths`` are those of its flat keys. Under other names (``renamed``) a dict is where most of its entries'
-    names are the same: ``model.encoder`` for ``encoder`` where ``encoder.0.weight`` is loaded from
-    ``model.encoder.0.weight``.
+    ``paths`` belong to its flat keys. With ``renamed``, most entries of a dict decide its stored name:
+    ``model.encoder`` for ``encoder`` if ``encoder.0.weight`` is loaded from ``model.encoder.0.weight``.
     """
     tops = set()
     for key, value in state_dict.items():
@@ -272,7 +272,7 @@ def _names_within(
 
 
 def _renamed_top(rest: str, name: str) -> str:
-    """Return what stands in ``name`` before as much of the path ``rest`` as it ends with."""
+    """Return the beginning of ``name`` before the common end with the path ``rest``."""
     while rest:
         if name == rest or name.endswith(f".{rest}"):
             return name[: len(name) - len(rest)]
@@ -323,17 +323,16 @@ def _with_parents(name: str) -> Iterable[str]:
 
 
 def is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
-    """Return whether it has the form of an optimizer's state dict."""
+    """Test for the form of an optimizer's state dict."""
     return "state" in state and isinstance(state.get("param_groups"), list)
 
 
 def optimizer_dicts(
     state: Mapping[Any, Any], prefix: str, depth: int = _NESTED
 ) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (what the flat keys of its entries begin with, state dict of an optimizer), of ``state`` or below
-    it.
+    """Yield (prefix of flat keys, optimizer state dict) found in ``state`` or below.
 
-    ``prefix`` is what the flat keys of the entries of ``state`` begin with.
+    ``prefix`` is the prefix of the flat keys of ``state``.
     """
     is_optimizer = is_optimizer_dict(state)
     if is_optimizer:
@@ -348,8 +347,7 @@ def optimizer_dicts(
 
 
 def _prefixes_without_state(state: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return what flat keys of the state of parameters begin with, of optimizers in ``state`` that have
-    parameters and no state of any."""
+    """Return prefixes of flat keys for parameter state of optimizers in ``state`` without any state."""
     return tuple(
         f"{prefix}state.{parameter}."
         for prefix, optimizer in optimizer_dicts(state, "")

@@ -1,4 +1,4 @@
-"""Warnings of saved values that need trust, and of keys that become strings."""
+"""Warnings about saved values that need trust, and about keys that become strings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class ForeignValues(SaveFeature):
-    """Warns of values that need trust, and of keys that become strings."""
+    """Warn of values that need trust, and of keys that become strings."""
 
     name = "foreign values"
 
     def held(self, local: RankState, at: SavingRank) -> RankState:
-        """Look at the types of what the coordinator has."""
+        """Inspect the types of the coordinator's values."""
         if at.is_coordinator:
             warn_of_foreign(local.columns.objects.fqns, local.objects, local.foreign_keys)
         return local

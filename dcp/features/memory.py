@@ -1,6 +1,6 @@
-"""Memory to load into: tensors on the meta device get some, and what has several names is loaded apart.
+"""Memory for loads: allocates tensors on the meta device, and loads shared memory separately.
 
-Entries that differ cannot both be loaded into the memory that they share, such as tied weights.
+Different entries cannot be loaded into shared memory, such as tied weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_PAIRS = 1000
 
 
 class MetaTensors(LoadFeature):
-    """Gives memory to tensors that are to be loaded and have none."""
+    """Allocate memory for meta tensors in the state."""
 
     name = "meta"
 
@@ -63,7 +63,7 @@ class MetaTensors(LoadFeature):
         call.flat = call.flattened()
 
     def _may_be_kept(self, fqn: str) -> bool:
-        """Return whether an entry is of a `PerRank` value that a load may leave as it is."""
+        """Test for a `PerRank` entry that a load may keep."""
         flat = self.call.flat
         own = flat.per_rank.get(flat.owners.get(fqn, ""))
         return own is not None and (
@@ -88,8 +88,7 @@ def _is_meta(value: Any) -> bool:
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:
-    """Return where a tensor gets memory: on its mesh's device, else where the process group works, the
-    accelerator unless the ranks talk through gloo alone."""
+    """Return the device of new tensors: the mesh's, else the process group's; CPU for gloo alone."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     together = dist.is_available() and dist.is_initialized() and dist.get_backend() != "gloo"
     kind = mesh.device_type if mesh is not None else accelerator.type if accelerator and together else "cpu"
@@ -99,9 +98,9 @@ def _device(mesh: DeviceMesh | None) -> torch.device:
 
 
 def _materialise(value: Any) -> Any:
-    """Return ``value`` with every meta tensor in it replaced by an uninitialised real one.
+    """Replace every meta tensor in ``value`` by an uninitialised one.
 
-    Dicts, lists and `PerRank` are changed in place; tuples are replaced where something in them was.
+    Dicts, lists and `PerRank` are changed in place; tuples are replaced as needed.
     """
     if isinstance(value, torch.Tensor):
         if not value.is_meta:
@@ -134,9 +133,9 @@ def _materialise(value: Any) -> Any:
 
 
 class _Shared(NamedTuple):
-    """A box of a destination that has memory in common with those of ``fqns``, and what was loaded for it.
+    """A destination box that shares memory with ``fqns``, and its loaded copy.
 
-    ``is_filled``: another entry is loaded into the very same elements.
+    ``is_filled``: another entry loads the same elements.
     """
 
     fqns: Sequence[str]
@@ -146,7 +145,7 @@ class _Shared(NamedTuple):
 
 
 class _FilledBox(NamedTuple):
-    """A part that one row of a load plan fills: a chunk, offsets in it and in the destination, sizes."""
+    """The part filled by one row of a load plan: chunk, offsets in chunk and destination, sizes."""
 
     chunk: int
     stored: tuple[int, ...]
@@ -155,7 +154,7 @@ class _FilledBox(NamedTuple):
 
 
 class SharedMemory(LoadFeature):
-    """Loads apart what shares memory, and puts it there once it is known to be the same."""
+    """Load shared memory into separate copies, compare them, and store the result."""
 
     name = "shared_memory"
     _shared: Sequence[_Shared] = ()
@@ -163,10 +162,10 @@ class SharedMemory(LoadFeature):
     def boxes(
         self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
     ) -> LocalMemory:
-        """Return the memory to load into, in which such destinations have others in their places.
+        """Return the memory to load into, with copies in place of shared destinations.
 
-        These are few: tied weights whose entries are one payload need none. Raises PlanError for a
-        destination whose own elements share memory.
+        Tied weights with one stored payload need no copies. Raises PlanError for destinations whose own
+        elements overlap.
         """
         self._shared = ()
         groups = _groups(pieces, memory, held)
@@ -198,8 +197,7 @@ class SharedMemory(LoadFeature):
 
     @torch.inference_mode()
     def put(self) -> None:
-        """Put what was loaded apart. Raises PlanError where one entry differs from another in the same
-        memory."""
+        """Store the copies. Raises PlanError if entries of the same memory differ."""
         shared, self._shared = self._shared, ()
         if not shared:
             return
@@ -226,7 +224,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _boxes(pieces: Pieces, rows: Int64) -> list[_FilledBox]:
-    """Return what ``rows`` of a load plan fill."""
+    """Return the parts filled by ``rows`` of a load plan."""
     found = list[_FilledBox]()
     for row in rows.tolist():
         box = slice(int(pieces.box_start[row]), int(pieces.box_start[row + 1]))
@@ -239,7 +237,7 @@ def _boxes(pieces: Pieces, rows: Int64) -> list[_FilledBox]:
 
 
 def _source(index: CheckpointIndex, boxes: Sequence[_FilledBox]) -> Any:
-    """Return what is equal for destinations that get the same stored elements at the same places."""
+    """Return a key, equal for destinations of the same stored elements at the same positions."""
     chunks = [box.chunk for box in boxes]
     places = (index.chunk_files, index.record_offsets, index.payload_offsets)
     return (
@@ -250,7 +248,7 @@ def _source(index: CheckpointIndex, boxes: Sequence[_FilledBox]) -> Any:
 
 
 def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> list[list[int]]:
-    """Return numbers of destinations whose extents in memory meet."""
+    """Return group numbers of destinations with overlapping extents."""
     dests = np.flatnonzero(np.bincount(pieces.dests, minlength=len(memory.tensors)))
     sizes = (memory.volumes * itemsizes(memory.dtype_codes))[dests]
     for position in np.flatnonzero(~memory.is_plain[dests]).tolist():
@@ -271,7 +269,7 @@ def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> list[list
 
 
 def _sharing(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> list[int]:
-    """Return those of ``group`` that share memory with another one of it: what interleaves need not."""
+    """Return members of ``group`` that share memory; interleaved ones may not."""
     numbers = np.sort(group)
     if len(numbers) > _MOST_BOXES:
         return list(numbers.tolist())
@@ -288,8 +286,7 @@ def _sharing(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> list[int]
 
 
 def _boxes_of_one(address: int, places: Sequence[Place]) -> BoxSet | None:
-    """Return the boxes, in bytes, that slices of one larger tensor at ``address`` are of it; None for
-    others."""
+    """Return byte boxes of slices in one larger tensor at ``address``; None for other shapes."""
     if len({place.strides for place in places}) > 1:
         return None
     steps = np.array([*places[0].strides, 1], np.int64)

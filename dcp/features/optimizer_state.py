@@ -1,9 +1,9 @@
-"""The state that optimizers will have, to load into: one that has made no step has none yet.
+"""State of new optimizers to load into.
 
-torch does the same in its state dict helpers (`torch.distributed.checkpoint.state_dict._init_optim_state`): a
-step with gradients and learning rates of zero. Here nothing of it remains: parameters, gradients, groups and
-hooks are as before, and so is the optimizer's state, since the state dict alone has what was made. Where such
-a step fails, as that of LBFGS does, which needs a closure, the state is made in the form that was saved.
+As torch's state dict helpers do (`torch.distributed.checkpoint.state_dict._init_optim_state`), a step runs
+with zero gradients and learning rates. Parameters, gradients, groups, hooks and the optimizer's state are
+restored afterwards; only the state dict keeps the new state. If the step fails, as for LBFGS, the state is
+made in the stored form.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 3
 _LOOKED_AT = 64
-"""Entries of a list or dict that are looked through: optimizers are not held among thousands."""
+"""Largest list or dict searched for optimizers."""
 _NOT_LOOKED_THROUGH = (torch.Tensor, torch.nn.Module, type, ModuleType)
 
 
 def optimizers_without_state(holder: Any) -> list[Optimizer]:
-    """Return optimizers that ``holder`` is or has among its attributes, which have parameters without state.
-
-    One that another one wraps comes before it.
-    """
+    """Return optimizers without state that ``holder`` is, or has as attributes; wrapped optimizers come
+    first."""
     found: dict[int, Optimizer] = {}
     _collect(holder, _DEPTH, found, set())
     return [optimizer for optimizer in found.values() if _without_state(optimizer)]
@@ -53,13 +51,11 @@ def state_dict_with_state(
     is_stored: Callable[[str, Any], bool],
     index: CheckpointIndex,
 ) -> dict[str, Any]:
-    """Return what ``stateful.state_dict()`` gives while the ``optimizers`` have state for all of their
-    parameters.
+    """Return ``stateful.state_dict()`` while ``optimizers`` have state for all parameters.
 
-    ``without`` is what it gives else. Of what is more, such as the state of one parameter, only that is kept
-    of which ``is_stored(name, entry)`` says that the checkpoint has it; ``name`` is its flat key, and begins
-    with ``key``. The state of an optimizer whose step fails is made as the index of the checkpoint has it,
-    unless its parameters are sharded.
+    ``without`` is the state dict before. Additional entries are kept only if ``is_stored(name, entry)`` finds
+    the flat name (below ``key``) in the checkpoint. If the step fails, the state follows the checkpoint's
+    index, unless parameters are sharded.
     """
     failed: list[tuple[Optimizer, Exception]] = []
     with ExitStack() as made:
@@ -88,7 +84,7 @@ def state_dict_with_state(
 def _add_stored_state(
     state: Mapping[str, Any], prefix: str, index: CheckpointIndex, is_stored: Callable[[str, Any], bool]
 ) -> None:
-    """Give parameters in state dicts of optimizers, in ``state`` or below it, a state of the stored form."""
+    """Add parameter state of the stored form to optimizer state dicts in ``state``."""
 
     def place_for(name: str) -> Any:
         row = index.position.get(name)
@@ -135,7 +131,7 @@ def _collect(holder: Any, depth: int, found: dict[int, Optimizer], seen: set[int
 
 
 def _without_state(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return parameters that would be trained, and have no state yet."""
+    """Return trainable parameters without state."""
     return [
         parameter
         for group in optimizer.param_groups
@@ -146,7 +142,7 @@ def _without_state(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @contextmanager
 def _with_state(optimizer: Optimizer) -> Iterator[None]:
-    """Yield the optimizer with state for parameters that have none, as after a first step."""
+    """Yield the optimizer with state for all parameters, as after a first step."""
     parameters = _without_state(optimizer)
     state = optimizer.state
     known = set(state)
@@ -212,7 +208,7 @@ def _stand_in(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
 
 
 def _pruned(state: Any, without: Any, name: str, is_stored: Callable[[str, Any], bool]) -> Any:
-    """Return ``state`` less the entries that ``without`` lacks and the checkpoint lacks too."""
+    """Remove entries of ``state`` that neither ``without`` nor the checkpoint has."""
     if isinstance(state, Mapping) and isinstance(without, Mapping):
         kept = {
             key: _pruned(value, without[key], f"{name}.{key}", is_stored) if key in without else value

@@ -1,4 +1,4 @@
-"""Parts of a save that get files of their own (``apart=``), so that they can be dropped without rewriting."""
+"""Parts of a save with separate files (``apart=``), which can be dropped without a rewrite."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class Parts(SaveFeature):
-    """Numbers the tensors of each part from 1; 0 for those of none."""
+    """Number the tensors of each part from 1; 0 for the rest."""
 
     name = "parts"
     option = "apart"
 
     def agreed(self) -> dict[str, Any]:
-        """Return the patterns: a part of one rank's files alone cannot be dropped."""
+        """Return the patterns, which must be equal on all ranks."""
         return {"apart": [list(patterns) for patterns in self.options.apart]}
 
     def groups(self, local: RankState) -> Int64:
-        """Return by local tensor the number of its part."""
+        """Return the part number of each local tensor."""
         columns = local.columns
         selections = [Selection.of(patterns, None) for patterns in self.options.apart]
         numbers = np.array(
@@ -44,8 +44,7 @@ class Parts(SaveFeature):
         return found
 
     def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
-        """Return the same. Warns of a part that has nothing; those of a manager are of its rules, for steps
-        that may lack them."""
+        """Record the parts in the index. Warns of an empty part, except for parts of a manager's rules."""
         for patterns in self.options.apart if self.options.step is None else ():
             selection = Selection.of(patterns, None)
             if selection is not None and not any(map(selection.selects, index.fqns)):

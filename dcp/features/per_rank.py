@@ -26,11 +26,10 @@ _MAX_LISTED = 10
 
 
 class PerRankValues(LoadFeature):
-    """The values of a load that differ by rank.
+    """Values of a load that differ by rank.
 
-    ``rescaled`` are names of `Rescale` values for which another number of ranks saved, each with (the name
-    below which the checkpoint has the states, that number); ``kept`` stay as they are; ``left`` are those of
-    which the checkpoint has values of ranks that this job has not.
+    ``rescaled``: `Rescale` values saved by another number of ranks, with the stored prefix and this number.
+    ``kept``: unchanged values. ``left``: names with stored values of absent ranks.
     """
 
     name = "per_rank"
@@ -41,19 +40,19 @@ class PerRankValues(LoadFeature):
     _copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = ()
 
     def agreed(self) -> dict[str, Any]:
-        """Return the rule for values without one."""
+        """Return the rule for values without a specific rule."""
         return {"per_rank": self.options.per_rank}
 
     def takes_part(self) -> bool:
-        """Forget the plan before; return whether there are such values."""
+        """Forget the earlier plan; return True if there are such values."""
         self.rescaled, self.kept, self.left, self._ready, self._copies = {}, (), (), (), ()
         return bool(self.call.flat.per_rank)
 
     def entries(self, index: CheckpointIndex) -> None:
-        """Leave out values that rules make, and with ``per_rank="keep"`` those of other ranks, or of none.
+        """Leave out values made by rules, and with ``per_rank="keep"`` values of other ranks.
 
-        A value is kept whole or not at all: half of a generator's state is none. Raises PlanError where the
-        checkpoint has the states of some of the ranks only that a rule needs.
+        Values are kept whole or not at all. Raises PlanError if a rule needs states of ranks that are not
+        stored.
         """
         call, owners = self.call, self.call.flat.owners
         rescaled = self.rescaled = self._to_rescale(index)
@@ -74,10 +73,9 @@ class PerRankValues(LoadFeature):
             call.values = {fqn: value for fqn, value in call.values.items() if fqn not in left}
 
     def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return new memory in place of tensors that may stay unfilled.
+        """Return new memory for tensors that may stay unfilled.
 
-        The checkpoint that is loaded after this one turned out to be damaged may leave them as they are, or
-        be of another number of ranks.
+        A load after a damaged checkpoint may keep them, or use another number of ranks.
         """
         copies = self._copies = list[tuple[str, torch.Tensor, torch.Tensor]]()
         apart, rules = dict(values), self._rules
@@ -91,7 +89,7 @@ class PerRankValues(LoadFeature):
         return apart
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Without what other ranks have of the values here, be they loaded or kept."""
+        """Return the names without values of other ranks."""
         call, rescaled = self.call, {holder for holder, _ in self.rescaled.values()}
         stored = call.names or {}
         holders = ({rank_holder(stored.get(fqn, fqn)) for fqn in call.flat.owners} | rescaled) - {None}
@@ -102,7 +100,7 @@ class PerRankValues(LoadFeature):
         return tuple(name for name in names if name not in of_ranks)
 
     def loaded(self, read_whole: ReadWhole) -> None:
-        """Make the values of the rules. Raises CheckpointError for a rule that fails."""
+        """Compute the rules' values. Raises CheckpointError if a rule fails."""
         if not self.whole:
             return
         wanted = {name: self.rescaled[name] for name in self.whole}
@@ -115,7 +113,7 @@ class PerRankValues(LoadFeature):
         self._ready = ready
 
     def put(self) -> None:
-        """Put what rules made, and copy what was loaded apart."""
+        """Store the rules' values, and copy separately loaded values."""
         ready, self._ready = self._ready, ()
         for target, value in ready:
             target.value = value
@@ -125,7 +123,7 @@ class PerRankValues(LoadFeature):
                 tensor.copy_(loaded)
 
     def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
-        """Report what was kept and made, and warn of values that do not continue where their ranks were."""
+        """Report kept and computed values, and warn of values that do not continue."""
         report.kept_per_rank, report.rescaled = list(self.kept), [*self.rescaled]
         saved_by = report.world_size
         kept, left = listed(self.kept, most=_MAX_LISTED), listed(self.left, most=_MAX_LISTED)

@@ -1,17 +1,15 @@
-"""Saves that remember their plan: a wrapper around the planning of repeated saves.
+"""Plan cache for repeated saves: a wrapper around planning.
 
-The plan of the save before is used again as long as no rank's part has changed.
+The plan of the previous save is reused while no rank's part changes.
 
-The cache belongs to the owner of repeated saves (one manager's session, one writer instance), with an
-instance on each rank. A rank whose part has the structure that it had says which plan it has
-for it; where all have the coordinator's, that serves again, and neither plans nor writes travel. The values,
-which change from save to save, are no part of the structure. That replicas still hold equal values is checked
-without exchanging a digest for each: a full plan finds out which rows (boxes and objects) are held by
-several ranks, and rows held by the same ranks make a set. Each rank folds the digests of all its rows of a
-set, in an order that all ranks share, into 64 bits of BLAKE2b; equal folds mean equal digests. Where they
-differ, a full plan finds out which and names them.
+The cache belongs to the owner of repeated saves (a manager's session, a writer instance), with an instance on
+each rank. A rank with an unchanged structure sends the number of its plan. If all ranks have the
+coordinator's plan, the plan is reused without any transfer. Values are not part of the structure. Replicas
+are compared without a digest for each: a full plan groups rows (boxes and objects) held by the same ranks
+into sets. Each rank folds the digests of a set, in a common order, into 64 bits of BLAKE2b. Different folds
+cause a full plan, which names the rows.
 
-A plan is used only after its save was committed, and forgotten on any failure.
+A plan is used only after its save is committed, and forgotten on any failure.
 """
 
 from __future__ import annotations
@@ -42,18 +40,17 @@ from dcp.storage.packing import pack, unpack
 _FOLD_BYTES = 8
 
 _ID_BYTES = 16
-"""Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""
+"""Bytes of a plan's random number; two plans of one structure may assign boxes differently."""
 
 _STRUCTURE: Final = (
     *("dtype_codes", "requires_grad", "shape_start", "shape_values"),
     *(name for name in ITEM_COLUMNS if name != "item_digests"),
 )
-"""The columns of `SaveColumns` that a plan follows from. Left out are the values' digests, and the objects'
-sizes, which only say what is well balanced."""
+"""Columns of `SaveColumns` that decide a plan. Digests of values and sizes of objects are left out."""
 
 
 def _are_alike(mine: SaveColumns, others: SaveColumns) -> bool:
-    """Return whether names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order are equal."""
+    """Compare names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order."""
     return (
         all(np.array_equal(getattr(mine, name), getattr(others, name)) for name in _STRUCTURE)
         and tuple(mine.fqns) == tuple(others.fqns)
@@ -67,8 +64,10 @@ def _are_alike(mine: SaveColumns, others: SaveColumns) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A plan: its number, the columns and packed facts that it was made for, this rank's part of it, and what
-    it folds; on the coordinator also the plan of all, and the numbers of the sets that each rank folds."""
+    """A plan: its number, input columns and packed facts, this rank's part, and the folded rows.
+
+    The coordinator also has the plan of all ranks, and the sets of each rank.
+    """
 
     plan_id: bytes
     columns: SaveColumns
@@ -81,7 +80,7 @@ class _Kept:
 
 
 class PlanCache:
-    """The plan of one series of saves on one rank; see the module. Used by the thread that saves."""
+    """Plan of a series of saves on one rank; see the module. Used by the saving thread."""
 
     def __init__(self) -> None:
         self.drop()
@@ -96,11 +95,10 @@ class PlanCache:
     # -- on every rank ---------------------------------------------------------------------------------------
 
     def offer(self, part: RankState, check: ReplicaCheck, options: Sequence[Any]) -> bytes:
-        """Make this rank's message to the coordinator: the plan that it has for its part, and the fold of
-        each set for the values that the part has now; empty for none.
+        """Make this rank's message to the coordinator: the number of its plan and the fold of each set; empty
+        without a plan.
 
-        ``options`` is all else that decides on what this rank has to write, its number and that of all ranks
-        with it; plain data.
+        ``options`` is further plain data that decides this rank's part, including rank and world size.
         """
         values = part.digested_objects(check).digests
         comparable = (values != 0) & (values != NOT_COMPARABLE)
@@ -127,7 +125,7 @@ class PlanCache:
         return self._kept.writes
 
     def receive(self, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
-        """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
+        """Take a new plan: ``extra`` is this rank's result of `planned`. Used after `commit`."""
         (plan, numbers), self._planned = self._planned, (None, [])  # another rank may plan the next save
         self._kept = self._next = None
         if extra and self._offered is not None:
@@ -135,15 +133,14 @@ class PlanCache:
             self._next = _Kept(extra[:_ID_BYTES], *self._offered, writes, sets, check, plan, numbers)
 
     def commit(self) -> None:
-        """Let the plan of the save, which is committed, serve the next one."""
+        """Reuse the plan of the committed save for the next save."""
         if self._next is not None:
             self._kept, self._next = self._next, None
 
     # -- on the coordinator ----------------------------------------------------------------------------------
 
     def hit(self, offers: Sequence[bytes]) -> GlobalSavePlan | None:
-        """Return the cached plan if it is what all ranks have for their parts, and replicas agree: the ranks
-        of one set have equal folds."""
+        """Return the cached plan if all ranks have it and replicas agree: equal folds in each set."""
         kept = self._kept
         if kept is None or kept.plan is None or any(offer[:_ID_BYTES] != kept.plan_id for offer in offers):
             return None
@@ -156,7 +153,7 @@ class PlanCache:
         return None if ((sets[1:] == sets[:-1]) & (folds[1:] != folds[:-1])).any() else kept.plan
 
     def planned(self, plan: GlobalSavePlan) -> list[bytes]:
-        """Keep a new plan, made with its sets, for `receive`; returns what each rank receives."""
+        """Keep a new plan with its sets for `receive`; return the message to each rank."""
         self._planned = None, []
         if plan.sets is None:
             return [b""] * len(plan.writes)
@@ -166,12 +163,12 @@ class PlanCache:
 
 
 _caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
-"""By identity: equal writers are not one, and a user's may not be hashable. Entries go with their owners."""
+"""Caches by identity: equal writers are distinct, and custom writers may not be hashable. Entries end with
+their owners."""
 
 
 def cache_of(owner: object) -> PlanCache:
-    """Return the plan cache of a writer or planner that is used again; it lives as long as its owner, and is
-    no one else's."""
+    """Return the plan cache of a reused writer or planner, kept as long as its owner."""
     number = id(owner)
     if number not in _caches:
         _caches[number] = (weakref.ref(owner, lambda _: _caches.pop(number, None)), PlanCache())
@@ -179,8 +176,8 @@ def cache_of(owner: object) -> PlanCache:
 
 
 def remembering(save: Save, cache: PlanCache) -> Save:
-    """Let the plan of the save before, in ``cache``, serve ``save`` again; all ranks do so, or none. Planners
-    of other packages plan anew."""
+    """Reuse the previous plan in ``cache`` for ``save``, on all ranks or none. Planners of other packages
+    always plan."""
     if not isinstance(save, ColumnSave):
         return save
     given = {each.name: getattr(save, each.name) for each in fields(save) if each.init}
@@ -194,7 +191,7 @@ class _RememberingSave(ColumnSave):
     manner: ClassVar = ("with a plan cache",)
 
     def _attempt(self, number: int) -> tuple[Metadata, SaveOutcome]:
-        """Forget a plan that did not end in a commit."""
+        """Forget a plan without a commit."""
         try:
             done = super()._attempt(number)
         except BaseException:
@@ -204,7 +201,7 @@ class _RememberingSave(ColumnSave):
         return done
 
     def plan(self) -> Callable[[], RankPlan]:
-        """Compare first, on every rank: one that has no plan any more says so in that step."""
+        """Compare first, on every rank; a rank without a plan reports this in the same step."""
         self.start()
         begun = time.perf_counter()
         save_id = self.steps.reduce_broadcast("prepare", self._offer, self._compare).decode("ascii")
@@ -230,7 +227,7 @@ class _RememberingSave(ColumnSave):
         return offered
 
     def _compare(self, offers: list[bytes]) -> bytes:
-        """Return the id of the save if the plan in the cache serves, else nothing."""
+        """Return the id of the save if the cached plan fits, else None."""
         begun = time.perf_counter()
         self.planned = self.cache.hit(offers)
         if self.planned is None:

@@ -1,7 +1,7 @@
-"""All features, in their order: those of this package, and those that were added.
+"""All features in order: built-in ones, then added ones.
 
-These come by `register_feature`, or from a package whose metadata names them: the entry point group
-`dcphub.features`. All ranks must have the same; the first step of a save or load compares their names.
+Features are added by `register_feature`, or by the entry point group `dcphub.features` of an installed
+package. All ranks must have the same features; the first step of a save or load compares their names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 GROUP: Final = "dcphub.features"
 
 _CLOSE: Final = 0.8
-"""From here on a method's name is taken for a misspelled one, and not for a helper's."""
+"""Similarity from which a method name counts as misspelt."""
 
 SAVE_FEATURES: list[type[SaveFeature]] = [ForeignValues, SavedMap, Parts, Digests]
 
@@ -65,13 +65,14 @@ F = TypeVar("F", SaveFeature, LoadFeature)
 
 
 def register_feature(feature: type[SaveFeature] | type[LoadFeature]) -> None:
-    """Use ``feature`` in all saves or loads of this process; OptionError for what is no feature."""
+    """Use ``feature`` in all saves or loads of this process. OptionError for objects that are not
+    features."""
     _registered.append(_checked(feature))
 
 
 def features_of(base: type[F]) -> list[type[F]]:
-    """List the features derived from ``base``: this package's, those of installed packages by name, those
-    registered; each once. OptionError for two of one name."""
+    """List the features derived from ``base``: built-in, installed (by name), registered; each once.
+    OptionError for duplicate names."""
     every = dict.fromkeys((*SAVE_FEATURES, *LOAD_FEATURES, *_installed(), *_registered))
     found: dict[str, type[F]] = {}
     for feature in every:

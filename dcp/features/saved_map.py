@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 _MAX_LISTED = 10
 
 _MAX_ITEMS = 2_000_000
-"""Of all ranks, that are looked through for what is missing: some seconds, in which all of them wait."""
+"""Largest number of items, over all ranks, searched for missing sources; takes some seconds."""
 
 
 class SavedMap(SaveFeature):
-    """Saves what the map makes of a rank's tensors."""
+    """Save a rank's tensors through a weight map."""
 
     name = "map"
     option = "map"
@@ -56,7 +56,7 @@ class SavedMap(SaveFeature):
         return mapped_state(local, self._map, is_part=is_part, must_invert=self.options.map_must_invert)
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:
-        """Name what a plan lacks by the state dict that was saved."""
+        """Explain missing items of a plan by the saved state dict."""
         missing = missing_sources(parts, self._map)
         if not missing:
             return None
@@ -69,19 +69,18 @@ class SavedMap(SaveFeature):
 
 
 _MappedBox = tuple[int, Box, torch.Tensor, bool, bool]
-"""A tensor's number, a box of it, its elements; whether it is sharded, and other ranks may hold it too."""
+"""Number of a tensor, a box, its elements; whether sharded, and possibly replicated."""
 
 
 @garbage_collection_paused()
 def mapped_state(
     local: RankState, weights: WeightMap, *, is_part: bool = False, must_invert: bool = False
 ) -> RankState:
-    """Convert ``local`` to what ``weights`` make of it, in views of its memory; what no view is, is copied.
-    Tensors beside the model are as they are.
+    """Convert ``local`` by ``weights``, as views of its memory where possible, else as copies. Tensors
+    outside of the model stay.
 
-    ``is_part``: of what is stacked other ranks may have more. ``must_invert``: the inverse has to make
-    ``local`` of it. PlanError as of `WeightMap.apply`, for names that values have, and for elements that
-    would be too many boxes.
+    ``is_part``: other ranks may have more of a stack. ``must_invert``: the inverse has to restore ``local``.
+    PlanError as `WeightMap.apply`, for names of values, and for too many boxes.
     """
     columns = local.columns
     sources = list(map_sources(columns))
@@ -112,9 +111,11 @@ def mapped_state(
 
 
 def missing_sources(parts: Sequence[SaveColumns], weights: WeightMap) -> list[str]:
-    """Return what the tensors of ``parts``, of all ranks, should be made of by ``weights`` and no rank has,
-    in part or at all; nothing where the inverse does not tell, where ranks do not go together, nor of too
-    many."""
+    """Return sources that ``weights`` needs for the tensors of ``parts`` (all ranks) and no rank has
+    completely.
+
+    Returns nothing if the inverse is ambiguous, ranks disagree, or items are too many.
+    """
     if sum(len(columns.item_tensors) for columns in parts) > _MAX_ITEMS:
         return []
     sources: dict[str, MapSource] = {}
@@ -151,7 +152,7 @@ def _held_elements(tensor: MappedTensor, boxes: Mapping[str, Iterable[Box]]) -> 
 
 
 def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor], kept: Iterable[str]) -> dict[str, Any]:
-    """Return the places of what is ``kept``; of ``tensors`` each is what its name says."""
+    """Return the places of ``kept`` entries; ``tensors`` are placed by name."""
     known = columns.planner_data
     if known is None:
         return {"planner_data": None, "notes": columns.notes}
@@ -161,7 +162,7 @@ def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor], kept: Iterabl
 
 
 def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
-    """Yield what the boxes of ``local`` are boxes of."""
+    """Yield the tensors of the boxes of ``local``."""
     columns = local.columns
     by_source: dict[str, list[tuple[int, Piece]]] = {}
     for number, tensor in enumerate(tensors):
@@ -180,7 +181,7 @@ def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_Mapped
 
 
 def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
-    """Yield what is in no piece of padded ones; every rank has it."""
+    """Yield elements of padded tensors outside of all pieces; every rank holds them."""
     for number, tensor in enumerate(tensors):
         if not tensor.padding:
             continue

@@ -1,10 +1,9 @@
-"""`Stateful` objects in a state dict: asked for their state before a load, and given it back after it.
+"""`Stateful` objects in a state dict: read their state before a load, and return it afterwards.
 
-An object that was just made may have less state than one that was saved: an empty dict or list, None where a
-tensor was. What it is given by ``load_state_dict()`` is what was saved, so that its own state, which is
-what a load fills, is changed first where the form differs (`dcp.features.stored_form`). Its tensors stay
-where both have one, so that they keep their sharding and device. What is missing or left over in the state
-of a model or an optimizer is an error.
+A new object may have less state than the saved one: an empty dict or list, or None for a tensor.
+``load_state_dict()`` expects the saved form, so the object's state is first changed to the stored form
+(`dcp.features.stored_form`). Existing tensors keep their sharding and device. Missing and unexpected entries
+of models and optimizers are errors.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ class StatefulObjects(LoadFeature):
     name = "stateful"
 
     def target(self, target: Target) -> Target:
-        """Return the entries of the state dict, with those of the objects in it."""
+        """Return the entries of the state dict, including those of objects."""
         return _Objects(target.state_dict, self.options)
 
 
 class _Objects(Target):
-    """The entries of ``state_dict`` that a load with ``options`` is for.
+    """Entries of ``state_dict`` for a load with ``options``.
 
-    ``_added`` are settings of parameter groups that the checkpoint has and the objects lack. ``_misfits`` and
-    ``_lost`` are what plans that failed said: see `fits_after`.
+    ``_added`` are parameter group settings that only the checkpoint has. ``_misfits`` and ``_lost`` come from
+    failed plans: see `fits_after`.
     """
 
     gives_back = True
@@ -93,10 +92,10 @@ class _Objects(Target):
         self._misfits: set[bool] = set()
 
     def kinds(self) -> dict[str, str]:
-        """Return what kind of container is at each key that has one.
+        """Return the kind of container at each key.
 
-        An optimizer is given the state that a checkpoint has; the dict of one that has none is not, and stays
-        empty where another rank takes what is stored.
+        The dict of an optimizer without state is left out, and stays empty if another rank takes the stored
+        state.
         """
         values = {key: self.state_dict[key] for key in self._keys}
         kinds = {str(key): _KINDS.get(kind_of(type(value)), "") for key, value in values.items()}
@@ -105,9 +104,9 @@ class _Objects(Target):
         return {key: kind for key, kind in kinds.items() if kind}
 
     def state(self, index_of: Callable[[], CheckpointIndex], rank: int) -> dict[str, Any]:
-        """Return what to load into.
+        """Return the state to load into.
 
-        Raises PlanError for objects that would not keep what they are given: on the meta device.
+        Raises PlanError for objects on the meta device, which would lose their values.
         """
         if self._added:
             self.take_back()
@@ -158,10 +157,9 @@ class _Objects(Target):
                 self._give(key, self.state_dict[key], [fqn for fqn in new if fqn.startswith(f"{key}.")])
 
     def fits_after(self, error: CheckpointError) -> bool:
-        """As in `Target`: states of objects are fitted to the stored ones, once their kinds and once more
-        their sizes.
+        """Adapt states of objects to the stored form, first kinds, then sizes; see `Target`.
 
-        Those that lack what other ranks have fit as they are, so that a plan is tried without that first.
+        Objects without the entries of other ranks count as fitting, so that planning starts without a change.
         """
         causes = causes_of(error)
         if any(isinstance(cause, OptionError) or not isinstance(cause, PlanError) for cause in causes):
@@ -180,8 +178,7 @@ class _Objects(Target):
         self._added.clear()
 
     def _give(self, key: Any, value: Any, new: Sequence[str]) -> None:
-        """Give an object its state, and raise PlanError where it still has tensors without memory, of those
-        that were ``new``."""
+        """Give an object its state. Raises PlanError for remaining ``new`` tensors without memory."""
         try:
             value.load_state_dict(self._plain[key])
         except CheckpointError:
@@ -203,7 +200,7 @@ class _Objects(Target):
             )
 
     def _state_of(self, key: Any, value: Any) -> dict[str, Any]:
-        """Return the state of an object, its optimizers' included as far as the checkpoint has it."""
+        """Return the state of an object, including stored state of its optimizers."""
         state: dict[str, Any] = value.state_dict()
         self._check_real(key, value, state)
         optimizers = optimizers_without_state(value)
@@ -219,7 +216,7 @@ class _Objects(Target):
         return full
 
     def _stored_beside(self, index: CheckpointIndex, fqn: str, keys: Iterable[str]) -> list[str]:
-        """Return keys of values, no tensors, that the checkpoint has beside ``keys`` of the dict ``fqn``."""
+        """Return keys of stored values beside ``keys`` of the dict ``fqn``."""
         own = {str(key): f"{fqn}.{key}" for key in keys}
         names = own if self._renamed is None else {key: self._renamed(name) for key, name in own.items()}
         begins = {name.removesuffix(key) for key, name in names.items() if name.endswith(f".{key}")}
@@ -233,8 +230,7 @@ class _Objects(Target):
         return [key for key in more if self._selects(f"{fqn}.{key}")]
 
     def _is_stored(self, fqn: str, entry: Any) -> bool:
-        """Return whether something of ``entry``, which has the flat key ``fqn``, is loaded from the
-        checkpoint."""
+        """Test whether the checkpoint has a part of ``entry`` with flat key ``fqn``."""
         for name in filter(self._selects, _flat(fqn, entry)):
             stored = name if self._renamed is None else self._renamed(name)
             if stored in self._index.position or stored in self._index.objects.position:
@@ -244,7 +240,7 @@ class _Objects(Target):
     # -- tensors without memory ------------------------------------------------------------------------------
 
     def _check_real(self, key: Any, value: Any, state: Mapping[str, Any]) -> None:
-        """Raise PlanError for what copies into tensors of its own that have no memory."""
+        """Raise PlanError for objects with own tensors without memory."""
         if isinstance(value, Optimizer):
             groups = value.param_groups
             if any(parameter.is_meta for group in groups for parameter in group["params"]):
@@ -274,7 +270,7 @@ def _flat(key: Any, state: Any) -> dict[str, Any]:
 
 
 def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:
-    """Yield names of copies in the state dicts of modules, also in those below keys."""
+    """Yield names of copies in state dicts of modules, including nested ones."""
     for name in copies_in_state(state):
         yield prefix + name
     if not depth or MAPPING not in map(kind_of, set(map(type, state.values()))):

@@ -1,7 +1,7 @@
-"""States of objects in the form that was stored, for `Stateful` objects that have less than was saved.
+"""States of objects in the stored form, for `Stateful` objects with less state than saved.
 
-Containers are made, and tensors of the stored shape, where an object that was just made has none. What names
-the parameters of a model or an optimizer stays as it is.
+Missing containers and tensors of the stored shape are created. Parameter names of models and optimizers stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONTAINERS: Final = (MAPPING, LIST)
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry of the checkpoint; ``shape`` and ``dtype`` are None for values that are no tensors."""
+    """An entry of the checkpoint; ``shape`` and ``dtype`` are None for values."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -38,11 +38,10 @@ class _Entry:
 
 @dataclass(eq=False)
 class StoredForm:
-    """The form in which the states of objects are stored in the checkpoint of ``index``, for one rank.
+    """Stored form of objects in the checkpoint of ``index``, for one rank.
 
-    ``selects`` says which names are loaded (``is_whole``: all), ``renamed`` what the checkpoint calls them,
-    if it has other names. ``lost`` are names that no rank takes. Names of tensors that are made go to
-    ``made``.
+    ``selects`` chooses names (``is_whole``: all), ``renamed`` gives stored names. ``lost`` are names that no
+    rank takes. Names of created tensors go to ``made``.
     """
 
     index: CheckpointIndex
@@ -54,10 +53,10 @@ class StoredForm:
     made: set[str]
 
     def fitted(self, key: Any, holder: Any, state: Any) -> Any:
-        """Return ``state``, which ``holder`` at ``key`` of the top level gave, in the stored form.
+        """Return ``state``, from ``holder`` at top-level ``key``, in the stored form.
 
-        Containers that change are copies, for they may be the object's own. Only what no rank takes (`_lost`)
-        is added to dicts and lists that have entries, since what this rank lacks may be another one's.
+        Changed containers are copies. Non-empty dicts and lists receive only entries that no rank takes
+        (`_lost`), because other ranks may hold the rest.
         """
         if isinstance(holder, Optimizer):
             return state
@@ -153,7 +152,7 @@ class StoredForm:
         return _with_entries(fresh, children)
 
     def _fit_list(self, fresh: list[Any], stored: list[Any], name: str) -> Any:
-        """Return a list: as long as the stored one, unless models or optimizers are in it."""
+        """Return a list of the stored length, unless it contains models or optimizers."""
         pairs = enumerate(zip(fresh, stored, strict=False))
         items = [self._fit(value, twin, f"{name}.{number}") for number, (value, twin) in pairs]
         if _names_parameters_inside(fresh):
@@ -171,11 +170,10 @@ class StoredForm:
         return fresh if same else items
 
     def _new(self, stored: Any, name: str, *, every: bool = False) -> Any:
-        """Return new containers and tensors for what is stored, as far as it is lost, or ``every``;
-        `_NOTHING` where none of it is.
+        """Return new containers and tensors of lost entries, or of ``every`` entry; `_NOTHING` if none.
 
-        Values of single ranks, and the parts of tensors made of other tensors, are no entries of a dict for
-        the object.
+        Values of single ranks, and parts of tensors made of other tensors, are not entries of an object's
+        dict.
         """
         if type(stored) is _Entry:
             if not (every or stored.name in self.lost) or not self.selects(stored.name):
@@ -196,20 +194,20 @@ class StoredForm:
 
 
 def keys_with_empty(index: CheckpointIndex) -> frozenset[str]:
-    """Return keys of the top level that have an empty dict below them."""
+    """Return top-level keys with an empty dict below."""
     noted = notes_by_path(_structure(index))
     return frozenset(str(path[0]) for path in empty_dicts(noted, ()) if len(path) > 1)
 
 
 def _structure(index: CheckpointIndex) -> dict[str, Any] | None:
-    """Return the notes on containers, of a version that is known."""
+    """Return the recorded containers, if the version is known."""
     structure = index.provenance.get("structure")
     known = isinstance(structure, dict) and structure.get("version") == STRUCTURE_VERSION
     return structure if known else None
 
 
 def _with_entries(mapping: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Any:
-    """Return a copy of a mapping, of its class if that can be changed, that has other entries."""
+    """Copy a mapping with other entries, keeping its class if mutable."""
     if not isinstance(mapping, MutableMapping):
         return dict(entries)
     made = copy.copy(mapping)
@@ -220,7 +218,7 @@ def _with_entries(mapping: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Any
 
 
 def _is_of_module(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a dict has the parameters of a model by their names."""
+    """Test for a dict of a model's parameters by name."""
     return hasattr(mapping, "_metadata") or any(
         isinstance(key, str) and "." in key and kind_of(type(value)) == TENSOR
         for key, value in mapping.items()
@@ -228,7 +226,7 @@ def _is_of_module(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _names_parameters_inside(value: Any) -> bool:
-    """Return whether the state of a model or an optimizer is in ``value``."""
+    """Test whether ``value`` contains the state of a model or an optimizer."""
     if isinstance(value, Mapping):
         if is_optimizer_dict(value) or _is_of_module(value):
             return True
@@ -239,7 +237,7 @@ def _names_parameters_inside(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether there are values alone in it, and no tensors."""
+    """Test for a container of values without tensors."""
     if type(value) is _Entry:
         return value.shape is None
     kind = kind_of(type(value))

@@ -1,4 +1,4 @@
-"""Loads through a weight map: stored elements, and the places of local tensors that they belong to."""
+"""Loads through a weight map: stored elements, and their places in local tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadedMap(LoadFeature):
-    """Shows the checkpoint as ``map=`` makes another model's of it."""
+    """Present the checkpoint as the model of ``map=``."""
 
     name = option = "map"
 
@@ -56,7 +56,7 @@ class LoadedMap(LoadFeature):
         return MappedView(view.index, self._weights.beside(json.loads(beside)))
 
     def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
-        """Warn of a map none of whose rules knows a tensor of the checkpoint."""
+        """Warn of a map without a match in the checkpoint."""
         view = self.call.view
         if is_coordinator and view is not None and view.unmapped and view.unmapped >= {*view.index.fqns}:
             logger.warning(
@@ -67,7 +67,7 @@ class LoadedMap(LoadFeature):
 
 
 class MappedView(View):
-    """The checkpoint as ``weights`` make another model's of it; tensors that no rule knows stay."""
+    """The checkpoint mapped by ``weights``; tensors without a rule stay."""
 
     def __init__(self, index: CheckpointIndex, weights: WeightMap) -> None:
         self._mapped = map_all(index, weights)
@@ -76,11 +76,12 @@ class MappedView(View):
     def reads(
         self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
     ) -> tuple[ByteRuns, Iterator[Filled]]:
-        """Return what ``pieces``, whose chunks are whole tensors by row, take of the engine's checkpoint."""
+        """Return the reads of ``pieces``, whose chunks are whole tensors by row, from the engine's
+        checkpoint."""
         return ByteRuns.none(), self._fills(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
-        """Return tensors that no rule knows and no rank has a place for, beside others of the map."""
+        """Return tensors without a rule and without a place on any rank, beside tensors of the map."""
         unknown = self._mapped.unknown
         mapped = (tensor for tensor in self._mapped.tensors if tensor.name not in unknown)
         tops = {name.partition(".")[0] for tensor in mapped if unknown for name in tensor.sources}
@@ -89,7 +90,7 @@ class MappedView(View):
         return [name for name in unexpected if name in gone]
 
     def _fills(self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> Iterator[Filled]:
-        """Yield what is filled; boxes that are padded are set to zero before."""
+        """Yield filled parts, after setting padded boxes to zero."""
         tensors, rows = self._mapped.tensors, pieces.chunks.tolist()
         stored = StoredTensors(engine, [tensors[row] for row in dict.fromkeys(rows)])
         bounds = pieces.box_start.tolist()

@@ -1,5 +1,5 @@
-"""Inspection: which checkpoints there are, what is in them, and whether it is intact. Imports no torch.
+"""Inspection: list checkpoints, read their contents, and verify their bytes. Does not import torch.
 
-Indexes alone tell what is in this folder, but for verification, which reads everything; `values` has the
-numbers in tensors. Functions return data classes, which the command line and the service render.
+Functions here read indexes only, except verification, which reads everything; `values` reads tensor values.
+Functions return data classes for the command line and the service.
 """

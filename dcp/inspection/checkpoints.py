@@ -1,8 +1,7 @@
-"""Checkpoints of a folder, and what each is, from their indexes alone.
+"""Checkpoints of a folder, and entries of a checkpoint, from indexes alone.
 
-No tensor is read, and torch is not needed. The entries of one: tensors, by modules too, and values.
-
-Functions return data classes; the command line and the service render them.
+No tensor is read, and torch is not needed. Functions return data classes for the command line and the
+service.
 """
 
 from __future__ import annotations
@@ -46,12 +45,15 @@ _STEP = re.compile(r"([0-9]+)$")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """One checkpoint of a folder.
+    """One checkpoint of a folder; unknown fields are None.
 
-    ``state`` is "committed", "incomplete" (data files that no save committed) or "unreadable" (``problem``
-    says why); of weights without a commit, such as a torch.save file, "complete", or "unopened" in a quick
-    listing; of `list_runs` "run", with the number of its ``checkpoints``. ``step`` is the number
-    at the end of the name. ``bytes`` is the size of the files it refers to. What is not known is None.
+    Attributes:
+        state: "committed", "incomplete" (data files without a commit), "unreadable" (see ``problem``),
+            "complete" (weights without a commit, such as a torch.save file), "unopened" (quick listing), or
+            "run" (`list_runs`).
+        step: Number at the end of the name.
+        bytes: Size of the referenced files.
+        checkpoints: Number of checkpoints of a run.
     """
 
     name: str
@@ -69,11 +71,14 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeader:
-    """A checkpoint as a whole; ``bytes`` are those of the tensors, ``file_bytes`` those of the files.
+    """Summary of a checkpoint.
 
-    ``rank_seconds`` are the durations of the save's phases by rank, none where the writer noted none, and
-    ``rank_traffic`` what each rank asked of the storage's service until it had written its files: see
-    `dcp.storage.stores.base.Store.traffic`. ``dropped`` is what was dropped from it since it was saved.
+    Attributes:
+        bytes: Size of the tensors.
+        file_bytes: Size of the files.
+        rank_seconds: Durations of the save's phases by rank; empty if not recorded.
+        rank_traffic: Requests of each rank to the object store: see `dcp.storage.stores.base.Store.traffic`.
+        dropped: Parts dropped since the save.
     """
 
     url: str
@@ -102,22 +107,24 @@ def open_index(
     rank: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointIndex:
-    """Read the index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
-
-    It may be a folder with a commit, or a file or folder of any other format (see
-    `dcp.storage.formats.opening`).
+    """Read the index of a checkpoint, without reading tensors.
 
     Args:
-        checkpoint_id: The path or URL.
-        rank: That rank's part of a save without collectives; None merges all parts.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
+        checkpoint_id: Path or URL of a committed checkpoint, or of a file or folder in any supported format
+            (see `dcp.storage.formats.opening`).
+        rank: Rank of a save without collectives; None merges all ranks.
+        storage_options: Options of the URL's file system, as for `dcp.save`.
 
     Returns:
-        Names, dtypes, shapes and places of all that is in it.
+        Names, dtypes, shapes and places of all entries. ``user`` holds the user's metadata, such as step and
+        metrics.
 
     Raises:
-        CheckpointNotFoundError: No save was committed there.
-        CheckpointFormatError: Its metadata is damaged, or not of a format that is known.
+        CheckpointNotFoundError: No committed checkpoint exists there.
+        CheckpointFormatError: The metadata is damaged or has an unknown format.
+
+    Examples:
+        >>> dcp.open_index("run/step-00001000").user["metrics"]
     """
     return open_source(checkpoint_id, open_store=OpenWith(storage_options), rank=rank).index
 
@@ -129,23 +136,22 @@ def list_checkpoints(
     quick: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
-    """List the checkpoints in a folder, by step and name, and the folder if it is a checkpoint itself.
+    """List the checkpoints in a folder by step and name, including the folder itself.
 
-    Listed are its folders, and weights without a commit, of any format: of the folder and of those in it, and
-    the single files of a folder that is no checkpoint. Folders without files of a checkpoint are left out. An
-    unreadable checkpoint is listed as such.
+    The list contains subfolders with checkpoints or weights of any format, and single weight files unless the
+    folder is a checkpoint. Unreadable checkpoints are listed with the state "unreadable".
 
     Args:
-        checkpoint_id: The path or URL of the folder.
-        quick: No file is opened, and everything is by the listings: ``committed_seconds`` is the time of the
-            commit object, ``bytes`` the size of all data files, and format, tensors and ranks are not known.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
+        checkpoint_id: Path or URL of the folder.
+        quick: Open no file: ``committed_seconds`` is the time of the commit object, ``bytes`` the size of all
+            data files; format, tensors and ranks are unknown.
+        storage_options: Options of the URL's file system, as for `dcp.save`.
 
     Returns:
-        A line a checkpoint.
+        One summary for each checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is no such folder.
+        CheckpointNotFoundError: The folder does not exist.
         StorageError: The storage cannot be listed.
     """
     opener = OpenWith(storage_options)
@@ -209,7 +215,7 @@ def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
 
 
 def _save(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
-    """Return the save in a folder; None if it has nothing of one. ``files`` is its listing."""
+    """Return the save in a folder with the listing ``files``, or None."""
     committed = [file for file in files if is_commit_object(file.name)]
     if committed and not quick:
         return _opened(store, store.url, partial(_open_index, store), files, "committed")
@@ -219,7 +225,7 @@ def _save(store: Store, files: Sequence[FileInfo], *, quick: bool) -> Checkpoint
 
 
 def _weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
-    """Return the weights that a folder has in place of a save; None without any."""
+    """Return the weights in a folder without a save, or None."""
     weights = _folder_weights(files)
     if weights and not quick:
         return _opened(store, store.url, partial(index_of_folder, store), files, "complete")
@@ -236,7 +242,7 @@ def _weight_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSumm
 def _unopened(
     url: str, state: str, dated: Sequence[FileInfo], files: Sequence[FileInfo]
 ) -> CheckpointSummary:
-    """Return the checkpoint of ``files`` by the listing alone; its time is the last of ``dated``."""
+    """Return the summary of ``files`` from the listing alone, with the newest time of ``dated``."""
     name, step = name_and_step(url)
     seconds = max((file.modified_seconds for file in dated), default=None)
     return CheckpointSummary(name, url, state, step, seconds, bytes=sum(file.size_bytes for file in files))
@@ -245,7 +251,7 @@ def _unopened(
 def _opened(
     store: Store, url: str, read: Callable[[], CheckpointIndex | None], files: Sequence[FileInfo], state: str
 ) -> CheckpointSummary | None:
-    """Return the checkpoint at ``url`` whose index is ``read``; None if there is none."""
+    """Return the summary of the checkpoint at ``url`` with the index of ``read``, or None."""
     try:
         index = read()
     except CheckpointNotFoundError:  # files with the names of one, which are a checkpoint each
@@ -266,9 +272,9 @@ def header_of(
     *,
     url: str | None = None,
 ) -> CheckpointHeader:
-    """Sum up the checkpoint of ``store``; ``files`` is its listing, where the caller has it already.
+    """Summarize the checkpoint of ``store``; ``files`` is an existing listing.
 
-    ``url`` names a checkpoint that is one file of the store.
+    ``url`` names a checkpoint in a single file of the store.
     """
     listing = {file.name: file for file in (store.list() if files is None else files)}
     provenance = index.provenance
@@ -300,8 +306,7 @@ def header_of(
 
 
 def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
-    """Return the figures by rank that ``noted`` has, which need not be any: a manifest may come from a
-    stranger."""
+    """Return the valid figures by rank in ``noted``, which may come from an untrusted manifest."""
     if not isinstance(noted, list):
         return ()
     rows = [figures.items() if isinstance(figures, dict) else () for figures in noted]
@@ -309,29 +314,28 @@ def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
 
 
 _DEEPEST = 4
-"""Folders below folders that are looked into for runs."""
+"""Levels of subfolders searched for runs."""
 
 
 @plain_errors
 def list_runs(
     checkpoint_id: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointSummary]:
-    """List the runs below a folder, however deep within four levels, by name; not the folder itself.
+    """List the runs below a folder, up to four levels deep, by name.
 
-    Their ``state`` is "run" and their ``name`` relative to the folder; ``checkpoints`` is the number of those
-    committed directly in them, ``committed_seconds`` the time of the last commit, and ``step`` that of the
-    last commit whose name has one. What cannot be listed, and folders whose names begin with a dot, are
-    passed over.
+    ``state`` is "run" and ``name`` is relative to the folder. ``checkpoints`` counts the commits directly in
+    the run, ``committed_seconds`` is the time of the last commit, ``step`` the last step number in a name.
+    Hidden and unreadable folders are skipped.
 
     Args:
-        checkpoint_id: The path or URL of the folder.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
+        checkpoint_id: Path or URL of the folder.
+        storage_options: Options of the URL's file system, as for `dcp.save`.
 
     Returns:
-        A line a run.
+        One summary for each run.
 
     Raises:
-        CheckpointNotFoundError: There is no such folder.
+        CheckpointNotFoundError: The folder does not exist.
         StorageError: The storage cannot be listed.
     """
     opener = OpenWith(storage_options)
@@ -358,19 +362,19 @@ def list_below(
     quick: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
-    """List the checkpoints of a folder and of all folders below it, within four levels, as
-    `list_checkpoints` has those of one; their names are relative to the folder.
+    """List the checkpoints of a folder and of its subfolders, up to four levels deep, as `list_checkpoints`;
+    names are relative to the folder.
 
     Args:
-        checkpoint_id: The path or URL of the folder.
+        checkpoint_id: Path or URL of the folder.
         quick: As for `list_checkpoints`.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
+        storage_options: Options of the URL's file system, as for `dcp.save`.
 
     Returns:
-        A line a checkpoint.
+        One summary for each checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is no such folder.
+        CheckpointNotFoundError: The folder does not exist.
         StorageError: The storage cannot be listed.
     """
     opener = OpenWith(storage_options)
@@ -390,7 +394,7 @@ def _below(
     depth: int,
     looked: Mapping[str, SmallFiles] | None = None,
 ) -> Iterator[tuple[str, ParentFolder, dict[str, SmallFiles]]]:
-    """Yield the folders below that are no checkpoints, each with the committed ones directly in it."""
+    """Yield subfolders that are not checkpoints, with their committed checkpoints."""
     looked = root.look() if looked is None else looked
     for name in root.names():
         if name.startswith(".") or _is_committed(looked.get(name, {})):
@@ -410,7 +414,7 @@ def _is_committed(files: SmallFiles) -> bool:
 
 
 def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
-    """Return the files that are one set of weights together; as far as names tell."""
+    """Return the files that form one set of weights, judged by name."""
     shown = [file for file in files if not file.name.startswith(".")]
     for one in by_precedence(formats()):
         belongs = one.is_in_folder if one.names_suffice else one.marks_folder
@@ -423,8 +427,7 @@ def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
 
 
 def _is_weight_file(store: Store, file: FileInfo) -> bool:
-    """Return whether the file begins as one of the formats that its name may be of: ``.bin`` may be
-    anything."""
+    """Test whether the file begins as one of the formats of its suffix."""
     if any(one.names_suffice and one.has_suffix(file.name) for one in formats()):
         return True
     try:
@@ -443,7 +446,7 @@ _BLOBS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor: its global shape, and the number, bytes and files of its chunks."""
+    """One tensor: global shape, and the number, bytes and files of its chunks."""
 
     fqn: str
     dtype: str
@@ -455,8 +458,8 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRow:
-    """One non-tensor value. ``value`` counts only where ``is_plain`` (or harmless otherwise); others stay
-    pickled, ``bytes`` long."""
+    """One value that is not a tensor. ``value`` is valid if ``is_plain`` or harmless; other values stay
+    pickled with ``bytes``."""
 
     fqn: str
     is_plain: bool
@@ -467,7 +470,7 @@ class ObjectRow:
 
 @dataclass(slots=True)
 class ModuleNode:
-    """A module: what is below one dotted prefix. ``tensor`` is set where the name itself is a tensor."""
+    """A module: all names below a dotted prefix. ``tensor`` is set if the prefix is a tensor's name."""
 
     name: str
     tensors: int = 0
@@ -499,9 +502,9 @@ def object_rows(
     *,
     limit_bytes: int = MAX_PLAIN_BYTES,
 ) -> list[ObjectRow]:
-    """List the values ``fqns`` that are no tensors, by default all in the order of the index.
+    """List the values ``fqns``, by default all in the order of the index.
 
-    Plain ones are decoded, and of those that are pickled the harmless ones of up to ``limit_bytes``.
+    Plain values are decoded, and harmless pickles of up to ``limit_bytes``.
     """
     objects, position = index.objects, index.objects.position
     chosen = range(len(objects)) if fqns is None else [position[fqn] for fqn in fqns]
@@ -524,8 +527,7 @@ def object_rows(
 
 
 def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
-    """Return values at ``places`` (file, offset, length) that are harmless, decoded without running
-    anything."""
+    """Decode harmless values at ``places`` (file, offset, length) without executing pickles."""
     found: dict[_Place, Any] = {}
     with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
         for first in range(0, len(places), _BLOBS_AT_ONCE):

@@ -1,7 +1,6 @@
-"""Entries of a checkpoint that are read or converted: which are chosen, under which names, cast to what, and
-which tensors share their bytes.
+"""Select, rename and cast entries of a checkpoint, and find tensors with shared bytes.
 
-A conversion's layout is made from `Entries` alone, so that every option works alike for all formats.
+All layouts of conversions start from `Entries`, so that every option works for every format.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from dcp.storage.geometry.strides import Int64, row_products
 from dcp.storage.stores.base import Store
 
 TargetDtype = str | Mapping[str, str] | None
-"""One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
+"""One dtype for every floating-point tensor, or dtypes by glob of source names (first match)."""
 
 _MAX_LISTED = 10
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of the output: the source's row, its new name, its dtype code there, and the entry whose
-    bytes it shares (its own number if none before it)."""
+    """One tensor of the output: source row, new name, dtype code, and the entry with the same bytes (own
+    number if first)."""
 
     tensor: int
     fqn: str
@@ -44,7 +43,7 @@ class TensorEntry(NamedTuple):
 
 
 class Value(NamedTuple):
-    """One value that is no tensor: its row in the source's objects, and its new name."""
+    """One value of the output: row in the source's objects, and new name."""
 
     row: int
     fqn: str
@@ -52,11 +51,11 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries that are chosen. ``paths`` are those of both by new name, in the order of the source's
-    state dict, where it has noted that. ``source_names`` gives the names there.
+    """Selected entries. ``paths`` by new name follow the source's state dict, if recorded. ``source_names``
+    maps back.
 
-    ``refused`` are values of the source that may not be decoded, by new name, with what they need.
-    ``empty`` are the paths of the source's empty containers that are chosen and not renamed.
+    ``refused`` are untrusted values by new name, with the required classes. ``empty`` are paths of selected
+    empty containers.
     """
 
     index: CheckpointIndex
@@ -69,37 +68,37 @@ class Entries:
 
     @cached_property
     def names(self) -> list[str]:
-        """The new name of each tensor."""
+        """New name of each tensor."""
         return list(map(itemgetter(1), self.tensors))
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each entry's tensor."""
+        """Shape of each tensor."""
         values, bounds = self.index.shape_values.tolist(), self.index.shape_start.tolist()
         return [tuple(values[bounds[row] : bounds[row + 1]]) for row, *_ in self.tensors]
 
     @cached_property
     def rows(self) -> Int64:
-        """The row in the source of each entry's tensor."""
+        """Source row of each tensor."""
         return np.array(list(map(itemgetter(0), self.tensors)), np.int64)
 
     @cached_property
     def codes(self) -> Int64:
-        """The dtype code in the target of each entry's tensor."""
+        """Target dtype code of each tensor."""
         return np.array(list(map(itemgetter(2), self.tensors)), np.int64)
 
     @cached_property
     def elements(self) -> Int64:
-        """The number of elements of each entry's tensor."""
+        """Number of elements of each tensor."""
         return row_products(self.index.shape_values, self.index.shape_start)[self.rows]
 
     @property
     def size_bytes(self) -> Int64:
-        """The size in the target of each entry's tensor."""
+        """Target size of each tensor."""
         return self.elements * itemsizes(self.codes.astype(np.uint8))
 
     def structure(self) -> dict[str, Any] | None:
-        """Return the source's notes on those containers that hold what is converted."""
+        """Return the source's notes on containers of the selected entries."""
         structure = self.index.provenance.get("structure")
         if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
             return None
@@ -142,8 +141,8 @@ def choose_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> Entries:
-    """Apply the options of a conversion; PlanError for patterns and rules that match nothing, for two entries
-    of one new name, and for casts that do not exist."""
+    """Apply the options of a conversion. PlanError for patterns and rules without a match, duplicate new
+    names, and unsupported casts."""
     unread = index.provenance.get("refused_objects")
     unread = unread if isinstance(unread, dict) else {}
     names = [*index.fqns, *index.objects.fqns, *unread]
@@ -178,9 +177,11 @@ def mapped_entries(
     exclude: Patterns | None = None,
     **named: Any,
 ) -> tuple[Entries, Sequence[MappedTensor] | None]:
-    """Choose entries as `choose_entries` does or, with a map, of what ``weights`` make of the checkpoint
-    in ``store``, and return that as well: ``only`` and ``exclude`` choose before it, and ``rename`` and
-    ``dtype``, which are ``named``, have the names after it."""
+    """Choose entries as `choose_entries`, or of the checkpoint in ``store`` after ``weights``, returned too.
+
+    ``only`` and ``exclude`` match names before the map; ``rename`` and ``dtype`` (``named``) match names
+    after the map.
+    """
     if weights is None:
         return choose_entries(index, only=only, exclude=exclude, **named), None
     mapped = map_index(index, store, weights, only, exclude)
@@ -192,7 +193,7 @@ def mapped_entries(
 
 
 def _tensors(index: CheckpointIndex, new_names: Mapping[str, str], dtype: TargetDtype) -> list[TensorEntry]:
-    """Return the entries of those that have new names; by column, because there may be very many."""
+    """Return the entries with new names, by column to save memory."""
     rows = np.flatnonzero([*map(new_names.__contains__, index.fqns)]).tolist()
     names = index.fqns if len(rows) == len(index.fqns) else [index.fqns[row] for row in rows]
     codes = index.dtype_codes[np.array(rows, np.int64)].tolist()
@@ -207,8 +208,8 @@ def _tensors(index: CheckpointIndex, new_names: Mapping[str, str], dtype: Target
 
 
 def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, str]) -> list[int]:
-    """Return the codes of the target's dtypes for tensors of those names; integers and the like are never
-    cast. PlanError for a glob that matches nothing."""
+    """Return target dtype codes by tensor name; only floating-point tensors are cast. PlanError for a glob
+    without a match."""
     rules = dtype if isinstance(dtype, Mapping) else {"*": dtype}
     wanted = {glob: check_castable(name) for glob, name in rules.items()}
     used, found = set[str](), list(codes)
@@ -224,7 +225,7 @@ def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, 
 
 
 def _empty_containers(index: CheckpointIndex, known: Mapping[str, Path] | None) -> dict[Path, str]:
-    """Return their names by path, from notes that may come from a stranger."""
+    """Return names of empty containers by path, from untrusted notes."""
     structure = index.provenance.get("structure")
     containers = structure.get("containers") if isinstance(structure, dict) else None
     if known is None or not isinstance(containers, list) or not containers:
@@ -235,8 +236,7 @@ def _empty_containers(index: CheckpointIndex, known: Mapping[str, Path] | None) 
 
 
 def _noted_path(note: Any) -> Path | None:
-    """Return the path of the container that a note is of; None for a note that is malformed, as a stranger's
-    may be."""
+    """Return the path of a container's note, or None if malformed."""
     path = note.get("path") if isinstance(note, dict) and isinstance(note.get("keys", []), list) else None
     if isinstance(path, list) and all(type(part) in (str, int) for part in path):
         return tuple(path)
@@ -244,7 +244,7 @@ def _noted_path(note: Any) -> Path | None:
 
 
 def _refuse_names(new_names: Mapping[str, str]) -> None:
-    """Raise PlanError for a new name that is empty, or that two entries have."""
+    """Raise PlanError for empty and duplicate new names."""
     first: dict[str, str] = {}
     for old, new in new_names.items():
         if old and not new:
@@ -254,8 +254,7 @@ def _refuse_names(new_names: Mapping[str, str]) -> None:
 
 
 def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
-    """Return the paths that the source has noted of all entries; None where it has none, or any is
-    malformed."""
+    """Return recorded paths of all entries; None if missing or malformed."""
     known = index.planner_data
     if not isinstance(known, Mapping):
         return None
@@ -265,7 +264,7 @@ def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
 def _paths(
     new_names: Mapping[str, str], chosen: Collection[str], known: Mapping[str, Path]
 ) -> dict[str, Path]:
-    """Return the paths of ``chosen`` by new name, those that are ``known`` first."""
+    """Return the paths of ``chosen`` by new name, ``known`` paths first."""
     found = {}
     for name in {**dict.fromkeys(known), **new_names}:
         new = new_names.get(name, "")
@@ -276,7 +275,7 @@ def _paths(
 
 
 def _renamed(path: Path, new: str) -> Path:
-    """Return the path of a renamed entry: containers whose names are unchanged stay, the rest is one key."""
+    """Return the path of a renamed entry: unchanged containers stay, the rest is one key."""
     kept, prefix = 0, ""
     for part in path[:-1]:
         longer = f"{prefix}{part}."
@@ -293,8 +292,7 @@ def _renamed(path: Path, new: str) -> Path:
 
 
 def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
-    """Return for each of the tensors ``rows`` the first one among them that has the same bytes of the same
-    files."""
+    """Return for each of ``rows`` the first tensor with the same bytes of the same files."""
     if len(index.payload_offsets) < len(index.chunk_files):
         return rows  # their places are not known
     stored = np.flatnonzero(np.diff(index.chunk_start) > 0)
@@ -313,7 +311,7 @@ def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
 
 
 def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors that share all of their bytes, and for no others."""
+    """Return a key, equal for tensors that share all of their bytes."""
     chunks = index.chunks(row)
     rows = slice(chunks.start, chunks.stop)
     if not int(index.payload_lengths[rows].sum()):

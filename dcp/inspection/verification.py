@@ -1,14 +1,11 @@
-"""Verification: a checkpoint's bytes are compared with those that were committed. Every block is read, torch
-is not needed.
+"""Verification of a checkpoint: compare every byte with the committed checksums. Does not need torch.
 
-Checked are the index itself, the files (missing, of the wrong size, unknown), every payload against its
-checksums, what surrounds it in its record (stock torch goes by that), `.metadata` against the manifest, and
-the digests that this tells against the tensors: from the same bytes, but for those that are cut across their
-rows or tied, which are read once more.
+Checks cover the index, files (missing, wrong size, unknown), payloads, record frames (used by stock torch),
+`.metadata` against the manifest, and digests. Digests use the same bytes; only tied tensors and tensors cut
+across rows are read again.
 
-The data files are read as a sequence of parts in their order. Neighbours are read together, in large pieces
-and several at a time, since that is what disks and object stores are fast at; what cannot be read then is
-read part by part, to find out which of them it is.
+Data files are read in order, neighbours together, in large pieces and several at a time. After a failed read,
+parts are read separately to locate the fault.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ from dcp.storage.threads import work_off
 from dcp.version import __version__
 
 SPAN_BYTES: Final = 8 << 20
-"""Neighbouring parts are read together up to this; a thread holds one such buffer."""
+"""Neighbouring parts are read together up to this size, one buffer for each thread."""
 
 _GAP_BYTES: Final = 64 << 10
 """Reading over a gap of this size is cheaper than a second request."""
@@ -93,7 +90,7 @@ _GAP_BYTES: Final = 64 << 10
 _THREADS: Final = 2
 
 _PICKLE_PROTOCOL: Final = b"\x80"
-"""The first byte of a pickle, where torch did not write a zip."""
+"""First byte of a pickle outside of a zip."""
 _MOST_AGAIN: Final = 4
 _SMALL_BYTES: Final = 64 << 20
 _RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
@@ -101,12 +98,14 @@ _RANK_LOCAL = re.compile(r"__[0-9]+(\.manifest\.msgpack|\.metadata)")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or that is worth a note (`is_note`).
+    """A fault, or a note (`is_note`).
 
-    ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable",
-    "metadata", "digest": another tensor than the manifest's digest tells, or than the checkpoint has that it
-    was compared with, or "unsupported": written by a newer version, and not known to be damaged. ``offset``
-    and ``length`` (bytes) say where in the file, ``fqn`` whose bytes they are.
+    Attributes:
+        kind: "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable",
+            "metadata", "digest" (a tensor differs from the manifest's digest or from the compared
+            checkpoint), or "unsupported" (a newer format version).
+        offset: First byte in the file; ``length`` is the size.
+        fqn: Name of the affected entry.
     """
 
     kind: str
@@ -118,19 +117,18 @@ class Finding:
 
     @property
     def is_note(self) -> bool:
-        """Return whether the checkpoint loads as it was committed all the same: a file that it does not refer
-        to.
+        """Return True for a file that the checkpoint does not refer to, which does not affect a load.
 
-        A save that is killed leaves such, and a power cut brings back what was deleted right before it.
+        Killed saves and power cuts leave such files.
         """
         return self.kind == "stray-file"
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """The result of `verify`. ``unchecked_bytes`` were read, but their format records no checksum.
+    """The result of `verify`. ``unchecked_bytes`` were read, but the format stores no checksum.
 
-    ``digest`` is of all tensors, as `dcp digest` has it, where nothing is wrong and it was asked for.
+    ``digest`` covers all tensors, as in `dcp digest`, if requested and nothing is wrong.
     """
 
     url: str
@@ -144,18 +142,17 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing is wrong; there may be notes."""
+        """Return True without faults; notes are allowed."""
         return not self.faults
 
     @property
     def faults(self) -> list[Finding]:
-        """The findings that are no notes."""
+        """Findings except notes."""
         return [found for found in self.findings if not found.is_note]
 
 
 def kind_of(error: CheckpointError, otherwise: str) -> str:
-    """Return the kind of a finding: what a newer version wrote is kept apart from damage of the kind
-    ``otherwise``."""
+    """Return the kind of a finding: "unsupported" for newer format versions, else ``otherwise``."""
     return "unsupported" if isinstance(error, UnsupportedFormatError) else otherwise
 
 
@@ -170,29 +167,26 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     options_of_against: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
-    """Read and check everything of a checkpoint; what is wrong becomes a `Finding`.
+    """Read every byte of a checkpoint and compare the checksums; each fault becomes a `Finding`.
 
     Args:
-        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
-            folder.
-        against: Another one, of any format and sharding, that is to have the same tensors: digests of this
-            one's bytes are compared with that one's.
-        only: Shell globs on the names of ``against``: what they match, and everything below, is to be here,
-            as the weights of a training state. None is all of it.
-        threads: None is as many as the store likes, on a disk 2; each takes up to 8 MiB of memory.
-        progress: A function that gets the bytes done and those in all.
-        storage_options: Of the file system of a URL, as for `dcp.save`; for both, unless
-            ``options_of_against`` are given.
-        options_of_against: Those of ``against``.
+        checkpoint_id: Path or URL of a checkpoint, torch.save file, safetensors file or Hugging Face folder.
+        against: Another checkpoint of any format and sharding, compared by digests.
+        only: Names or shell globs in ``against`` that must be present, such as the weights of a training
+            state. None: all.
+        threads: Number of threads, each with up to 8 MiB of memory. None: chosen by the store, 2 on a disk.
+        progress: Function of (bytes done, total bytes).
+        storage_options: Options of the URLs' file systems, as for `dcp.save`.
+        options_of_against: Options for ``against`` alone.
 
     Returns:
-        What was read, compared and found; damage is no exception.
+        Counts and findings; damage does not raise.
 
     Raises:
-        CheckpointNotFoundError: Nothing is committed there.
-        CheckpointConflictError: It was replaced meanwhile.
-        PlanError: ``only`` selects nothing, or there is nothing to compare with.
-        StorageError: The store as a whole cannot be read.
+        CheckpointNotFoundError: No committed checkpoint exists there.
+        CheckpointConflictError: The checkpoint was replaced during verification.
+        PlanError: ``only`` selects nothing, or the other checkpoint has nothing to compare.
+        StorageError: The store cannot be read at all.
     """
     if only is not None and against is None:
         raise OptionError("only is about against, which is missing")
@@ -214,9 +208,11 @@ def verify_place(
     against: Callable[[], CheckpointDigests] | None = None,
     with_digest: bool = False,
 ) -> VerifyReport:
-    """`verify` of the checkpoint at ``place``; ``against`` is asked for if its bytes are right. With
-    ``with_digest`` the report has that of all tensors, whatever the format, unless much more would have to be
-    read again than is stored, as of views that repeat their elements."""
+    """Verify the checkpoint at ``place``, and compare ``against`` if all bytes are right.
+
+    ``with_digest`` adds the digest of all tensors, unless much more than the stored bytes would be read
+    again.
+    """
     store, report = place.store, VerifyReport(place.url)
     try:
         index = index_at(place)
@@ -284,11 +280,10 @@ def _check_digests(
     *,
     is_all: bool,
 ) -> str | None:
-    """Report the tensors of ``reader`` that are not what its manifest's digests say, and those that are not
-    the ones of ``other``; return the digest of all, where all were looked at and are right.
+    """Compare tensors of ``reader`` with its manifest's digests and with ``other``; return the digest of all
+    if right.
 
-    Of those that ``sums`` lack the ones with a digest in the manifest are read, and all where there is an
-    ``other`` or ``is_all``.
+    Tensors missing in ``sums`` are read if they have a digest, or all with ``other`` or ``is_all``.
     """
     index = reader.index
     noted = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
@@ -309,7 +304,7 @@ def _check_digests(
 def _differing(
     index: CheckpointIndex, own: Mapping[int, str], other: CheckpointDigests
 ) -> Iterator[tuple[str, str]]:
-    """Yield names of tensors that are not the same in both, and how they differ."""
+    """Yield names of tensors that differ, with the reason."""
     theirs = {tensor.fqn: tensor for tensor in other.tensors}
     for row, digest in own.items():
         fqn, same = index.fqns[row], theirs.pop(index.fqns[row], None)
@@ -328,8 +323,7 @@ def _differing(
 
 
 def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
-    """Yield tensors of which the index has fewer elements than they have, as where one rank's part was
-    lost."""
+    """Yield tensors with missing elements, such as a lost rank's part."""
     held = np.zeros(index.tensor_count, np.int64)
     several = np.diff(index.chunk_start)[index.chunk_tensors] > 1
     once = np.flatnonzero(~several)
@@ -355,7 +349,7 @@ def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def check_files(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> Iterator[Finding]:
-    """Compare the files that are there with those that were committed."""
+    """Compare present files with committed files."""
     for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
         if name not in listing:
             yield Finding("missing-file", f"{name} is missing", name)
@@ -373,9 +367,9 @@ def check_files(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> Iter
 
 
 class StreamedSums:
-    """The sums of the tensors each of whose chunks is a run of its bytes, and is stored for itself.
+    """Sums of tensors whose chunks are separate contiguous parts.
 
-    Of the rest, as those cut by columns and tied ones, `sums` has none: they are read again.
+    Other tensors, such as column shards and tied tensors, are missing in `sums` and are read again.
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
@@ -403,7 +397,7 @@ class StreamedSums:
 
     @property
     def sums(self) -> dict[int, bytes]:
-        """The sums by tensor row, once all payloads were read."""
+        """The sums by tensor row, after all payloads were read."""
         return {row: total.to_bytes(SUM_BYTES, "big") for row, total in self._sums.items()}
 
     def add(self, chunk: int, begin: int, data: memoryview) -> None:
@@ -421,7 +415,7 @@ class StreamedSums:
 
 
 def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
-    """Return chunks whose record is no other one's, and whose payload, C-ordered, is where that is read."""
+    """Return chunks with an unshared record and a C-ordered payload."""
     known: npt.NDArray[np.bool_] = index.payload_offsets != UNKNOWN
     filled = np.flatnonzero(index.payload_lengths)
     if not len(filled):
@@ -436,7 +430,7 @@ def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
 
 
 class _FileSpan:
-    """A thread's view of a file: one span in memory, everything else read when it is asked for."""
+    """A thread's view of a file: one span in memory, other bytes on demand."""
 
     def __init__(self, handle: ReadHandle) -> None:
         self._handle = handle
@@ -444,7 +438,7 @@ class _FileSpan:
         self._buffer = bytearray()
 
     def load(self, begin: int, end: int) -> memoryview:
-        """Have these bytes of the file in memory, in the place of those that were there."""
+        """Load these bytes of the file into memory."""
         self._begin = self._end = begin
         if len(self._buffer) < end - begin:  # small checkpoints must not pay for a large buffer
             self._buffer = bytearray(end - begin)
@@ -454,7 +448,7 @@ class _FileSpan:
         return view
 
     def take(self, offset: int, length: int) -> memoryview:
-        """Return bytes of the file, out of memory if they are there."""
+        """Return bytes of the file, from memory if loaded."""
         if self._begin <= offset and offset + length <= self._end:
             return memoryview(self._buffer)[offset - self._begin : offset - self._begin + length]
         return memoryview(self._handle.pread(length, offset))
@@ -464,7 +458,7 @@ class _FileSpan:
         return bytes(self.take(offset, length))
 
     def steps(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield the same block by block; what is not in memory is read in large pieces."""
+        """Yield bytes block by block; other bytes are read in large pieces."""
         is_there = self._begin <= offset and offset + length <= self._end
         for begin in range(offset, offset + length, max(length, 1) if is_there else SPAN_BYTES):
             end = min(begin + SPAN_BYTES, offset + length)
@@ -474,7 +468,7 @@ class _FileSpan:
 
 @dataclass(slots=True)
 class _CheckedRange:
-    """Bytes of a file that are checked by themselves; ``fqn`` is the first name for them."""
+    """Bytes of a file with a separate check; ``fqn`` is their first name."""
 
     file: int
     offset: int
@@ -487,7 +481,7 @@ class _CheckedRange:
 
 
 class PayloadChecks:
-    """Compares all payloads, records and objects; findings, counts and progress go through one lock."""
+    """Compare all payloads, records and objects; a lock protects findings, counts and progress."""
 
     def __init__(
         self,
@@ -604,7 +598,7 @@ class PayloadChecks:
             self._compare(part, part.offset, part.size_bytes, expected, got)
 
     def _check_record(self, chunk: int, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
-        """Check all of a record of the native format whose payload is one block."""
+        """Check a whole native record with a single-block payload."""
         record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
         head = begin - part.offset
@@ -617,14 +611,14 @@ class PayloadChecks:
             self._frame_differs(chunk, expected, source, part)
 
     def _check_frame(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
-        """Compare the frame of a native payload, which stock torch goes by, with that which is written."""
+        """Compare a native payload's frame, used by stock torch, with the expected frame."""
         record, whole = self._record(chunk), self._index.payload_crc(chunk) or 0
         is_first = part.offset == int(self._index.record_offsets[chunk])
         if source.take(part.offset, part.size_bytes) != (record.prefix if is_first else record.suffix(whole)):
             self._frame_differs(chunk, whole, source, part)
 
     def _record(self, chunk: int) -> OpenRecord:
-        """Return the record that is written around a payload there."""
+        """Return the expected record around a payload."""
         index = self._index
         length, offset = int(index.payload_lengths[chunk]), int(index.record_offsets[chunk])
         return begin_record(*self._type(chunk), length, offset)

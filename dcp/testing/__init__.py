@@ -1,4 +1,4 @@
-"""Tools for tests of trainers: check that a save and a load keep a model. Imported only on use.
+"""Test tools for trainers: check that saves and loads keep a model. Imported only on use.
 
-`dcp.testing.parallelism` tries a model under its parallelism; it needs torch, and no test framework.
+`dcp.testing.parallelism` tests a model under its parallelism; torch is required, a test framework is not.
 """

@@ -1,5 +1,4 @@
-"""Compare a tensor after a load with what was saved: find wrong elements, where they belong, and report all
-of them."""
+"""Compare loaded tensors with saved tensors: find wrong elements, locate their origin, and report all."""
 
 from __future__ import annotations
 
@@ -41,12 +40,15 @@ _MAX_NAMED: Final = 5
 
 @dataclass(frozen=True)
 class StateFinding:
-    """``count`` of the ``total`` elements that ``rank`` has of ``name`` are not what was saved: ``kind`` is
-    one of `_MEANINGS`.
+    """Wrong elements: ``count`` of the ``total`` elements of ``name`` on ``rank``.
 
-    ``places`` are theirs, as slices of the whole tensor's first dimension or the first element; ``found``
-    describes their values. If these elements belong elsewhere, ``from_name``, ``from_rank`` (of values
-    that are a rank's own) and ``from_places`` say where.
+    Attributes:
+        kind: One of `_MEANINGS`.
+        places: Positions in the whole tensor, as slices of the first dimension or the first element.
+        found: Description of the values found.
+        from_name: Tensor that the elements belong to, if known.
+        from_rank: Rank that the elements belong to, if they are one rank's own.
+        from_places: Positions that the elements belong to.
     """
 
     kind: str
@@ -67,9 +69,11 @@ class StateFinding:
 
 @dataclass(frozen=True)
 class Trial:
-    """One save by ``saved_by`` ranks and one load by ``loaded_by``. ``tensors`` were compared on all ranks
-    together; ``own`` are names of values that each rank has for itself; another number of ranks need not
-    find them. ``replicas`` are names of plain tensors that ranks had alike, and are taken for one."""
+    """One save by ``saved_by`` ranks and one load by ``loaded_by``.
+
+    ``tensors`` were compared on all ranks together. ``own`` are names of values that belong to one rank and
+    need not survive another number of ranks. ``replicas`` are names of equal plain tensors on several ranks.
+    """
 
     saved_by: int
     loaded_by: int
@@ -81,18 +85,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `dcp.testing.parallelism.check`. ``str`` of it is a table, `to_json` plain data."""
+    """The result of `dcp.testing.parallelism.check`. ``str()`` gives a table, `to_json` plain data."""
 
     trials: tuple[Trial, ...] = field(default_factory=tuple)
 
     @property
     def ok(self) -> bool:
-        """True if all that was saved came back, and nothing else."""
+        """True if every saved element came back."""
         return not self.findings
 
     @property
     def findings(self) -> tuple[StateFinding, ...]:
-        """The findings of all trials."""
+        """Findings of all trials."""
         return tuple(finding for trial in self.trials for finding in trial.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -146,10 +150,10 @@ Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 
 _MAX_SEARCHED: Final = 1 << 24
-"""Elements that are searched for a wrong value."""
+"""Largest number of elements searched for a wrong value."""
 
 _SPARE_BITS: Final = 7
-"""Bits beyond those that number the places, so that an equal value is no chance."""
+"""Extra bits beyond the position, to make equal values unlikely."""
 
 _MAX_RUNS: Final = 8
 _MOMENTS: Final = (
@@ -162,7 +166,7 @@ _SMALLER: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that some rank had when it was saved; ``rank`` if it is that rank's own."""
+    """A saved tensor; ``rank`` is set if it belongs to one rank."""
 
     name: str
     fqn: str
@@ -174,8 +178,8 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedState:
-    """The tensors of all ranks of a world. ``own``: parameters and buffers whose tensors are each rank's own;
-    ``replicas``: those of which several ranks had plain tensors that are alike."""
+    """Saved tensors of all ranks. ``own``: parameters and buffers that belong to one rank; ``replicas``:
+    equal plain tensors on several ranks."""
 
     world: int
     tensors: Mapping[tuple[str, str, int | None], SavedTensor]
@@ -183,18 +187,18 @@ class SavedState:
     replicas: frozenset[str] = frozenset()
 
     def of(self, live: LiveTensor, rank: int) -> SavedTensor | None:
-        """Find the saved tensor of ``live``; None if no rank had it."""
+        """Find the saved tensor of ``live``; None if no rank saved one."""
         return self.tensors.get((live.part, live.name, rank if self.is_own(live) else None))
 
     def is_own(self, live: LiveTensor) -> bool:
-        """Test whether it is a rank's own."""
+        """Test for a tensor of one rank."""
         return live.is_alone and live.fqn in self.own
 
 
 def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFinding]:
-    """Find what is wrong with ``live`` on this ``rank``; nothing where it is as it was saved.
+    """Find wrong elements of ``live`` on ``rank``; nothing if all are as saved.
 
-    Wrong elements are explained by one reason after the other, each of which leaves fewer.
+    Reasons are tried in order; each explains some of the remaining elements.
     """
     wanted, dtype, count = saved.of(live, rank), live.local.dtype, live.local.numel()
     facts: dict[str, Any] = {"rank": rank, "part": live.part, "name": live.name, "total": count}
@@ -232,7 +236,7 @@ def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFindi
 
 
 def _guesses(live: LiveTensor, wanted: SavedTensor, expected: Any) -> Iterator[tuple[str, Any, str]]:
-    """List values of known origin that elements may have: kind of finding, bits, and their description."""
+    """List known values of elements: kind of finding, bits, description."""
     dtype = live.local.dtype
     yield "lost", np.zeros_like(expected), "zeros"
     for kind, moment, found in _MOMENTS:
@@ -247,7 +251,7 @@ def _guesses(live: LiveTensor, wanted: SavedTensor, expected: Any) -> Iterator[t
 def _elsewhere(
     live: LiveTensor, bits: Any, wanted: SavedTensor, saved: SavedState
 ) -> Iterator[tuple[SavedTensor, Places]]:
-    """List tensors, each with the places there of the elements that stand here; -1 for others."""
+    """List tensors with the positions of the elements found here, or -1."""
     row = live.local.shape[-1] if live.local.ndim else 1
     for width in dict.fromkeys((min(gram_width(live.local.dtype), row), 1)):
         for candidate in _candidates(wanted, saved):
@@ -257,7 +261,7 @@ def _elsewhere(
 def _moved(
     source: SavedTensor, wanted: SavedTensor, come_from: Places, right: Places
 ) -> tuple[str, str, dict[str, Any]]:
-    """Describe elements that are those of ``source`` at ``come_from``; ``right`` places are as they were."""
+    """Describe elements of ``source`` at ``come_from``; ``right`` positions are unchanged."""
     kind, whose = "mixed up", source.name
     if (source.name, source.part, source.rank) == (wanted.name, wanted.part, wanted.rank):
         is_twice = np.isin(come_from, right).any() or len(np.unique(come_from)) < len(come_from)
@@ -273,7 +277,7 @@ def _moved(
 
 
 def _candidates(wanted: SavedTensor, saved: SavedState) -> Iterator[SavedTensor]:
-    """List tensors of that dtype, the one itself first, then the same of other ranks, then all others."""
+    """List tensors of the dtype: the same tensor first, then its copies on other ranks, then all others."""
     same = [one for one in saved.tensors.values() if one.dtype == wanted.dtype]
     searched = 0
     for one in sorted(same, key=lambda one: (one != wanted, one.name != wanted.name)):
@@ -284,7 +288,7 @@ def _candidates(wanted: SavedTensor, saved: SavedState) -> Iterator[SavedTensor]
 
 
 def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, width: int) -> Places:
-    """Find the place in ``source`` of each element that stands there with its neighbours; -1 for others."""
+    """Find the position in ``source`` of each element with equal neighbours, or -1."""
     found = np.full(len(bits) // (2 if dtype.is_complex else 1), -1, np.int64)
     count = math.prod(source.shape)
     if count < width or width * bits_per_value(dtype) < _SPARE_BITS + math.log2(count):
@@ -302,13 +306,13 @@ def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, widt
 
 
 def _joined(bits: Any, dtype: torch.dtype) -> npt.NDArray[np.uint64]:
-    """Make one number of each element."""
+    """Combine the bits of each element to one number."""
     wide: npt.NDArray[np.uint64] = bits.astype(np.uint64)
     return wide[0::2] * _MULTIPLIER + wide[1::2] if dtype.is_complex else wide
 
 
 def _grams(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint64]:
-    """Compute for each place a hash of the ``width`` values that begin there."""
+    """Hash the ``width`` values from each position."""
     count = len(values) - width + 1
     hashed = np.zeros(count, np.uint64)
     for step in range(width):
@@ -324,7 +328,8 @@ def _by_element(differs: Mask, dtype: torch.dtype) -> Mask:
 
 
 def _places(index: Places, shape: Sequence[int]) -> str:
-    """Name slices of the first dimension where rows are whole, else the count and the first place."""
+    """Describe positions: slices of the first dimension for whole rows, else the count and the first
+    position."""
     total = math.prod(shape)
     if len(index) == total:
         return "all"

@@ -1,9 +1,8 @@
-"""Plain tensors of a model and its optimizer on this rank, with the elements of the whole that they hold.
+"""Plain tensors of a model and an optimizer on this rank, with their elements of the whole tensors.
 
-They are taken from parameters, buffers and the optimizer's own state, not from state dicts, and places follow
-from the meaning of placements: the code under test must not judge itself. The values that they are given are
-a hash of their place (the tensor, the element, the rank and the save that they belong to), cut to the bits of
-the dtype, always finite. Where a dtype has few bits, `gram_width` neighbours together identify their place.
+Tensors come from parameters, buffers and optimizer state, and positions from placements, without the state
+dicts under test. Test values are finite hashes of position, tensor, rank and save, cut to the bits of the
+dtype. With few bits, `gram_width` neighbours identify a position.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dcp.storage.errors import OptionError
 from dcp.storage.torch_compat import FlatSlice, StridedShard, flat_slices
 
 Bits = npt.NDArray[Any]
-"""Elements as unsigned integers of their size; a complex one is two of them."""
+"""Elements as unsigned integers of their size; a complex element is two integers."""
 
 _FLOATS: Final = {
     torch.float64: (11, 52),
@@ -41,13 +40,13 @@ _FLOATS: Final = {
 """Bits of the exponent and of the fraction."""
 
 _KNOWN_BITS: Final = 40
-"""With so many, values of a few million elements are hardly ever alike."""
+"""With this many bits, values of a few million elements rarely repeat."""
 
 _STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class Identity(NamedTuple):
-    """The owner of values: the tensor's ``name``, the ``rank`` if it is a rank's own, and the ``moment``."""
+    """Owner of test values: tensor ``name``, ``rank`` if one rank's own, and ``moment``."""
 
     name: str
     rank: int | None
@@ -65,20 +64,20 @@ def _hashes(of: Identity, index: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Give the bytes of one unsigned integer."""
+    """Return the bytes of one unsigned integer."""
     size = torch.empty(0, dtype=dtype).element_size()
     return size // 2 if dtype.is_complex else size
 
 
 def bits_per_value(dtype: torch.dtype) -> int:
-    """Count the bits of a value that are free, and so distinguish it from others."""
+    """Count the free bits of a value."""
     if dtype in _FLOATS:
         return _FLOATS[dtype][1] + 3
     return 1 if dtype == torch.bool else 8 * _width(dtype) - 1
 
 
 def gram_width(dtype: torch.dtype) -> int:
-    """Count the neighbours that together identify their place."""
+    """Count the neighbours that identify a position."""
     return -(-_KNOWN_BITS // bits_per_value(dtype))
 
 
@@ -99,7 +98,7 @@ def coded_bits(of: Identity, index: npt.NDArray[np.int64], dtype: torch.dtype) -
 
 
 def number_of(of: Identity) -> float:
-    """Compute a value of a setting, such as a learning rate: small, positive, and like no other."""
+    """Compute a small positive unique value for a setting, such as a learning rate."""
     return float(_hashes(of, np.zeros(1, np.int64))[0] >> np.uint64(40)) / 2**30
 
 
@@ -125,8 +124,10 @@ _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_mo
 
 
 class Whole(NamedTuple):
-    """The whole that a plain tensor is a part of: its ``name`` and ``shape``, and in ``places``, which has
-    the part's shape, the row-major place there of each of the part's elements."""
+    """The whole tensor of a plain tensor: ``name``, ``shape`` and ``places``.
+
+    ``places`` has the shape of the part and contains row-major positions in the whole tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -134,15 +135,14 @@ class Whole(NamedTuple):
 
 
 PartOf: TypeAlias = Callable[[str, torch.Tensor, int, int], Whole | None]
-"""``part_of(name, tensor, rank, world)``; None for what is whole."""
+"""``part_of(name, tensor, rank, world)``; returns None for a whole tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class LiveTensor:
-    """A plain tensor that this rank has: all of ``name``, or the elements ``index`` of it, which has
-    ``shape``. ``fqn`` is the parameter's or buffer's that it belongs to.
+    """A plain tensor of this rank: all of ``name``, or the elements ``index`` of a tensor of ``shape``.
 
-    ``is_alone``: nothing says that it is a part of a whole: other ranks may have the same, or another.
+    ``fqn`` is the parameter or buffer. ``is_alone``: no placement connects the tensor with other ranks.
     """
 
     part: StatePart
@@ -155,7 +155,7 @@ class LiveTensor:
 
 
 def clean_name(name: str, model: nn.Module) -> str:
-    """Remove the parts of a parameter's name that wrappers add."""
+    """Remove wrapper prefixes from a parameter's name."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if isinstance(model, DistributedDataParallel | DataParallel) and parts[0] == "module":
         parts = parts[1:]
@@ -173,9 +173,9 @@ def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
 def tensors_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, part_of: PartOf, rank: int, world: int
 ) -> list[LiveTensor]:
-    """List all tensors that a checkpoint has to have: parameters, persistent buffers, optimizer state.
+    """List all tensors that a checkpoint must contain: parameters, persistent buffers, optimizer state.
 
-    Raises OptionError for a tensor whose elements of the whole are not known.
+    Raises OptionError for tensors with unknown positions.
     """
     names = parameter_names(model)
     flat = _flat_parts(model)
@@ -195,14 +195,13 @@ def tensors_of(
 
 
 _FlatParts: TypeAlias = Mapping[torch.Tensor, list[FlatSlice]]
-"""Parts by parameter that is flat, or a view of one; their ``offset`` is that in the parameter."""
+"""Parts by flat parameter or view, with their ``offset`` in the parameter."""
 
 
 def _flat_parts(model: nn.Module) -> _FlatParts:
-    """List the parts of the flat parameters that FSDP1 makes; none where it wraps no module.
+    """List the parts of FSDP1's flat parameters; empty without FSDP1.
 
-    Raises OptionError where a parameter is flat and divided by tensor parallelism besides: then the flat one
-    does not say which elements it has.
+    Raises OptionError for flat parameters under tensor parallelism, whose elements are unknown.
     """
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return {}
@@ -244,7 +243,7 @@ def _of_parameter(
 def _of_state(
     suffix: str, name: str, parameter: torch.Tensor, value: torch.Tensor, flat: _FlatParts
 ) -> Iterator[LiveTensor]:
-    """Give state of an optimizer, such as ".exp_avg"; a flat parameter's belongs to all of its parts."""
+    """Yield optimizer state such as ".exp_avg"; state of a flat parameter is divided into its parts."""
     inside = flat.get(parameter, [])
     if inside and value.shape == parameter.shape:
         for live in _of_parameter("optimizer", name, value, {value: inside}):
@@ -274,7 +273,7 @@ def _as_parts(found: Sequence[LiveTensor], part_of: PartOf, rank: int, world: in
 
 
 def _parts(part: StatePart, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[LiveTensor]:
-    """Give the plain tensors that ``tensor`` is made of."""
+    """Return the plain tensors of ``tensor``."""
     local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
     if isinstance(tensor, DTensor) and not (
         any(placement.is_partial() for placement in tensor.placements) or hasattr(local, "__tensor_flatten__")
@@ -299,7 +298,7 @@ def _shard(part: StatePart, name: str, fqn: str, tensor: DTensor, local: torch.T
 
 
 def _places(tensor: DTensor) -> npt.NDArray[np.int64]:
-    """Give the row-major places in the whole tensor of this rank's elements, as its placements mean them."""
+    """Return row-major positions of this rank's elements in the whole tensor, from its placements."""
     index = torch.arange(tensor.numel()).view(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     shards = [

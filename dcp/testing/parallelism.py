@@ -1,8 +1,8 @@
-"""Check that a save and a load keep every element of a model under its parallelism, on any number of ranks.
+"""Check that a save and a load keep every element of a model, on any number of ranks.
 
-The model and its optimizer are given values that identify their place, saved, loaded into a model that was
-built anew on as many or other ranks, and compared: elements that are lost, doubled, shuffled, stale or those
-of another rank are reported by name, rank and position. Any pair of functions can be tried.
+Model and optimizer get values that identify their position. The state is saved, loaded into a new model on
+the same or other ranks, and compared. Lost, doubled, shuffled, stale and misplaced elements are reported by
+name, rank and position. Any pair of functions can be tested.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Build: TypeAlias = Callable[[int, int], "tuple[nn.Module, torch.optim.Optimizer 
 """``build(rank, world)`` makes model and optimizer, in a process group of ``world`` ranks."""
 
 _OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
-"""Settings of an optimizer by parameter as well: groups list names that other stages of a pipeline have."""
+"""Optimizer settings by parameter; groups list names on other pipeline stages."""
 
 _MAX_LINES: Final = 4
 _SEEDS_APART: Final = 1_000_003
@@ -63,8 +63,8 @@ Finding: TypeAlias = StateFinding
 
 
 Save: TypeAlias = Callable[..., Any]
-"""Called as `dcp.save`, on all ranks. What it returns may have a ``result()``: the state changes before that
-is called."""
+"""A function called as `dcp.save` on all ranks. If the result has ``result()``, the state changes before that
+call."""
 
 Load: TypeAlias = Callable[..., Any]
 """Called as `dcp.load`, on all ranks: fills the state dict."""
@@ -72,8 +72,8 @@ Load: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True)
 class ModelState:
-    """The state's "model": a `Stateful` with fully qualified names, by torch's helpers. A pair that needs the
-    ``module`` itself takes that."""
+    """The state's "model": a `Stateful` with fully qualified names, from torch's helpers. ``module`` is the
+    model."""
 
     module: nn.Module
 
@@ -82,13 +82,13 @@ class ModelState:
         return get_model_state_dict(self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state that was read into `state_dict`."""
+        """Set the values loaded into `state_dict`."""
         set_model_state_dict(self.module, state)
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state's "optimizer", as `ModelState`; where it has made no step, its state is made first."""
+    """The state's "optimizer", as `ModelState`; the state of a new optimizer is created first."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -98,7 +98,7 @@ class OptimizerState:
         return get_optimizer_state_dict(self.module, self.optimizer, options=_OPTIONS)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state that was read into `state_dict`."""
+        """Set the values loaded into `state_dict`."""
         set_optimizer_state_dict(self.module, self.optimizer, state, options=_OPTIONS)
 
 
@@ -120,36 +120,38 @@ def check(
     timeout_seconds: float = 120.0,
     context: BaseContext | None = None,
 ) -> Report:
-    """Save what ``build`` makes on ``worlds[0]`` ranks, and load it on each of ``worlds``, the first as well.
+    """Save the state of ``build`` on ``worlds[0]`` ranks, and load on each of ``worlds``.
 
-    Ranks are processes of this machine in a gloo group; all of them have ended when this returns. A rank that
-    raises, dies or hangs is a finding. Parameters need no gradients; nothing is trained.
+    Ranks are local processes in a gloo group; all have ended on return. A rank that raises, dies or hangs is
+    a finding. Nothing is trained.
 
     Args:
-        build: A function of a module, which processes import by its name.
-        save: `dcp.save`, `torch.distributed.checkpoint.save`, `dcp.async_save`, or any function that is
-            called so. The state is {"model": `ModelState`, "optimizer": `OptimizerState`}.
-        load: The other half.
+        build: Module-level function that builds (model, optimizer) for ``(rank, world)``.
+        save: `dcp.save`, `torch.distributed.checkpoint.save`, `dcp.async_save`, or a function with this
+            signature. The state is {"model": `ModelState`, "optimizer": `OptimizerState`}.
+        load: The matching load function.
         worlds: Numbers of ranks.
-        only: Globs of the parameters and buffers that a checkpoint has to have, such as "*.lora_*".
-        own: Globs of those that are each rank's own though they have one name. Plain tensors that differ
-            between ranks as they are built are taken for such without. Torch's random numbers differ by rank
-            while ``build`` runs before the save, also after ``torch.manual_seed()``.
-        replicas: Globs of those that all ranks have alike although they begin as random numbers that nothing
-            broadcasts. Plain tensors that are alike as they are built are taken for such without; the report
-            says which.
-        part_of: A function of a module that gives the `Whole` of a plain tensor, where parallelism makes no
-            `DTensor`, or None.
-        folder: Where checkpoints go; by default a temporary folder.
-        timeout_seconds: For a save or a load, with the model that is built for it.
-        context: Of multiprocessing, to start the processes by; "spawn" by default.
+        only: Globs of parameters and buffers that a checkpoint must contain, such as "*.lora_*".
+        own: Globs of plain tensors that belong to one rank each. Tensors that differ between ranks after
+            ``build`` are recognized. During ``build``, torch's random numbers differ by rank, even after
+            ``torch.manual_seed()``.
+        replicas: Globs of tensors that are equal on all ranks only because of a common seed. Tensors that are
+            equal after ``build`` are recognized and listed in the report.
+        part_of: Module-level function that returns the `Whole` of a plain tensor, or None, for parallelism
+            without `DTensor`.
+        folder: Folder or URL for checkpoints; default: a temporary folder.
+        timeout_seconds: Limit of each save and load, including ``build``.
+        context: Start method of multiprocessing, default "spawn".
 
     Returns:
         The findings; ``assert report.ok, report`` prints them as a table.
 
     Raises:
-        OptionError: ``build``, ``save`` or ``load`` cannot be sent to a process, ``worlds`` is empty, or a
-            glob matches nothing.
+        OptionError: A function cannot be pickled, ``worlds`` is empty, or a glob matches nothing.
+
+    Examples:
+        >>> report = check(build, worlds=(2, 1, 3))
+        >>> assert report.ok, report
     """
     is_list = isinstance(worlds, Sequence) and len(worlds) > 0
     if not is_list or not all(isinstance(world, int) and world > 0 for world in worlds):
@@ -177,7 +179,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The model to build on a rank, and the globs of its tensors."""
+    """The model to build on a rank, with globs of its tensors."""
 
     build: Build
     part_of: PartOf
@@ -198,7 +200,7 @@ def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _refuse_idle(asked: _Asked, saved: SavedState) -> None:
-    """Raise OptionError for globs that match nothing: no finding would prove nothing."""
+    """Raise OptionError for globs without a match, which would hide all findings."""
     names = {one.fqn for one in saved.tensors.values()}
     for what, globs in (("only", asked.only), ("own", asked.own), ("replicas", asked.replicas)):
         idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)]
@@ -245,8 +247,7 @@ def _save_on_rank(
 
 @contextmanager
 def _random_by_rank(rank: int) -> Iterator[None]:
-    """Let torch's random numbers differ by rank within this block, also after ``torch.manual_seed()``: one
-    seed would make any two tensors alike."""
+    """Make torch's random numbers differ by rank in this block, even after ``torch.manual_seed()``."""
     seed = torch.manual_seed
 
     def seed_by_rank(number: int) -> torch.Generator:
@@ -268,7 +269,7 @@ def _owner(live: LiveTensor, rank: int, own: Iterable[str]) -> int | None:
 
 
 def _own_names(live: Sequence[LiveTensor], asked: _Asked) -> tuple[set[str], set[str]]:
-    """Name the parameters and buffers that differ between ranks, and those that several ranks have alike."""
+    """Return names of parameters and buffers that differ between ranks, and of equal ones."""
     rows = {
         (one.fqn, one.name, one.shape, hashlib.sha256(bits_of(one.local).tobytes()).hexdigest())
         for one in live
@@ -324,8 +325,7 @@ def _load_on_rank(
 
 
 def _lost_state(live: Sequence[LiveTensor], rank: int, world: int, saved: SavedState) -> list[StateFinding]:
-    """Find state of the optimizer that was saved and is missing here, of parameters that this rank has
-    elements of: FSDP1 keeps no other."""
+    """Find saved optimizer state that is missing on this rank, for parameters with local elements."""
     here = {one.name for one in live if one.part == "optimizer"}
     fqns = {one.fqn for one in live if one.part == "model" and one.local.numel()}
     return [
@@ -343,7 +343,7 @@ def _lost_rates(optimizer: torch.optim.Optimizer | None, rank: int) -> list[Stat
 
 
 def _ties(model: nn.Module) -> Mapping[str, str]:
-    """Map further names of a parameter to its first one."""
+    """Map further names of a parameter to its first name."""
     first = parameter_names(model)
     return {
         name: first[parameter]

@@ -1,6 +1,6 @@
-"""Ranks in processes of their own, which run each function in a fresh gloo group and end with certainty.
+"""Ranks as processes that run each function in a new gloo group and always end.
 
-Once a rank raises, dies or hangs, the others have some seconds to end by themselves.
+After one rank raises, dies or hangs, the others have a few seconds to end.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from typing import Any, Final
 from dcp.storage.errors import OptionError
 
 _GRACE_SECONDS: Final = 20.0
-"""For the other ranks, once one has failed."""
+"""Time for other ranks to end after a failure."""
 
 _VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The reason why a rank has no result: its exception, or the end of its process."""
+    """The reason for a missing result of a rank: an exception, or the end of the process."""
 
     rank: int
     message: str
 
 
 class RankProcesses:
-    """Up to as many processes as the largest world needs, kept from one `run` to the next. Use as a context
-    manager: leaving it ends them."""
+    """Processes for the largest world, reused by each `run`. Use as a context manager, which ends them."""
 
     def __init__(self, context: BaseContext | None = None) -> None:
         self._context: Any = context or multiprocessing.get_context("spawn")
@@ -53,9 +52,9 @@ class RankProcesses:
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, timeout_seconds: float
     ) -> list[Any | RankFailure]:
-        """Run ``function(rank, world, *args)`` on each rank; give results or failures by rank.
+        """Run ``function(rank, world, *args)`` on each rank; return results or failures by rank.
 
-        Raises OptionError for arguments that cannot be sent to a process.
+        Raises OptionError for arguments that cannot be pickled.
         """
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
@@ -128,7 +127,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, which may be killed while a rank waits for ever."""
+    """End this process together with its parent."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Target layouts, one module a format: where every byte of the output goes, before any moves.
+"""Target layouts, one module for each format: the position of every output byte, before any data moves.
 
-What layouts are made of is in `dcp.conversion.layout`; what a format's bytes mean, in `dcp.storage.formats`.
+`dcp.conversion.layout` has the parts of layouts, `dcp.storage.formats` the meaning of the bytes.
 """

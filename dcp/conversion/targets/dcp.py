@@ -1,7 +1,7 @@
-"""Layout of our own format: records in n files, and the index that the manifest and `.metadata` are made of.
+"""Layout of the dcp format: records in n files, with the index for the manifest and `.metadata`.
 
-Stock torch loads it. Chunks are those of the source, or each tensor is cut along its first dimension into one
-chunk a file, as FSDP shards it, which suits as many loading ranks.
+Stock torch can load the result. Chunks are those of the source, or each tensor is divided along dimension 0
+into one chunk for each file, as FSDP does, which suits as many loading ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SPLIT_ABOVE_BYTES: Final = 64 << 10
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """Lay out the target of a conversion: ``files`` data files of about the same size, or fewer if there
-    are not as many chunks. Values keep the bytes that stock torch unpickles."""
+    """Lay out ``files`` data files of similar size, or fewer with few chunks. Values keep bytes that stock
+    torch unpickles."""
     entries, options = job.entries, job.options
     if options.files < 1:
         raise OptionError(f"files must be positive, not {options.files}")
@@ -70,8 +70,8 @@ def lay_out(job: LayoutJob) -> Planned:
 
 
 def _chunks(entries: Entries, files: int, chunks: Chunks) -> tuple[Copies, list[range]]:
-    """Return the chunks of tensors that are not tied to another, each with its file, and by entry which
-    are its own: tied ones have those of the first. Their places in the files are not known yet."""
+    """Return chunks of untied tensors with their files, and the chunks of each entry; tied entries share the
+    first one's. Positions follow later."""
     boxes: list[Box] = []
     owners: list[int] = []
     parts: list[int] = []  # the file of a part of a tensor that is cut, else -1
@@ -113,10 +113,10 @@ def _boxes(entries: Entries, number: int, files: int, chunks: Chunks) -> list[Bo
 
 
 def _fill(copies: Copies, blobs: Sequence[bytes]) -> tuple[list[int], list[Literal], list[Hole], Int64]:
-    """Lay out values, and then chunks with their records, in the files of the chunks.
+    """Lay out values, then chunks with their records, in the files.
 
-    Returns the sizes of the files, their literal bytes, the holes for checksums that are known later, and by
-    chunk where its record begins, how long it is, and where its payload begins.
+    Returns file sizes, literal bytes, holes for later checksums, and by chunk the begin and length of the
+    record and the begin of the payload.
     """
     sizes = [0] * (int(copies.files.max(initial=0)) + 1)
     literals: list[Literal] = []
@@ -156,8 +156,7 @@ def _provenance(job: LayoutJob) -> dict[str, Any]:
 
 
 def _tensors(entries: Entries) -> dict[str, Any]:
-    """Return the columns of an index that are by tensor, and not of chunks. Digests are the source's, of
-    what is not cast."""
+    """Return the index columns by tensor. Unchanged tensors keep their digests."""
     index, rows = entries.index, entries.rows
     orders, digests = index.stride_orders, index.digests
     is_cast = (entries.codes != index.dtype_codes[rows]).tolist()
@@ -174,8 +173,7 @@ def _tensors(entries: Entries) -> dict[str, Any]:
 
 
 def _objects(job: LayoutJob, kept: Sequence[Value], encoded: Sequence[bytes]) -> ObjectColumns:
-    """Return values that are no tensors: their torch.save bytes, which begin file 0, equal ones once, and
-    plain data of those that are."""
+    """Return objects: unique torch.save bytes, at the begin of file 0, and plain data where possible."""
     blobs = list(dict.fromkeys(encoded))
     ends = starts(list(map(len, blobs))).tolist()
     places = {blob: (begin, len(blob), crc32(blob)) for blob, begin in zip(blobs, ends, strict=False)}

@@ -1,8 +1,8 @@
-"""Jobs of laying out a target: what a format is given, and what it returns.
+"""Layout jobs: input and result of a format's layout function.
 
-A format that can be written is a function of a `LayoutJob` that returns a `Planned` target (its
-`dcp.storage.formats.format.Target` names it). It describes files and where in them each tensor's bytes are to
-be; the bytes are moved by others.
+A writable format is a function from a `LayoutJob` to a `Planned` target, named by its
+`dcp.storage.formats.format.Target`. The function describes files and positions of tensor bytes; the bytes are
+moved later.
 """
 
 from __future__ import annotations
@@ -56,18 +56,17 @@ _MAX_VALUE_BYTES: Final = 64 << 20
 
 
 Chunks = Literal["keep", "split"]
-"""``keep``: the source's chunks. ``split``: each tensor in as many chunks along dimension 0 as there are
+"""``keep``: the source's chunks. ``split``: divide each tensor along dimension 0 into as many chunks as
 files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
-    """The options of `dcp.convert` that decide what the target holds.
+    """Options of `dcp.convert` that define the target's contents.
 
-    ``to`` is the `Target.name`; ``files`` to ``drop_objects``, and ``hf``, whose files are beside the
-    weights, are each for the formats that have a use for it. With ``arithmetic`` the conversion is a
-    `dcp.merge`, whose source is several as one (`dcp.conversion.merging`). ``weight_maps`` is one for all
-    sources, or one for each; empty without any.
+    ``to`` is the `Target.name`. ``files`` to ``drop_objects``, and ``hf`` (copied files), apply to some
+    formats only. With ``arithmetic`` the conversion is a `dcp.merge` of joined sources
+    (`dcp.conversion.merging`). ``weight_maps`` is one for all sources, or one for each; empty without maps.
     """
 
     to: str
@@ -86,8 +85,8 @@ class ConversionOptions:
     def with_hf(
         self, hf: HfFolder | str | os.PathLike[str] | None, also: Sequence[str] = ()
     ) -> ConversionOptions:
-        """Return them with what a template, or the arguments ``hf`` and ``hf_also`` of `dcp.convert`, have
-        beside weights; its configuration is also the map's."""
+        """Return the options with the files of a template, or of the arguments ``hf`` and ``hf_also``; its
+        configuration serves the map too."""
         if hf is None:
             if also:
                 raise OptionError("hf_also= requires hf=")
@@ -102,13 +101,11 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, and the names of the values that it leaves out, which a format returns.
+    """The result of a format: a layout, and the names of left out values.
 
-    With the rest it is the plan of a conversion as publishing needs it; `dcp.conversion.driver.encode` makes
-    text of it.
-
-    ``unmerged`` are the tensors of a merge that are those of its first source. ``chunks`` are those of the
-    source that are read. ``inode`` is that of what will be renamed to the target, where that is local.
+    The other fields complete the plan for publication; `dcp.conversion.driver.encode` makes text of the plan.
+    ``unmerged`` are tensors copied from a merge's first source. ``chunks`` are the source chunks to read.
+    ``inode`` identifies the local folder to rename.
     """
 
     layout: TargetLayout
@@ -122,11 +119,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class LayoutJob:
-    """``entries`` are the tensors and values to be written; ``engine`` reads the source.
+    """Input of a format: ``entries`` to write, and ``engine`` to read the source.
 
-    ``file_name`` is that of the file where the target is just one. ``is_compared``: the copying compares
-    what is read with the source's checksums, so that a target needs none that are of those bytes. ``origin``
-    is for the provenance.
+    ``file_name`` is the name of a single-file target. ``is_compared``: the copy verifies the source's
+    checksums, and the target needs none for these bytes. ``origin`` goes to the provenance.
     """
 
     entries: Entries
@@ -140,14 +136,13 @@ class LayoutJob:
 
     @garbage_collection_paused()
     def plan(self) -> Planned:
-        """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop."""
+        """Lay out the target. PlanError names values that the format cannot hold and must not drop."""
         planned: Planned = found(target_named(self.options.to)[1].layout)(self)
         planned.layout.check()
         return planned
 
     def contents(self, *, is_plain_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return (values by name, names of those dropped), as `kept`. ``is_plain_only``: plain data is all
-        that there is room for."""
+        """Return (values by name, dropped names) as `kept`. ``is_plain_only``: accept plain data only."""
         contents: dict[str, Any] = {}
         refused: dict[str, str] = {}
         for value in self.entries.values:
@@ -161,8 +156,8 @@ class LayoutJob:
         return contents, self.kept(refused)[1]
 
     def kept(self, refused: Mapping[str, str]) -> tuple[list[Value], tuple[str, ...]]:
-        """Return (values that stay, names of those dropped), which are those of ``refused`` and what the
-        source itself refuses. PlanError that lists these unless they may be dropped."""
+        """Return (kept values, dropped names) after removing ``refused`` and untrusted values. PlanError
+        unless they may be dropped."""
         refused = {**self.entries.refused, **refused}
         if not refused:
             return [*self.entries.values], ()
@@ -178,9 +173,9 @@ class LayoutJob:
         return [value for value in self.entries.values if value.fqn not in refused], tuple(refused)
 
     def value(self, row: int) -> Any:
-        """Return the value of a row: what is harmless, with `PickledTensor` for tensors in it.
+        """Return the harmless value of a row, with `PickledTensor` for inner tensors.
 
-        UnsafeObjectError, a CheckpointFormatError, for any other; nothing of it is run.
+        UnsafeObjectError (a CheckpointFormatError) for other values; pickles are never executed.
         """
         number = int(self.engine.index.objects.plain[row])
         if number >= 0:
@@ -212,7 +207,7 @@ class LayoutJob:
             return None
 
     def blob(self, row: int) -> bytes:
-        """Return the torch.save bytes of a row, as they are stored, or made for plain data that has none."""
+        """Return the torch.save bytes of a row, as stored or made from plain data."""
         objects, fqn = self.engine.index.objects, self.engine.index.objects.fqns[row]
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
         if place[0] < 0:
@@ -242,7 +237,7 @@ _TORCH_KNOWS: Final = _PLAIN | {SizePickle, Dtype, DevicePickle, PickledTensor}
 
 
 def torch_allows(value: Any) -> bool:
-    """Return whether `torch.load(weights_only=True)` takes what `LayoutJob.value` gave."""
+    """Test whether `torch.load(weights_only=True)` accepts the value of `LayoutJob.value`."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return all(torch_allows(part) for pair in value.items() for part in pair)
@@ -259,10 +254,10 @@ _WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"
 
 @dataclass(frozen=True)
 class TargetPlace:
-    """A target. ``store`` is of the folder that its files are in; ``file_name`` is the file's, where the
-    target is just one. ``path`` is the target itself where it is local, else None.
+    """A target. ``store`` holds its files; ``file_name`` is set for a single file; ``path`` for a local
+    target.
 
-    ``attempt`` tells attempts apart that may be under way at the same time: each has its own work folder.
+    ``attempt`` distinguishes concurrent attempts, with a work folder for each.
     """
 
     url: str
@@ -273,37 +268,36 @@ class TargetPlace:
     open_store: OpenStore = PosixStore
 
     def holder(self, path: str) -> tuple[Store, str]:
-        """Return the folder that a file of the target is in, itself or one directly below, and the file's
-        name."""
+        """Return the folder of a target file (the target or a direct subfolder) and the file's name."""
         folder, slash, name = path.partition("/")
         return (self.open_store(f"{self.store.url}/{folder}"), name) if slash else (self.store, path)
 
     @property
     def work_folder(self) -> Path:
-        """The folder in which a local target is built: beside it, so that it gets its name by a rename."""
+        """Folder in which a local target is built, beside the target."""
         if self.path is None:
             raise PlanError(f"{self.url} is not local")
         return self.path.parent / _work_name(self.path.name + (f"/{self.attempt}" if self.attempt else ""))
 
     @property
     def ledger_name(self) -> str:
-        """Name of the ledger's object, for a target that is not local."""
+        """Name of the ledger object of a remote target."""
         return _work_name(self.file_name)
 
     @property
     def is_begun(self) -> bool:
-        """Return whether a conversion has left something to resume."""
+        """Test for a conversion to resume."""
         if self.path is not None:
             return os.path.lexists(self.work_folder)
         return self.store.stat(self.ledger_name) is not None
 
     def ledger_of(self, batch: int) -> str:
-        """Return the name of the ledger of a batch, of which an attempt has one for each."""
+        """Return the name of the ledger of an attempt's batch."""
         return _work_name(f"{self.attempt}/{batch}")
 
     def exists(self, is_leftover: Callable[[str], bool] | None = None) -> bool:
-        """Return whether anything is at the target: a file, or a folder that is not empty. Of objects in a
-        folder ledgers do not count, nor those whose names ``is_leftover`` takes."""
+        """Test for a file or a folder with contents at the target. Ledgers and names accepted by
+        ``is_leftover`` do not count."""
         if self.path is not None:
             with step(None, "stat", self.path):
                 is_empty = self.path.is_dir() and not self.path.is_symlink() and not any(self.path.iterdir())
@@ -314,7 +308,7 @@ class TargetPlace:
         return any(is_leftover is None or not is_leftover(name) for name in names)
 
     def refuse_existing(self, is_leftover: Callable[[str], bool] | None = None) -> None:
-        """Raise CheckpointConflictError if something is there, as `exists` says."""
+        """Raise CheckpointConflictError if the target `exists`."""
         if self.exists(is_leftover):
             raise CheckpointConflictError(
                 f"{self.url} exists; give another target",
@@ -325,10 +319,9 @@ class TargetPlace:
 
 
 def is_written_under(ledgers: Collection[str], name: str) -> bool:
-    """Return whether a conversion to a store, of one of these names of ledgers, writes a file of that
-    ``name``.
+    """Test whether a conversion with one of these ledgers writes the file ``name`` to a store.
 
-    Those of a ``dcp`` target are a save's.
+    Files of a ``dcp`` target belong to a save.
     """
     is_shard = file_names().mark_folders.fullmatch(name) is not None and _work_name(None) in ledgers
     return is_shard or _work_name(name) in ledgers
@@ -340,7 +333,7 @@ def _work_name(what: str | None) -> str:
 
 
 def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> TargetPlace:
-    """Return the place of a target in the format that ``to`` names: one file, or a folder, as that has it."""
+    """Return the place of a target in the format ``to``: a file or a folder."""
     text = place_text(target)
     one, written = target_named(to)
     is_named = one.has_suffix(text.rstrip("/"))
@@ -366,7 +359,7 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
 
 
 def _check_suffix(text: str, to: str, one: Format) -> None:
-    """Raise OptionError for a name that ends as files of another format do: readers would go by that."""
+    """Raise OptionError for the suffix of another format, which would mislead readers."""
     for other in formats():
         if other.has_suffix(text.rstrip("/")) and other.target is not None:
             kind, ends = other.target.name, ", ".join(one.suffixes)

@@ -1,8 +1,8 @@
-"""Layout of a safetensors file, or of a Hugging Face folder: shards of bounded size and their index.
+"""Layout of a safetensors file, or of a Hugging Face folder with an index and shards of bounded size.
 
-Bytes are those that safetensors' own library would write. Every name of tied tensors has its own bytes,
-because a safetensors file shares none and a name that is left out cannot be read; which names are tied is
-noted in the metadata, with the nesting and the plain values, so that a conversion back restores all of it.
+Bytes equal those of the safetensors library. Tied tensors are stored once for each name, because safetensors
+files cannot share bytes. The metadata records ties, nesting and plain values, which a conversion back
+restores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 """As in huggingface_hub."""
 
 _SHARD_TENSORS: Final = 100_000
-"""With names of usual length a third of what the header of one file may have."""
+"""With usual name lengths, a third of the header limit of a file."""
 
 
 _ADAPTER_NAME: Final = "adapter_model.safetensors"
@@ -48,10 +48,10 @@ _MODEL_DTYPES: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """Lay out one file, or a folder of shards of up to ``shard_bytes``; values that are plain data go to the
-    metadata. PlanError for more than readers accept.
+    """Lay out one file, or a folder of shards of up to ``shard_bytes``; plain values go to the metadata.
 
-    A tensor above ``shard_bytes`` is a shard of its own; a shard has at most _SHARD_TENSORS.
+    A tensor above ``shard_bytes`` gets a separate shard; a shard has at most _SHARD_TENSORS. PlanError for
+    headers that readers refuse.
     """
     contents, dropped = job.contents(is_plain_only=True)
     entries, hf, shard_bytes = job.entries, job.options.hf, job.options.shard_bytes
@@ -67,7 +67,7 @@ def lay_out(job: LayoutJob) -> Planned:
 
 
 def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayout:
-    """Return the files of a template beside the weights; what makes the folder a model's is written last."""
+    """Return the copied files of a template; the file that completes a model folder comes last."""
     _check_names(entries, hf)
     found = {dtypes.BY_CODE[entry.dtype_code].name for entry in entries.tensors} & _MODEL_DTYPES
     is_one = len(found) == 1 and not hf.is_adapter
@@ -87,8 +87,8 @@ def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayou
 
 
 def _check_names(entries: Entries, hf: HfFolder) -> None:
-    """Raise PlanError where no tensor has a name that the template has or, of an adapter, one has no name
-    as PEFT gives them: readers would pass over them."""
+    """Raise PlanError if no tensor has a name of the template, or an adapter tensor has no PEFT name: readers
+    would ignore the tensors."""
     names = entries.names
     odd = [name for name in names if not _ADAPTER_TENSOR.fullmatch(name)] if hf.is_adapter else []
     if odd:
@@ -114,8 +114,10 @@ def _layout(
     name: str,
     extras: Mapping[str, Any],
 ) -> TargetLayout:
-    """Lay out ``shards``, rows of ``tensors``, where a single one is called ``name``. ``extras`` (plain data,
-    if there is any) go into the first one; strings of the user's stay readable to others."""
+    """Lay out ``shards``, rows of ``tensors``; a single shard is called ``name``.
+
+    ``extras`` (plain data) go into the first shard; the user's strings stay readable for other tools.
+    """
     metadata = {"format": "pt"} | {
         key: text for key, text in entries.index.user.items() if _is_text(key, text)
     }
@@ -144,7 +146,7 @@ def _layout(
 
 
 def _shards(tensors: Sequence[HeaderTensor], shard_bytes: int) -> list[list[int]]:
-    """Return rows by shard, in the order of the state dict, so that a layer's tensors stay together."""
+    """Return rows by shard in the order of the state dict, to keep layers together."""
     shards: list[list[int]] = [[]]
     filled = 0
     for row, tensor in enumerate(tensors):
@@ -171,7 +173,7 @@ def _index(tensors: Sequence[HeaderTensor], shards: Sequence[Sequence[int]], nam
 
 
 def _extras(entries: Entries, contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept besides tensors, values by name among that; empty for a flat dict of tensors."""
+    """Return additional metadata with values by name; empty for a flat dict of tensors."""
     order, structure = list(entries.paths), entries.structure()
     if len(contents) < len(entries.values):
         written = {*contents, *entries.names}

@@ -1,9 +1,8 @@
-"""Layout of one torch.save file: `torch.load(weights_only=True)` reads it, mapped too.
+"""Layout of one torch.save file, for `torch.load(weights_only=True)` with or without mmap.
 
-Tied tensors share one storage. Tensors within values, as of an optimizer's ``betas``, have
-storages of their own. The nested state dict is made again from the paths that the source keeps of
-its flattening, and, where the source says more (``provenance["structure"]``), with the exact types of
-containers and keys.
+Tied tensors share a storage. Tensors inside values, such as an optimizer's ``betas``, have separate storages.
+The nested state dict is rebuilt from the source's paths, with exact container and key types if recorded
+(``provenance["structure"]``).
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ logger = logging.getLogger(__name__)
 _MAX_LISTED: Final = 10
 _SIZE: Final = "torch.Size"
 _FOLDER: Final = "archive"
-"""The name that torch.save gives it where it writes to a stream; readers take any."""
+"""Folder name that torch.save uses for streams; readers accept any name."""
 
 _OTHER_ENTRIES: Final = 5
 """Of the zip, beside the storages."""
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """Lay out the target of a conversion; values are pickled anew, of classes that need no trust.
-    PlanError for more than readers accept."""
+    """Lay out the target; values are pickled again, with trusted classes only. PlanError for values that
+    readers refuse."""
     entries, index = job.entries, job.entries.index
     contents, dropped = job.contents(is_plain_only=False)
     notes = entries.structure() or {}
@@ -87,7 +86,7 @@ def lay_out(job: LayoutJob) -> Planned:
 
 
 def _warn_of_distrusted(contents: dict[str, Any], notes: dict[str, Any]) -> None:
-    """Warn of what `torch.load(weights_only=True)` will refuse."""
+    """Warn of values that `torch.load(weights_only=True)` refuses."""
     found = [fqn for fqn, value in contents.items() if not torch_allows(value)]
     containers = notes.get("containers", ())
     found += [
@@ -103,8 +102,10 @@ def _warn_of_distrusted(contents: dict[str, Any], notes: dict[str, Any]) -> None
 
 
 def _add_storages(archive: ZipLayout, job: LayoutJob, storages: Storages) -> tuple[Copies, dict[int, int]]:
-    """Add storages to ``archive``, and return their copies, in ``archive``, and their numbers by entry.
-    What is copied as it is and has a known checksum needs no hole."""
+    """Add storages to ``archive``; return their copies in order and their numbers by entry.
+
+    Unchanged copies with a known checksum need no hole.
+    """
     entries, index = job.entries, job.entries.index
     literal: dict[int, bytes] = {}
     numbers: list[int] = []

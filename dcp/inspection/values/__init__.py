@@ -1,4 +1,4 @@
-"""The values of stored tensors without torch: read as numpy arrays, summed up, compared.
+"""Values of stored tensors without torch: read as numpy arrays, summarized, compared.
 
-What indexes alone tell is one folder up.
+The parent package works on indexes alone.
 """

@@ -1,12 +1,11 @@
-"""Differences between two checkpoints, of whatever formats and shardings. Torch-free.
+"""Differences between two checkpoints of any formats and shardings. Torch-free.
 
-Digests come first, then checksums: where both sides have some for the same boxes, or for parts of tensors
-that follow one another in memory order (whose CRCs are combined), equal tensors are never read. What is left,
-and whatever differs, is read in blocks and compared element by element.
+Digests are compared first, then checksums of equal boxes or of consecutive parts (whose CRCs are combined).
+Tensors with equal ones are never read. All others are read in blocks and compared element by element.
 
-Values that are no tensors are compared by their encodings, without running any. Plain and other harmless ones
-by value and exact type (1 and 1.0 differ, NaN equals itself bit by bit); what needs code, or is large, by its
-pickle: two pickles may differ and still mean one value.
+Values are compared by their encodings, without executing pickles. Harmless values are compared by value and
+exact type (1 and 1.0 differ, NaN equals itself bit by bit), other and large values by their pickles;
+different pickles may mean one value.
 """
 
 from __future__ import annotations
@@ -40,27 +39,30 @@ from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 
 _SLAB_BYTES: Final = 64 << 20
-"""What is read at a time of a tensor that both sides cut differently: the more, the fewer blocks twice."""
+"""Bytes read at a time of a tensor with different chunks; large slabs read fewer blocks twice."""
 
 _STEP: Final = 1 << 15
-"""Elements at a time, so that all that is done to them finds them in the cache."""
+"""Elements processed at a time, within the cache."""
 
 _MAX_ENCODED_BYTES: Final = 1 << 30
 
 _Rows: TypeAlias = tuple[int, int]
-"""The rows of a tensor that both checkpoints have, in their indexes."""
+"""Rows of a common tensor in both indexes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """``differing`` of ``elements`` are not the same.
+    """Number of ``differing`` among ``elements``.
 
-    Of tensors of one dtype those are not the same whose bits differ: 0.0 and -0.0 are two things, and a NaN
-    is itself. Of two dtypes their values are compared, and all NaNs are one. ``nonfinite`` of those that
-    differ are NaN or infinite on a side; ``max_abs`` and ``relative_l2`` (the L2 norm of the differences
-    divided by that of the first tensor; infinite where that is 0) are of the others. Both are None for bits
-    without a meaning, and where no element is finite on both sides. ``nonfinite_after`` elements of the
-    second tensor are NaN or infinite, whether they differ or not.
+    Elements of one dtype differ if their bits differ: 0.0 and -0.0 are different, and a NaN equals itself.
+    Elements of two dtypes are compared by value, with all NaNs equal.
+
+    Attributes:
+        nonfinite: Differing elements that are NaN or infinite on one side.
+        max_abs: Largest absolute difference of finite elements.
+        relative_l2: L2 norm of the differences divided by the first tensor's; infinite if zero. None, like
+            ``max_abs``, for opaque bits and without finite elements.
+        nonfinite_after: NaN or infinite elements of the second tensor.
     """
 
     elements: int
@@ -73,7 +75,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """The name and the type of a tensor on one side."""
+    """Name and type of a tensor on one side."""
 
     fqn: str
     dtype: str
@@ -82,12 +84,11 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that is not the same on both sides.
+    """A tensor that differs.
 
-    ``kind``: only one has it ("added", "removed"), another "shape", another "dtype", values "changed"; or
-    "undecided", where checksums do not tell and values were not to be read. ``values`` says by how much,
-    where values were compared: of one shape, and for "dtype" perhaps 0 elements differ. ``fqn`` is the name
-    in the second checkpoint, if that has it.
+    ``kind``: "added", "removed", "shape", "dtype", "changed", or "undecided" (checksums are missing and
+    values were not read). ``values`` quantifies compared values of one shape; for "dtype" all elements may be
+    equal. ``fqn`` is the name in the second checkpoint, if present.
     """
 
     fqn: str
@@ -99,9 +100,9 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class ObjectDifference:
-    """A value that is not the same in both: ``kind`` is "added", "removed", "changed" or "undecided".
+    """A value that differs: ``kind`` is "added", "removed", "changed" or "undecided".
 
-    ``before`` and ``after`` count only where they are plain data; None where they are not there or pickled.
+    ``before`` and ``after`` are plain data; None if absent or pickled.
     """
 
     fqn: str
@@ -112,10 +113,9 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The result of `diff`; ``equal`` names the tensors that are the same, ``equal_objects`` counts the
-    values.
+    """The result of `diff`; ``equal`` names equal tensors, ``equal_objects`` counts equal values.
 
-    ``bytes_read`` are those of both sides beside the indexes: 0 if checksums tell everything.
+    ``bytes_read`` counts both sides without indexes; 0 if checksums decide everything.
     """
 
     a: str
@@ -128,7 +128,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing differs, and nothing is undecided."""
+        """Return True if nothing differs or is undecided."""
         return not self.tensors and not self.objects
 
 
@@ -145,30 +145,29 @@ def diff(
     options_of_b: Mapping[str, Any] | None = None,
     progress: ReportBytes | None = None,
 ) -> Difference:
-    """Compare the checkpoint ``b`` with ``a``, the one before.
+    """Compare the checkpoint ``b`` with ``a``, the earlier one.
 
-    Tensors with equal digests or checksums are not read, so that a flipped bit of theirs is not found; that
-    their files are there with the committed sizes is checked. Memory is bounded by some 300 MiB.
+    Tensors with equal digests or checksums are not read: a flipped bit stays unnoticed, but their files must
+    exist with the committed sizes. Memory is bounded by about 300 MiB.
 
     Args:
-        a: A path or URL of a checkpoint or file of any format, or a reader of one, which stays open.
-        b: The same, of the one that came after; formats and shardings may differ.
-        values: False reads no payload: names, shapes and dtypes are compared, and what checksums tell.
-        only: Shell globs on the names as ``b`` has them: what they match, and everything below.
-        exclude: The same for what is left out.
-        rename: What the names of ``a`` are first put through, as for `dcp.load`.
-        storage_options: Of the file systems of URLs, as for `dcp.save`; for both, unless ``options_of_b`` are
-            given.
-        options_of_b: Those of ``b``.
-        progress: A function that gets the bytes done and those in all.
+        a: Path or URL of a checkpoint or file of any format, or an open reader, which stays open.
+        b: The later checkpoint, of any format and sharding.
+        values: False reads no payload and compares names, shapes, dtypes and checksums.
+        only: Names or shell globs in ``b``; a name includes everything below.
+        exclude: Names or shell globs to leave out.
+        rename: Rules for the names of ``a``, as for `dcp.load`.
+        storage_options: Options of the URLs' file systems, as for `dcp.save`.
+        options_of_b: Options for ``b`` alone.
+        progress: Function of (bytes done, total bytes).
 
     Returns:
-        The tensors and other values that differ, and how; the names of those that are equal.
+        Differing tensors and values, and the names of equal ones.
 
     Raises:
-        PlanError: Nothing is selected, or two names become one.
-        CheckpointNotFoundError: Nothing is committed at one of the places.
-        CorruptCheckpointError: Bytes are not those that were committed.
+        PlanError: Nothing is selected, or two names become equal.
+        CheckpointNotFoundError: No committed checkpoint exists at one of the places.
+        CorruptCheckpointError: Stored bytes differ from the committed checksums.
         StorageError: The storage cannot be read.
     """
     options_of_b = storage_options if options_of_b is None else options_of_b
@@ -200,7 +199,7 @@ def _names(
     selection: Selection | None,
     renamed: Callable[[str], str] | None,
 ) -> list[tuple[str | None, str | None]]:
-    """Return selected (name in a, name in b), None where one lacks it: those of a in order, then others."""
+    """Return selected (name in a, name in b), None if absent: first in the order of a, then others."""
     names: dict[str, str] = {}
     for fqn in a:
         name = fqn if renamed is None else renamed(fqn)
@@ -225,7 +224,7 @@ def _compare_tensors(
     *,
     values: bool,
 ) -> list[TensorDifference | None]:
-    """Return what differs of each of ``names``, None where nothing does; only what must be is read."""
+    """Return the difference of each of ``names``, or None; reads as little as possible."""
     found: list[TensorDifference | None] = []
     compared: dict[_Rows, int] = {}
     for place, (first, second) in enumerate(names):
@@ -279,7 +278,7 @@ def _kind_of_alike(a: TensorReader, b: TensorReader, rows: _Rows) -> DifferenceK
 
 
 def _pairs_of_chunks(a: TensorReader, b: TensorReader, rows: _Rows) -> list[tuple[int, int]] | None:
-    """Return the chunks of both sides that are the same boxes; None where they are cut differently."""
+    """Return the chunks with equal boxes on both sides; None if boxes differ."""
     first, second = _chunks_of_boxes(a, rows[0]), _chunks_of_boxes(b, rows[1])
     if first is None or second is None or first.keys() != second.keys():
         return None
@@ -310,7 +309,7 @@ def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) 
 
 
 def _whole_crc(reader: TensorReader, row: int) -> int | None:
-    """Return CRC-32 of a tensor's bytes in C order, if its chunks follow one another there."""
+    """Return the CRC-32 of a tensor in C order, if its chunks are consecutive."""
     index, chunks, total, position = reader.index, _chunks_of_boxes(reader, row), 0, 0
     if chunks is None:
         return None
@@ -330,8 +329,7 @@ def _whole_crc(reader: TensorReader, row: int) -> int | None:
 def _compare_values(
     a: TensorReader, b: TensorReader, compared: list[_Rows], progress: ReportBytes | None
 ) -> Iterator[tuple[_Rows, ValueDifference]]:
-    """Read both sides of tensors, and yield by how much they differ: those first that both sides have in the
-    same boxes."""
+    """Read both sides of tensors and yield differences, tensors with equal boxes first."""
     done_bytes = 0
     total_bytes = sum(a.tensor_bytes(row) + b.tensor_bytes(other) for row, other in compared)
     alike = [rows for rows in compared if _are_cut_alike(a, b, rows)]
@@ -357,8 +355,7 @@ def _are_cut_alike(a: TensorReader, b: TensorReader, rows: _Rows) -> bool:
 
 
 def _blocks(a: TensorReader, b: TensorReader, alike: list[_Rows]) -> Iterator[tuple[_Rows, Array, Array]]:
-    """Yield blocks of tensors that are cut alike: those of both sides are the same boxes, so that two
-    streams will do, each with its checksums."""
+    """Yield blocks of tensors with equal boxes, from two verified streams."""
     others = dict(alike)
     with (
         contextlib.closing(a.stream(others)) as first,
@@ -369,8 +366,7 @@ def _blocks(a: TensorReader, b: TensorReader, alike: list[_Rows]) -> Iterator[tu
 
 
 def _slabs(a: TensorReader, b: TensorReader, rows: _Rows) -> Iterator[tuple[Array, Array]]:
-    """Yield the same boxes of both sides, however those are cut: along what is stored turned, if
-    anything."""
+    """Yield equal boxes of both sides for different chunks, along the stored order."""
     for reader, row, other, other_row in ((a, rows[0], b, rows[1]), (b, rows[1], a, rows[0])):
         if not all(reader.is_c_ordered(chunk) for chunk, _ in reader.parts(row)):
             for tile in reader.stream([row], _SLAB_BYTES):
@@ -383,7 +379,7 @@ def _slabs(a: TensorReader, b: TensorReader, rows: _Rows) -> Iterator[tuple[Arra
 
 
 class _Deltas:
-    """Takes pairs of arrays of one shape, as `elements.stored_dtype` says; of dtypes that can be compared."""
+    """Collects pairs of arrays of one shape in `elements.stored_dtype`, of comparable dtypes."""
 
     def __init__(self, first: Dtype, second: Dtype) -> None:
         self._first, self._second = first, second
@@ -395,7 +391,7 @@ class _Deltas:
         self._max_abs = self._delta_squares = self._squares = 0.0
 
     def add(self, first: Array, second: Array) -> None:
-        """Add one pair."""
+        """Add a pair."""
         first, second = first.reshape(-1), second.reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
             for begin in range(0, len(first), _STEP):
@@ -467,7 +463,7 @@ def _square_sum(values: npt.NDArray[Any]) -> float:
 
 
 def _object_names(index: CheckpointIndex) -> list[str]:
-    """Return names of all values, also of those that were not decoded because they need code."""
+    """Return names of all values, including pickled ones."""
     refused = index.provenance.get("refused_objects")
     names = refused if isinstance(refused, Mapping) else ()
     return [*index.objects.fqns, *(name for name in names if isinstance(name, str))]
@@ -476,10 +472,9 @@ def _object_names(index: CheckpointIndex) -> list[str]:
 def _compare_objects(
     a: TensorReader, b: TensorReader, names: Iterable[tuple[str | None, str | None]], *, values: bool
 ) -> list[ObjectDifference]:
-    """Compare the values that ``names`` has in ``a`` and ``b`` (None where one lacks it).
+    """Compare the values ``names`` of ``a`` and ``b`` (None if absent).
 
-    Nothing is read for those whose encodings the indexes have; for others only with ``values``, else they are
-    "undecided".
+    Encodings in the indexes need no read. Others are read only with ``values``, else they are "undecided".
     """
     before, after = _Values(a), _Values(b)
     found = []
@@ -511,20 +506,19 @@ def _are_same(a: _Values, b: _Values, first: str, second: str, *, values: bool) 
 
 
 class _Values:
-    """The values of one checkpoint; what is pickled is read when it is first asked for."""
+    """Values of one checkpoint; pickles are read on demand."""
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader, self._objects = reader, reader.index.objects
 
     @cached_property
     def rows(self) -> dict[str, ObjectRow]:
-        """All values, decoded if they are plain, but for those refused when the file was opened."""
+        """All values, plain ones decoded, without those refused on opening."""
         self._reader.other_bytes += int(self._objects.lengths[self._objects.plain == UNKNOWN].sum())
         return {row.fqn: row for row in object_rows(self._reader.store, self._reader.index)}
 
     def noted(self, fqn: str) -> tuple[bytes | None, tuple[int, int] | None]:
-        """Return a plain value as the index has it, and length and CRC-32 of a record; None for what it has
-        not."""
+        """Return a plain value from the index, and length and CRC-32 of a record; None if absent."""
         at, objects = self._objects.position.get(fqn), self._objects
         if at is None:
             return None, None
@@ -533,7 +527,7 @@ class _Values:
         return None if plain == UNKNOWN else objects.values[plain], stamp
 
     def value(self, fqn: str | None, *, read: bool) -> Any:
-        """Return a plain value, read only if allowed; else None."""
+        """Return a plain value, read only if allowed, or None."""
         encoded = None if fqn is None else self.noted(fqn)[0]
         if encoded is not None:
             return decode_value(encoded)
@@ -541,8 +535,7 @@ class _Values:
         return row.value if row is not None and row.is_plain else None
 
     def pickle_print(self, fqn: str) -> frozenset[tuple[bytes, int, int]]:
-        """Return a print by which pickles differ: name, size and CRC-32 of a record's entries that hold
-        the value."""
+        """Return a fingerprint of a pickle: name, size and CRC-32 of the record's entries."""
         at, objects = self._objects.position[fqn], self._objects
         length = int(objects.lengths[at])
         window = self._reader.window(int(objects.files[at]), int(objects.offsets[at]), length)

@@ -1,6 +1,6 @@
-"""Digests of a checkpoint's tensors, of whatever format and sharding: those that it tells, or by reading.
+"""Digests of a checkpoint's tensors in any format and sharding, stored or computed.
 
-What they are is in `docs/reference/format.md`, section 10. Torch-free, in bounded memory.
+`docs/reference/format.md`, section 10, defines digests. Torch-free, in bounded memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dcp.storage.formats.index import CheckpointIndex
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """One tensor's; ``is_read``: computed from its bytes now, not taken from the manifest."""
+    """Digest of one tensor; ``is_read``: computed now, not from the manifest."""
 
     fqn: str
     dtype: str
@@ -40,7 +40,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDigests:
-    """Each tensor's, in the checkpoint's order, and one of all of these by their names (``digest``)."""
+    """Digests of all tensors in order, and one ``digest`` of all by name."""
 
     url: str
     digest: str
@@ -58,27 +58,26 @@ def digests(
     storage_options: Mapping[str, Any] | None = None,
     progress: ReportBytes | None = None,
 ) -> CheckpointDigests:
-    """Compute the digests of tensors: equal for equal dtype, shape and bytes, however they are sharded and
-    stored.
+    """Return digests of tensors: equal for equal dtype, shape and bytes, in any sharding and format.
 
-    Those that the manifest has are not computed. Memory is bounded by some 64 MiB.
+    Digests in the manifest are not recomputed. Memory is bounded by about 64 MiB.
 
     Args:
-        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
-            folder; or a reader of one, which stays open.
-        only: Shell globs on names, as for `dcp.load`: what they match, and everything below.
-        exclude: The same for what is left out.
-        recompute: Read all of them, whatever the manifest says.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
-        progress: A function that gets the bytes done and those in all.
+        checkpoint_id: Path or URL of a checkpoint, torch.save file, safetensors file or Hugging Face folder;
+            or an open reader, which stays open.
+        only: Names or shell globs, as for `dcp.load`; a name includes everything below.
+        exclude: Names or shell globs to leave out.
+        recompute: Read all tensors and ignore the manifest's digests.
+        storage_options: Options of the URL's file system, as for `dcp.save`.
+        progress: Function of (bytes done, total bytes).
 
     Returns:
-        Digests by tensor, and of all of them.
+        Digests by tensor, and one digest of all.
 
     Raises:
         PlanError: Nothing is selected.
-        CheckpointNotFoundError: Nothing is committed there.
-        CorruptCheckpointError: Bytes are not those that were committed.
+        CheckpointNotFoundError: No committed checkpoint exists there.
+        CorruptCheckpointError: Stored bytes differ from the committed checksums.
         StorageError: The storage cannot be read.
     """
     with opened(checkpoint_id, storage_options) as reader:
@@ -97,8 +96,7 @@ def digests(
 def sums_of(
     reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None = None
 ) -> dict[int, bytes]:
-    """Return by row the sum behind a tensor's digest, as a manifest has it; all the tensors are read, in
-    bounded memory."""
+    """Read tensors in bounded memory and return the sums behind their digests, by row."""
     sums = {row: bytes(SUM_BYTES) for row in rows}
     for row, tiles in reader.tiles_of(rows, progress):
         found, shape = OrderedSum(), reader.index.shape(row)
@@ -112,5 +110,5 @@ def sums_of(
 
 
 def digest_of_sum(index: CheckpointIndex, row: int, total: bytes) -> str:
-    """Return a tensor's digest as it is shown."""
+    """Format a digest."""
     return shown_digest(total, index.dtype(row).name, index.shape(row))

@@ -1,9 +1,8 @@
-"""Elements of stored tensors as numpy has them; what numpy lacks is decoded exactly. Torch-free.
+"""Elements of stored tensors as numpy arrays, with exact decoding of other dtypes. Torch-free.
 
-bfloat16 and the 8-bit floats are kept as unsigned integers of their size. `as_float32` gives their values,
-each of which float32 can represent: by a shift, or by a table of all 256 codes. The formats are those of
-OCP 8-bit Floating Point (OFP8, revision 1.0), of the OCP Microscaling formats (e8m0, e2m1), and the "fnuz"
-variants of Noune et al., "8-bit Numerical Formats for Deep Neural Networks" (2022).
+bfloat16 and 8-bit floats are unsigned integers of their size. `as_float32` returns their exact values, by a
+shift or a table of 256 codes. Formats: OCP 8-bit Floating Point (OFP8, revision 1.0), OCP Microscaling (e8m0,
+e2m1), and the "fnuz" variants of Noune et al., "8-bit Numerical Formats for Deep Neural Networks" (2022).
 """
 
 from __future__ import annotations
@@ -26,27 +25,26 @@ _OPAQUE: Final = frozenset({"bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"})
 
 
 def stored_dtype(dtype: Dtype) -> np.dtype[Any]:
-    """Return the type in which `TensorReader` gives the elements: numpy's own type where it has it, else
-    unsigned integers."""
+    """Return the numpy dtype that `TensorReader` uses: the same dtype, or unsigned integers."""
     return np.dtype(dtype.name if dtype.name in _NUMPY else f"u{dtype.itemsize}").newbyteorder("<")
 
 
 def is_opaque(dtype: Dtype) -> bool:
-    """Return whether elements are bits without a meaning of their own."""
+    """Test for elements that are bits without a numeric value."""
     return dtype.name in _OPAQUE
 
 
 def is_integral(dtype: Dtype) -> bool:
-    """Return whether elements are integers or bools."""
+    """Test for integers and bools."""
     return dtype.name in _INTEGERS
 
 
 def as_float32(array: Array, dtype: Dtype) -> npt.NDArray[np.float32]:
-    """Return the exact values of stored floats of 8 and 16 bits (NaN as NaN, the sign of a zero kept).
+    """Return the exact values of stored 8-bit and 16-bit floats (NaN and signed zero kept).
 
-    ``array`` is as `stored_dtype` says, of any shape. float4_e2m1fn_x2 has two values in each element, of
-    which the one in the low bits comes first: the last dimension is twice as long (0-d becomes 1-d).
-    float32 comes back as it is. Raises `PlanError` for any other dtype, whose values float32 may not have.
+    ``array`` has the `stored_dtype` and any shape. float4_e2m1fn_x2 packs two values in each element, low
+    bits first: the last dimension doubles (0-d becomes 1-d). float32 is returned unchanged. Raises
+    `PlanError` for other dtypes.
     """
     if dtype.name == "float32":
         return np.asarray(array, dtype=np.float32)
@@ -63,10 +61,10 @@ def as_float32(array: Array, dtype: Dtype) -> npt.NDArray[np.float32]:
 
 
 def decode(array: Array, dtype: Dtype) -> Array:
-    """Return the numbers of stored elements in a type that numpy can calculate with.
+    """Return stored elements in a dtype for calculations.
 
-    That is `as_float32` for floats of 8 bits and bfloat16, complex64 for complex32, and ``array`` itself for
-    everything that numpy has, and for bits without a meaning.
+    8-bit floats and bfloat16 become float32, complex32 becomes complex64; other arrays are returned
+    unchanged.
     """
     if dtype.name == "complex32":
         halves = np.ascontiguousarray(array)[..., None].view("<f2").astype(np.float32)

@@ -1,15 +1,12 @@
-"""Statistics of a checkpoint's tensors, in one pass over their tiles and in bounded memory. Torch-free.
+"""Statistics of a checkpoint's tensors, in one pass and bounded memory. Torch-free.
 
-Types of 8 and 16 bits are counted: how often each of the 256 or 65,536 codes is there says everything else
-exactly, at a nanosecond or two an element. Of the rest each step has its moments, which are merged by the
-formula of Chan, Golub and LeVeque ("Updating Formulae and a Pairwise Algorithm for Computing Sample
-Variances", 1979), so that nothing is lost by subtracting large sums. All sums are float64.
+Types of 8 and 16 bits are counted by code (256 or 65,536), which gives all figures exactly. For other types
+the moments of each step are merged by the formula of Chan, Golub and LeVeque ("Updating Formulae and a
+Pairwise Algorithm for Computing Sample Variances", 1979), without cancellation. Sums are float64.
 
-Histograms are over the binary logarithm of magnitudes, by sign: one count for each power of two, which the
-exponent bits tell. So they need neither the range beforehand nor a second pass, add up over blocks and
-tensors, and show small weights and outliers alike. They are folded into the wanted number of bins at the end.
-Linear histograms have bins of one width, a power of two that doubles as the range grows: whole bins are then
-joined, so that these, too, are exact after one pass.
+Histograms count magnitudes by sign and power of two, from the exponent bits. They need no range in advance,
+can be merged over blocks and tensors, and are folded into the requested bins at the end. Linear histograms
+have bins of one power-of-two width, which doubles as the range grows, and are exact after one pass too.
 """
 
 from __future__ import annotations
@@ -36,27 +33,28 @@ from dcp.storage.formats.dtypes import Dtype
 _MIN_BINS: Final = 3
 
 _STEP: Final = 1 << 15
-"""Elements at a time, so that all that is done to them finds them in the cache."""
+"""Elements processed at a time, within the cache."""
 
 _COUNTED: Final = 1 << 15
 """From as many elements on counting codes of 16 bits is cheaper than calculating with values."""
 
 _WIDE_SPAN: Final = 15
-"""Powers of two below the largest magnitude that a histogram tells apart from zero."""
+"""Powers of two below the largest magnitude that a histogram separates from zero."""
 
 _LINEAR: Final = 512
 """Bins of linear counts at most, while they are counted."""
 
 _LOWEST: Final = 1100
-"""What is added to an exponent to make it a position: doubles have -1074 to 1023."""
+"""Offset from an exponent to a position: doubles have exponents from -1074 to 1023."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """``counts[i]`` finite values lie between ``edges[i]`` and ``edges[i + 1]``, which are powers of two.
+    """Number of finite values ``counts[i]`` between ``edges[i]`` and ``edges[i + 1]``, which are powers of
+    two.
 
-    By magnitude: a bin includes the edge that is nearer to 0, and excludes the other. The bin around 0
-    excludes both, and has all that is too small for the others.
+    A bin includes the edge nearer to 0 and excludes the other. The bin around 0 excludes both edges and
+    contains all smaller magnitudes.
     """
 
     edges: tuple[float, ...]
@@ -65,8 +63,10 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class LinearHistogram:
-    """``counts[i]`` finite values are at least ``edges[i]`` and below ``edges[i + 1]``. All bins have one
-    width, a power of two, and their edges are multiples of it."""
+    """Number of finite values ``counts[i]`` from ``edges[i]`` up to, but excluding, ``edges[i + 1]``.
+
+    All bins have one power-of-two width; edges are multiples of the width.
+    """
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -74,12 +74,11 @@ class LinearHistogram:
 
 @dataclass(frozen=True, slots=True)
 class ElementStatistics:
-    """The statistics of ``count`` elements; those of complex tensors stand for their magnitudes.
+    """Statistics of ``count`` elements; complex tensors count by magnitude.
 
-    ``min``, ``max``, ``mean``, ``std``, ``norm`` (L2) and the histograms are of the finite elements, and None
-    where there are none. ``std`` has Bessel's correction, as torch's; None for a single element. Bools are 0
-    and 1. ``min`` and ``max`` of integers are exact. What float64 cannot hold is infinite. A complex
-    number with a part that is NaN is NaN.
+    ``min``, ``max``, ``mean``, ``std``, ``norm`` (L2) and histograms use finite elements, and are None
+    without any. ``std`` has Bessel's correction; None for one element. Bools are 0 and 1. ``min`` and ``max``
+    of integers are exact. Values beyond float64 are infinite. A complex number with a NaN part is NaN.
     """
 
     count: int
@@ -97,7 +96,7 @@ class ElementStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """One tensor. ``statistics`` is None for dtypes of bits without a meaning."""
+    """Statistics of one tensor; None for dtypes without numeric values."""
 
     fqn: str
     dtype: str
@@ -107,7 +106,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStatistics:
-    """Each tensor, and all of them together. ``bytes_read`` counts payloads that tensors share once."""
+    """Statistics of each tensor and of all together. ``bytes_read`` counts shared payloads once."""
 
     url: str
     tensors: tuple[TensorStatistics, ...]
@@ -127,24 +126,24 @@ def statistics(
 ) -> CheckpointStatistics:
     """Read the tensors of a checkpoint and describe their values.
 
-    Each name counts, also of tied tensors, whose bytes are read once. Memory is bounded by some 64 MiB.
+    Tied tensors count for each name, and are read once. Memory is bounded by about 64 MiB.
 
     Args:
-        checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
-            folder; or a reader of one, which stays open.
-        only: Shell globs on names, as for `dcp.load`: what they match, and everything below.
-        exclude: The same for what is left out.
-        bins: The number of bins of each histogram, at most.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
-        progress: A function that gets the bytes done and those in all.
+        checkpoint_id: Path or URL of a checkpoint, torch.save file, safetensors file or Hugging Face folder;
+            or an open reader, which stays open.
+        only: Names or shell globs, as for `dcp.load`; a name includes everything below.
+        exclude: Names or shell globs to leave out.
+        bins: Largest number of histogram bins.
+        storage_options: Options of the URL's file system, as for `dcp.save`.
+        progress: Function of (bytes done, total bytes).
 
     Returns:
-        Statistics by tensor, in the checkpoint's order, and of all of them.
+        Statistics by tensor in order, and of all tensors together.
 
     Raises:
-        PlanError: Nothing is selected, or there are too few ``bins``.
-        CheckpointNotFoundError: Nothing is committed there.
-        CorruptCheckpointError: Bytes are not those that were committed.
+        PlanError: Nothing is selected, or ``bins`` is too small.
+        CheckpointNotFoundError: No committed checkpoint exists there.
+        CorruptCheckpointError: Stored bytes differ from the committed checksums.
         StorageError: The storage cannot be read.
     """
     if bins < _MIN_BINS:
@@ -167,8 +166,7 @@ def statistics(
 
 
 def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> ElementStatistics | None:
-    """Return the statistics of one tensor of an open checkpoint, by its row in the index; None for bits
-    without a meaning."""
+    """Return the statistics of the tensor in a row of an open checkpoint; None without numeric values."""
     if is_opaque(reader.index.dtype(row)):
         return None
     return next(summary for _, summary in _summaries(reader, [row], None)).result(bins)
@@ -214,7 +212,7 @@ class Summary:
         self._linear = LinearCounts()
 
     def merge(self, other: Summary, times: int = 1) -> None:
-        """Add what is known of other numbers, which are there ``times``."""
+        """Add the summary of other numbers, repeated ``times``."""
         for name in ("count", "nans", "infs", "zeros"):
             setattr(self, name, getattr(self, name) + getattr(other, name) * times)
         self._binades += other._binades * times
@@ -315,7 +313,7 @@ class Summary:
     # -- results ---------------------------------------------------------------------------------------------
 
     def result(self, bins: int) -> ElementStatistics:
-        """Return all of it, with a histogram of at most ``bins`` bins."""
+        """Return the statistics, with a histogram of at most ``bins`` bins."""
         known = self.finite > 0
         return ElementStatistics(
             self.count,
@@ -384,7 +382,7 @@ class LinearCounts:
             np.add.at(self._counts, number, counts)
 
     def merge(self, other: LinearCounts, times: int = 1) -> None:
-        """Add what ``other`` has counted, ``times``."""
+        """Add the counts of ``other``, ``times``."""
         if not len(other._counts):
             return
         shift = max(0, self._exponent - other._exponent) if len(self._counts) else 0
@@ -408,15 +406,14 @@ class LinearCounts:
         return LinearHistogram(tuple(edges), tuple(counts.tolist()))
 
     def _width(self, low: float, high: float) -> int:
-        """Return the exponent of the width for all values so far and those from ``low`` to ``high``."""
+        """Return the width exponent for all earlier values and for ``low`` to ``high``."""
         half = high / 2 - low / 2  # the whole may be more than a float holds
         largest = math.frexp(max(abs(low), abs(high)))[1]
         exponent = max(math.frexp(half)[1] + 2 - _LINEAR.bit_length(), largest - 52, -1074)
         return max(exponent, self._exponent) if len(self._counts) else exponent
 
     def _cover(self, exponent: int, low: int, high: int) -> None:
-        """Make room for the bins from ``low`` to ``high`` of the width ``2 ** exponent``, which is not below
-        that of the counts that there are; bins are joined where there would be too many."""
+        """Extend the bins to ``low`` to ``high`` of width ``2 ** exponent``, joining bins as needed."""
         if not len(self._counts):
             self._exponent, self._first = exponent, low
             self._counts = np.zeros(high - low + 1, np.int64)
@@ -439,7 +436,7 @@ def _bin_of(value: float, exponent: int) -> int:
 
 
 def _ldexp(number: int, exponent: int) -> float:
-    """Return ``number * 2 ** exponent``; infinite where float64 has no such number."""
+    """Return ``number * 2 ** exponent``, infinite on overflow."""
     try:
         return math.ldexp(number, exponent)
     except OverflowError:
@@ -447,10 +444,9 @@ def _ldexp(number: int, exponent: int) -> float:
 
 
 def _resolution(bottom: int, tops: list[int], bins: int) -> tuple[int, int]:
-    """Return (exponent up to which magnitudes count as around zero, powers of two in a bin) for ``bins``
-    other bins.
+    """Return (exponent up to which magnitudes count as zero, powers of two in a bin) for ``bins`` other bins.
 
-    ``tops`` are the ends of positive and negative magnitudes, ``bottom`` is the smallest that there is.
+    ``tops`` are the largest positive and negative exponents, ``bottom`` the smallest exponent.
     """
 
     def needed(exponent: int, width: int) -> int:
@@ -470,7 +466,7 @@ def _root(square: float) -> float:
 
 @cache
 def _values_of_codes(dtype: Dtype) -> npt.NDArray[np.float64]:
-    """Return the values of all codes of a type of 8 or 16 bits; two each where it packs two into one."""
+    """Return the values of all codes of an 8-bit or 16-bit type; two for each code of packed types."""
     codes = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}")
     values = codes != 0 if dtype.name == "bool" else decode(codes.view(stored_dtype(dtype)), dtype)
     with np.errstate(invalid="ignore"):  # what a signalling NaN makes of a conversion

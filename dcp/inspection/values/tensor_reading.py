@@ -1,7 +1,6 @@
-"""Tensors of any checkpoint as numpy arrays: whole ones tile by tile in bounded memory, or parts of them.
+"""Tensors of any checkpoint as numpy arrays: whole tensors tile by tile in bounded memory, or slices.
 
-Torch-free. A tensor's sharding and the order of its payloads do not show in the result. Checksums are
-compared on the way.
+Torch-free. Results do not depend on sharding or payload order. Checksums are verified during the read.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
 
 ReportBytes = Callable[[int, int], None]
-"""Called with (bytes done so far, bytes to do in all), from any thread, one call at a time."""
+"""Function of (bytes done, total bytes), called from any thread, one call at a time."""
 
 TILE_BYTES: Final = 16 << 20
-"""Of a tensor read at once: whole blocks, so that each one's checksum is compared by the engine."""
+"""Bytes read at once: whole blocks, for the engine to verify."""
 
 Slices: TypeAlias = tuple[slice | int | EllipsisType, ...]
 
@@ -47,12 +46,11 @@ _RESOLVED_TENSORS: Final = 1000
 """Records of foreign checkpoints are opened together, for as many tensors."""
 
 _SKIPPED_BYTES: Final = 64 << 10
-"""Rows that a step sets farther apart than this are requests of their own, cheaper than reading on."""
+"""Rows of a strided slice farther apart than this are separate requests."""
 _MAX_SKIPS: Final = 1 << 16
 
 _OPENED_BYTES: Final = 1 << 20
-"""Where requests are dear, to read a payload below this takes no longer than to open its record for the
-checksum."""
+"""Smaller payloads are read completely where requests are expensive, instead of opening the record."""
 
 
 # -- selections ----------------------------------------------------------------------------------------------
@@ -60,25 +58,25 @@ checksum."""
 
 @dataclass(frozen=True, slots=True)
 class StridedSelection:
-    """Elements that slices take of a tensor: in each dimension a range, which may run backwards. ``dropped``
-    are the dimensions that are taken by a number."""
+    """Elements selected by slices: one range in each dimension, possibly reversed. ``dropped`` are dimensions
+    indexed by a number."""
 
     ranges: tuple[range, ...]
     dropped: tuple[bool, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
+        """Shape of the result."""
         return tuple(len(one) for one, drop in zip(self.ranges, self.dropped, strict=True) if not drop)
 
     def finish(self, array: Array) -> Array:
-        """Return the result, from its elements in ascending order."""
+        """Return the result from its elements in ascending order."""
         turned = array[tuple(slice(None, None, 1 if one.step > 0 else -1) for one in self.ranges)]
         return np.ascontiguousarray(turned).reshape(self.shape)
 
     def within(self, box: Box) -> tuple[tuple[int, ...], tuple[slice, ...]] | None:
-        """Return the first element of it that ``box`` of the tensor has, and the places of all of these in
-        the result; None if there is none."""
+        """Return the first selected element inside ``box``, and the positions of all in the result; None if
+        empty."""
         offsets, places = [], []
         for low, high, one in zip(box.offsets, box.high, self.ranges, strict=True):
             ascending = one if one.step > 0 else one[::-1]
@@ -91,7 +89,7 @@ class StridedSelection:
         return tuple(offsets), tuple(places)
 
     def part(self, places: Sequence[slice]) -> StridedSelection:
-        """Select a part of it: ``places`` are of step 1, for the first dimensions of the result."""
+        """Select a part: ``places`` have step 1, for the first dimensions of the result."""
         left = iter(places)
         pairs = zip(self.ranges, self.dropped, strict=True)
         return replace(
@@ -142,11 +140,11 @@ def _shown(slices: tuple[object, ...]) -> str:
 def opened(
     checkpoint: str | os.PathLike[str] | TensorReader, storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[TensorReader]:
-    """Open a checkpoint of any format, which `dcp.storage.formats.opening` finds, for its tensors.
+    """Open a checkpoint of any format found by `dcp.storage.formats.opening`, to read tensors.
 
-    Every block that is touched is fetched whole, and compared with its checksum. A reader is yielded as it
-    is, and left open. Raises CheckpointNotFoundError where there is none, and CheckpointFormatError where its
-    metadata is damaged, or not of a format that is known.
+    Touched blocks are fetched whole and verified. A reader is yielded unchanged and stays open. Raises
+    CheckpointNotFoundError for a missing checkpoint, and CheckpointFormatError for damaged or unknown
+    metadata.
     """
     if isinstance(checkpoint, TensorReader):
         yield checkpoint
@@ -157,7 +155,7 @@ def opened(
 
 
 class Tile(NamedTuple):
-    """A box of the tensor ``row``: ``array``, C-ordered, begins at ``offsets``."""
+    """A box of the tensor ``row``: the C-ordered ``array`` begins at ``offsets``."""
 
     row: int
     offsets: tuple[int, ...]
@@ -165,10 +163,10 @@ class Tile(NamedTuple):
 
 
 class _TileRead(NamedTuple):
-    """``size_bytes`` of a chunk, which become the tiles of ``boxes``: of its dimensions from the slowest to
-    the fastest, to which ``back`` gives the tensor's order.
+    """A read of ``size_bytes`` of a chunk, which become the tiles of ``boxes``.
 
-    They are the bytes of the payload from ``begin`` on; with -1 they are those of one box.
+    Dimensions go from the slowest to the fastest; ``back`` restores the tensor's order. ``begin`` is the
+    first byte of the payload, or -1 for a box.
     """
 
     row: int
@@ -183,18 +181,16 @@ _Run: TypeAlias = tuple[int, int, int, int]
 """Bytes of a payload, as `ByteRuns` has them by column."""
 
 _Wanted: TypeAlias = tuple[int, Sequence[int], Sequence[int], Array]
-"""Elements of a chunk for an array: from these offsets of it on, each so many steps behind the one before."""
+"""Elements of a chunk for an array: first offsets and steps."""
 
 
 class TensorReader(Closable):
-    """Reads tensors of one checkpoint by their row in its index. Use as a context manager; thread-safe.
+    """Read tensors of one checkpoint by row. Use as a context manager; thread-safe.
 
-    Elements are as `dcp.inspection.values.elements.stored_dtype` says: numpy's own types, or unsigned
-    integers for those that numpy lacks, which `dcp.inspection.values.elements.decode` makes numbers of.
-    Raises `CorruptCheckpointError` where bytes are not those committed, as far as ``verify`` asks: "blocks"
-    compares the checksum of every block that is read whole, "full" also fetches the rest of blocks that are
-    needed in part, "none" compares nothing. ``name`` is that of the checkpoint in messages, if not its
-    store's.
+    Elements have the dtype of `dcp.inspection.values.elements.stored_dtype`; use
+    `dcp.inspection.values.elements.decode` for numbers. ``verify`` decides the checks: "blocks" verifies
+    blocks read whole, "full" also fetches the rest of partly needed blocks, "none" skips checksums.
+    Mismatches raise `CorruptCheckpointError`. ``name`` replaces the store's name in messages.
     """
 
     def __init__(
@@ -220,7 +216,7 @@ class TensorReader(Closable):
         self._engine.close()
 
     def rows(self, only: Patterns | None, exclude: Patterns | None) -> list[int]:
-        """Return the rows of the tensors that these patterns select. PlanError if they select none."""
+        """Return the rows selected by patterns. PlanError if empty."""
         selection = Selection.of(only, exclude)
         rows = [row for row, fqn in enumerate(self.index.fqns) if selection is None or selection.selects(fqn)]
         if not rows and selection is not None:
@@ -232,7 +228,7 @@ class TensorReader(Closable):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes fetched from storage so far; of records opened for their checksums, those asked for."""
+        """Bytes fetched from storage, including requested bytes of opened records."""
         return self._engine.stats.bytes_read + self.other_bytes
 
     def window(self, file: int, offset: int, length: int) -> Window:
@@ -248,9 +244,9 @@ class TensorReader(Closable):
         return self._engine.read_blob(file, offset, length)
 
     def check_files(self, fqns: Iterable[str]) -> None:
-        """Look for the files that hold these tensors and values, at one request a file and no byte read.
+        """Check the files of these tensors and values, with one request for each file.
 
-        Raises `CorruptCheckpointError` for one that is missing or not as long as it was committed.
+        Raises `CorruptCheckpointError` for a missing file or a wrong size.
         """
         index, files = self.index, set[int]()
         for fqn in fqns:
@@ -264,19 +260,19 @@ class TensorReader(Closable):
     # -- chunks ----------------------------------------------------------------------------------------------
 
     def is_c_ordered(self, chunk: int) -> bool:
-        """Return whether a chunk's elements are stored in C order; may have to open its record."""
+        """Test whether a chunk is stored in C order; may open its record."""
         return self.layout_of(chunk) is None
 
     def layout_of(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return None for C order; else dimensions from slowest to fastest, and the bytes from one element
-        to the next along each. May have to open the chunk's record."""
+        """Return None for C order, else dimensions from slowest to fastest and byte strides. May open the
+        chunk's record."""
         payloads = self._engine.payloads
         self._engine.resolve([chunk])
         return payloads.layout(chunk) if payloads.is_permuted(chunk) else None
 
     def payload_crc(self, chunk: int) -> int | None:
-        """CRC-32 of a chunk's payload as it is stored, None where none was noted. No payload is read, but in
-        a foreign checkpoint the record is opened."""
+        """Return the stored CRC-32 of a chunk's payload, or None. Foreign records are opened; payloads are
+        not read."""
         index = self.index
         if index.payload_offsets[chunk] != UNKNOWN:
             return index.payload_crc(chunk)
@@ -289,10 +285,9 @@ class TensorReader(Closable):
         return stored.crc32 if fills else None
 
     def parts(self, tensor_row: int) -> list[tuple[int, Box]]:
-        """Return the chunks of a tensor, in ascending order, and the box of each without what another one has
-        already.
+        """Return the chunks of a tensor in ascending order, with disjoint boxes.
 
-        Raises `CorruptCheckpointError` if they are not all of the tensor.
+        Raises `CorruptCheckpointError` for an incomplete tensor.
         """
         index = self.index
         shape, chunks = index.shape(tensor_row), index.chunks(tensor_row)
@@ -314,12 +309,11 @@ class TensorReader(Closable):
     # -- whole tensors ---------------------------------------------------------------------------------------
 
     def stream(self, tensor_rows: Iterable[int], tile_bytes: int = TILE_BYTES) -> Generator[Tile, None, None]:
-        """Yield all elements of tensors, each exactly once, in tiles of up to ``tile_bytes`` (a multiple
-        of those of a block).
+        """Yield all elements of tensors, each once, in tiles of up to ``tile_bytes`` (a multiple of the block
+        size).
 
-        Tiles come chunk by chunk; small neighbours are read together. While the caller is busy with what was
-        read at once the next is being read. A tensor without elements has no tiles. Raises
-        `CorruptCheckpointError` if the checkpoint lacks a part of a tensor.
+        Tiles follow the chunks; small neighbours share a request, and reads run ahead of the caller. An empty
+        tensor has no tiles. Raises `CorruptCheckpointError` for an incomplete tensor.
         """
         batches = self._batches(self._reads(tensor_rows, tile_bytes), tile_bytes)
         with WorkerThreads(1, "dcp-ahead") as pool:
@@ -355,7 +349,7 @@ class TensorReader(Closable):
                 yield from self._reads_of(row, chunk, box, tile_bytes)
 
     def _reads_of(self, row: int, chunk: int, part: Box, tile_bytes: int) -> Iterator[_TileRead]:
-        """Yield reads of a part in the order of its bytes: ranges of a whole dense payload, else boxes."""
+        """Yield reads of a part in byte order: ranges of a whole dense payload, else boxes."""
         itemsize = self.index.dtype(row).itemsize
         origin, sizes = self.index.box(chunk)
         order = self._engine.payloads.layout(chunk)[0]
@@ -414,9 +408,9 @@ class TensorReader(Closable):
         return tiles
 
     def _check_whole(self, read: _TileRead, data: Array, sums: dict[int, int]) -> None:
-        """Compare the one checksum of a payload that is read in several requests, which the engine does not.
+        """Verify the single checksum of a payload read in several requests.
 
-        ``sums`` has those of the bytes before ``data``, by chunk.
+        ``sums`` has the checksums of the bytes before ``data``, by chunk.
         """
         chunk, size_bytes = read.chunk, int(self.index.payload_lengths[read.chunk])
         is_compared = self._engine.verify == "none" or len(self.index.block_crcs(chunk))
@@ -440,23 +434,22 @@ class TensorReader(Closable):
     def read(
         self, tensor_row: int, slices: Slices | None = None, part: Sequence[slice] | None = None
     ) -> Array:
-        """Read a tensor, or what ``slices`` take of it as numpy would; of that only ``part``, which has a
-        slice of step 1 for each dimension. Only the bytes that this needs are read, and blocks that are not
-        read whole are not checked, unless the reader has ``verify="full"``.
+        """Read a tensor, or a slice with the semantics of numpy, or a ``part`` of the slice (step 1 in each
+        dimension).
 
-        Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
-        Raises `PlanError` for what numpy would not take either.
+        Only required bytes are read; partly read blocks are verified with ``verify="full"`` only. Negative
+        bounds and steps, fewer slices than dimensions and one ellipsis are allowed. Raises `PlanError` for
+        invalid slices.
         """
         selection = self._selection(tensor_row, slices)
         return self._read(tensor_row, selection if part is None else selection.part(part))
 
     def shape_of(self, tensor_row: int, slices: Slices | None = None) -> tuple[int, ...]:
-        """Return the shape of what `read` gives; nothing is read."""
+        """Return the shape of the result of `read`, without reading."""
         return self._selection(tensor_row, slices).shape
 
     def slabs(self, tensor_row: int, slices: Slices | None = None) -> Iterator[Array]:
-        """Yield the same as `read`, in parts along the first dimension that is left, of about
-        `TILE_BYTES`."""
+        """Yield the result of `read` in parts of about `TILE_BYTES` along the first dimension."""
         selection, parts = self._selection(tensor_row, slices), self.parts(tensor_row)
         is_whole = selection == self._selection(tensor_row, None)
         if is_whole and len(parts) == 1 and self.is_c_ordered(parts[0][0]):
