@@ -1,5 +1,4 @@
-"""Formats, the meaning of bytes: one folder a family of formats, and the index that all are read into.
-Without torch.
+"""Formats: parse files into an index, one module or folder per family. Torch-free.
 
-Which bytes are fetched, and how, is `dcp.storage.engine`; where they are kept, `dcp.storage.stores`.
+`dcp.storage.engine` reads the bytes, `dcp.storage.stores` keeps the files.
 """

@@ -1,7 +1,7 @@
-"""CRC-32 (the polynomial of zip and zlib), by hardware.
+"""CRC-32 (polynomial of zip and zlib), in hardware.
 
-One checksum serves the zip entry that stock torch checks and the blocks of the manifest: `crc32_combine`
-turns the CRCs of adjacent blocks into the CRC of the whole without touching the bytes again.
+The same checksum serves zip entries, which stock torch checks, and blocks of the manifest: `crc32_combine`
+joins CRCs of adjacent blocks without reading the bytes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Notes on the containers of a nested state dict: what names and paths of its entries do not tell.
+"""Container notes: facts of a nested state dict beyond names and paths of its entries.
 
-A path has the string of each key, and a container without entries has no path at all. A note is plain data,
-``{"path": [...], "kind": "dict", ...}``, with one of
+A path has the string of each key, and an empty container has no path. A note is plain data, ``{"path":
+[...], "kind": "dict", ...}``, with one of
 
     "int_keys": True   all keys are ints, in the order of the entries' paths
-    "keys": [...]      all keys in order, where some are no strings, or have no entry below them
+    "keys": [...]      all keys in order, for dicts with other keys or empty values
 
-They are part of ``provenance["structure"]``: see `dcp.storage.formats.torch.structure`. Torch-free.
+Notes are part of ``provenance["structure"]``: see `dcp.storage.formats.torch.structure`. Torch-free.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dcp.storage.formats.index import Path
 from dcp.storage.formats.plain import decode_plain, encode_plain
 
 ContainerNote = Mapping[str, Any]
-"""What is noted of one container."""
+"""Note of a container."""
 
 STRUCTURE_VERSION: Final = 1
-"""Of ``provenance["structure"]`` as a whole."""
+"""Version of ``provenance["structure"]``."""
 
 _MAX_NOTES_BYTES: Final = 32 << 20
 _MAX_ENCODED_BYTES: Final = 1 << 30
@@ -38,16 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 class _Position(int):
-    """A path's number where another part has a dict."""
+    """Number in a path at the place of another part's dict."""
 
 
 Noted = tuple[Sequence[ContainerNote], Mapping[str, Path]]
-"""One part's notes, with the paths that they describe."""
+"""Notes of a part with the paths they describe."""
 
 
 def plain_key(key: Any) -> Any:
-    """Return ``key`` as it can be noted: an equal value of a plain type with the same string, or
-    NO_PLAIN_KEY."""
+    """Return ``key`` as an equal value of a plain type with the same string, or NO_PLAIN_KEY."""
     if _is_plain(key):
         return key
     if isinstance(key, np.generic):
@@ -68,7 +67,7 @@ def _is_plain(key: Any) -> bool:
 
 
 def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[str, Any]:
-    """Return the note of a dict; ``keys`` are plain."""
+    """Return the note of a dict with plain ``keys``."""
     keys = list(keys)
     note: dict[str, Any] = {"path": list(path), "kind": "dict"}
     if keys and all_have_entries and {int}.issuperset(map(type, keys)):
@@ -79,7 +78,7 @@ def note_of(path: Path, keys: Iterable[Any], *, all_have_entries: bool) -> dict[
 
 
 def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[ContainerNote]:
-    """Return the notes of containers that have an entry of ``paths`` below them; what is no note is none."""
+    """Return the notes of containers with an entry of ``paths`` below; invalid notes are skipped."""
     parents = {path[:depth] for path in paths for depth in range(len(path))}
     own = [note for note in notes if isinstance(note, dict) and isinstance(note.get("path"), list)]
     return [
@@ -90,9 +89,9 @@ def notes_above(notes: Iterable[Any], paths: Iterable[Path]) -> list[ContainerNo
 
 
 def structure_of_notes(notes: Sequence[ContainerNote]) -> dict[str, Any]:
-    """Return what goes into the provenance: ``{"structure": ...}``, or nothing where there are no notes.
+    """Return ``{"structure": ...}`` for the provenance; empty without notes.
 
-    More notes than a manifest should have are left out, with a warning.
+    Notes above the limit of a manifest are omitted with a warning.
     """
     if not notes:
         return {}
@@ -107,8 +106,11 @@ def structure_of_notes(notes: Sequence[ContainerNote]) -> dict[str, Any]:
 
 
 def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
-    """Return the notes of ``provenance["structure"]``, or of None; CheckpointFormatError for malformed ones,
-    since they may come from a stranger's manifest."""
+    """Return the notes of ``provenance["structure"]`` (or None) by path.
+
+    Raises:
+        CheckpointFormatError: For malformed notes of an untrusted manifest.
+    """
     containers = structure.get("containers") if isinstance(structure, dict) else []
     notes: dict[Path, dict[str, Any]] = {}
     for note in containers if isinstance(containers, list) else [None]:
@@ -127,9 +129,9 @@ def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
 
 
 def original_keys(note: ContainerNote, names: Iterable[str | int]) -> dict[str | int, Any]:
-    """Return the keys that gave paths the parts ``names`` below the noted container, in the order noted.
+    """Return the keys behind the path parts ``names`` below a noted container, in the noted order.
 
-    Names that the note lacks come last, unchanged.
+    Names without a note come last, unchanged.
     """
     if note.get("int_keys") is True:
         return {name: _as_int(name) for name in names}
@@ -142,8 +144,7 @@ def original_keys(note: ContainerNote, names: Iterable[str | int]) -> dict[str |
 
 
 def empty_dicts(notes: Mapping[Path, ContainerNote], paths: Iterable[Path]) -> list[Path]:
-    """Return the paths of dicts that are noted to be empty, unless one of the entries ``paths`` lies
-    below."""
+    """Return the paths of dicts noted as empty, except those with an entry of ``paths`` below."""
     parents = {path[:depth] for path in paths for depth in range(len(path))}
     return [
         path
@@ -156,7 +157,7 @@ def empty_dicts(notes: Mapping[Path, ContainerNote], paths: Iterable[Path]) -> l
 
 
 def with_original_keys(nested: Any, notes: Mapping[Path, ContainerNote], path: Path = ()) -> Any:
-    """Return ``nested``, which has what is at ``path``, with dicts' keys as they are noted."""
+    """Return ``nested``, the value at ``path``, with the noted keys of dicts."""
     if isinstance(nested, list):
         return [with_original_keys(item, notes, (*path, place)) for place, item in enumerate(nested)]
     if type(nested) is not dict:
@@ -174,9 +175,9 @@ def _as_int(name: str | int) -> str | int:
 
 
 def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[str]]:
-    """Return (all parts' notes, the first part's where they differ; a line for each difference).
+    """Return (all notes, differences as text); at a difference, the note of the first part counts.
 
-    Parts differ where one string stands for keys of two types.
+    Parts differ if a string stands for keys of two types.
     """
     distinct = list({(id(notes), id(paths)): (notes, paths) for notes, paths in parts}.values())
     first = distinct[0][0] if distinct else ()
@@ -211,7 +212,7 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[st
 
 
 def _join_keys(path: Path, keys: dict[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
-    """Add what one part ``found`` to the ``keys`` of a container, and yield the differences."""
+    """Add the keys ``found`` in a part to the ``keys`` of a container, and yield differences."""
     for name, key in found.items():
         known = keys.setdefault(name, key)
         if type(known) is not type(key):
@@ -223,11 +224,15 @@ def _join_keys(path: Path, keys: dict[str, Any], found: Mapping[str, Any]) -> It
 
 
 def encode_notes(notes: Sequence[ContainerNote]) -> bytes:
-    """Return notes as bytes, equal for equal ones; for `decode_notes`."""
+    """Encode notes for `decode_notes`; equal notes give equal bytes."""
     return encode_plain(list(notes), limit_bytes=_MAX_ENCODED_BYTES) or b""
 
 
 def decode_notes(data: bytes) -> list[ContainerNote]:
-    """Return what `encode_notes` was given; CheckpointFormatError for other bytes."""
+    """Return the notes of `encode_notes`.
+
+    Raises:
+        CheckpointFormatError: For other bytes.
+    """
     notes = decode_plain(data, limit_bytes=_MAX_ENCODED_BYTES)
     return list(notes_by_path({"containers": notes}).values())

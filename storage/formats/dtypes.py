@@ -1,6 +1,6 @@
-"""The element types a checkpoint can hold, by stable code; torch-free.
+"""Element types of checkpoints by stable code. Torch-free.
 
-The codes are part of the format: a code is never reused, new ones are appended.
+Codes are part of the format: new codes are appended, old codes never reused.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from dcp.storage.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type: ``name`` is the attribute of the torch module, ``itemsize`` is in bytes.
+    """Element type: ``name`` is the attribute of the torch module, ``itemsize`` is in bytes.
 
-    ``storage_class`` is the legacy storage class that names the type in torch.save pickles; types newer
-    than those classes are written with UntypedStorage and `torch._utils._rebuild_tensor_v3`
-    (``storage_class`` None). ``safetensors`` is the type's name in a safetensors header, None where that
-    format has none.
+    ``storage_class`` is the legacy storage class in torch.save pickles; None for newer types, which use
+    UntypedStorage and `torch._utils._rebuild_tensor_v3`. ``safetensors`` is the name in a safetensors
+    header, None if unsupported.
     """
 
     code: int
@@ -66,12 +65,15 @@ BY_STORAGE_CLASS = MappingProxyType({d.storage_class: d for d in _TABLE if d.sto
 _CASTABLE: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 CASTABLE: Final = frozenset(BY_NAME[name].code for name in _CASTABLE)
-"""Codes of the types that conversions and `dcp.read` cast to each other."""
+"""Codes of types with casts in conversions and `dcp.read`."""
 
 
 def check_castable(name: object) -> int:
-    """Return the code of the dtype called ``name`` (``torch.`` before it is fine). OptionError if there is
-    no cast."""
+    """Return the code of the dtype ``name``, with or without ``torch.``.
+
+    Raises:
+        OptionError: If the dtype cannot be cast.
+    """
     text = str(name).removeprefix("torch.")
     if text not in _CASTABLE:
         raise OptionError(f"dtype must be one of {', '.join(_CASTABLE)}, not {text!r}")

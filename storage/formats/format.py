@@ -1,8 +1,8 @@
-"""Formats as data and a few functions: all that the rest of the package knows of one.
+"""Format declarations: recognition, reading and writing of a checkpoint format.
 
-A format is recognized by names, by how a file begins, or by the names in a folder; it is read into a
-`CheckpointIndex`; and if it can be written, its `Target` says how. To declare one costs no import of what
-reads it: ours say where that is found.
+A format is recognized by file names, first bytes or folder contents, read into a `CheckpointIndex`, and
+optionally written as described by its `Target`. Readers are named as "module:name" and imported on first
+use.
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ if TYPE_CHECKING:
 __all__ = ["BEGIN_BYTES", "Format", "ReadFile", "Target", "found"]
 
 BEGIN_BYTES = 64
-"""Of a file's first bytes, as many as are looked at to tell its format; fewer where it has fewer."""
+"""Number of first bytes that identify a format; fewer for short files."""
 
 ReadFile: TypeAlias = "Callable[[Callable[[int, int], bytes], int, str], CheckpointIndex]"
-"""The index of a file: of ``read(offset, length)``, its size in bytes and its name."""
+"""Function that returns the index of a file from ``read(offset, length)``, the size in bytes and the name."""
 
 
 def found(place: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function, or the one that is at "module:name"."""
+    """Return ``place`` if a function, or import "module:name"."""
     function: Callable[..., Any] = resolve_name(place) if isinstance(place, str) else place
     return function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The way in which a format is written: `dcp.convert(to=name)`, ``dcp convert --to NAME``, jobs of the
-    service.
+    """Writable format: `dcp.convert(to=name)`, ``dcp convert --to NAME``, jobs of the service.
 
-    ``as_file``: whether a target is one file, a folder, or the one if it is named as a file of the format.
-    ``layout`` is a function of a `dcp.conversion.targets.job.LayoutJob` that returns the `Planned` target, or
-    where it is found: "module:name". ``last_file`` is what makes a folder of several files complete, written
-    when they are.
+    ``as_file``: a target is a file, a folder, or a file if named like one. ``layout`` is a function from a
+    `dcp.conversion.targets.job.LayoutJob` to the `Planned` target, or "module:name". ``last_file``
+    completes a folder of several files.
     """
 
     name: str
@@ -53,25 +51,24 @@ class Target:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Format:
-    """A format of checkpoints, by the ``name`` that its indexes have: at most 16 of a-z, 0-9 and ``_``.
+    """Checkpoint format with a ``name`` of at most 16 characters of a-z, 0-9 and ``_``.
 
-    Recognized by:
+    Recognition:
 
-    - ``suffixes``: how names of single files end, in lower case. ``vague_suffixes`` are those of them that
-      say too little to take a file among others for a checkpoint, as ``.bin`` does.
-    - ``begins``: whether a file that begins so (`BEGIN_BYTES` at most) is of this format. ``names_suffice``:
-      a file with one of the suffixes is taken for one however it begins, and reading it says what is wrong.
-      ``takes_the_rest``: it reads what is of no format that is known, since it tells best what that is.
-    - ``folder_files``: a pattern of the names of files which are one checkpoint together, with the rest of
-      the folder; and ``folder_marks``: of those that say so for sure (None: any of them does).
-    - ``precedence``: of two formats that a folder has files of, the one with more counts.
+    - ``suffixes``: endings of single file names, in lower case. ``vague_suffixes``, such as ``.bin``, do not
+      identify a checkpoint among other files.
+    - ``begins``: function that recognizes the first `BEGIN_BYTES`. ``names_suffice``: the suffix alone
+      decides, and reading reports errors. ``takes_the_rest``: reads files of unknown formats, for the best
+      error message.
+    - ``folder_files``: pattern of the files that form a checkpoint in a folder; ``folder_marks``: pattern of
+      files that identify such a folder (None: any of them).
+    - ``precedence``: the higher format wins in a folder with files of two formats.
 
-    Read by ``read_file`` (a single file) and ``read_folder`` (None if there is nothing of it there), which
-    are functions, or where they are found: "module:name". ``complete`` adds to an index what takes more
-    reading, such as values that are no tensors: see `dcp.storage.formats.opening.complete_index`.
-    ``has_commit``: a commit object makes it a checkpoint, and `dcp.storage.formats.opening` reads it;
-    ``data_files`` are then those that go when it is replaced. ``is_loose``: files of a folder are replaced
-    one by one, under names that stay.
+    Reading: ``read_file`` (single file) and ``read_folder`` (None if not present), as functions or
+    "module:name". ``complete`` adds values that need more reading: see
+    `dcp.storage.formats.opening.complete_index`. ``has_commit``: a commit object makes the checkpoint, read
+    by `dcp.storage.formats.opening`; ``data_files`` are removed on replacement. ``is_loose``: files are
+    replaced one by one under stable names.
     """
 
     name: str
@@ -92,22 +89,23 @@ class Format:
     target: Target | None = None
 
     def has_suffix(self, name: str) -> bool:
-        """Return whether a file is named as a single one of this format."""
+        """Return True if the name is that of a single file of this format."""
         return name.lower().endswith(self.suffixes) if self.suffixes else False
 
     def is_in_folder(self, name: str) -> bool:
-        """Return whether a file of this name is a part of a checkpoint that is a folder."""
+        """Return True if a file of this name is part of a folder checkpoint."""
         return self.folder_files is not None and self.folder_files.fullmatch(name) is not None
 
     def marks_folder(self, name: str) -> bool:
-        """Return whether a file of this name says that its folder is a checkpoint."""
+        """Return True if a file of this name identifies its folder as a checkpoint."""
         marks = self.folder_marks or self.folder_files
         return marks is not None and marks.fullmatch(name) is not None
 
     def begins_so(self, begin: bytes) -> bool:
-        """Return whether a file that begins with these bytes is of this format.
+        """Return True if a file with these first bytes has this format.
 
-        Raises UnsupportedFormatError, which names the format, where it fails to say.
+        Raises:
+            UnsupportedFormatError: If the format's function fails.
         """
         try:
             return self.begins is not None and self.begins(begin)

@@ -1,10 +1,11 @@
-"""The one model every format is parsed into: tensors -> chunks (boxes) -> byte ranges in files.
+"""Checkpoint index: the common model of all formats. Tensors have chunks (boxes), chunks have byte ranges
+in files.
 
-Columnar: one numpy array per attribute, so that millions of chunks cost megabytes and seconds, not objects.
-Torch-free. Loading, resharding, conversion, diff, verify and the catalog all consume a `CheckpointIndex`.
+Columns are numpy arrays, to handle millions of chunks. Torch-free. Loading, resharding, conversion, diff,
+verify and the catalog all use a `CheckpointIndex`.
 
-Ragged columns (shapes, boxes, CRCs) are a flat array of values plus a ``*_start`` array of n+1 positions:
-row i is ``values[start[i]:start[i + 1]]``.
+Ragged columns (shapes, boxes, CRCs) are a flat array plus a ``*_start`` array of n+1 positions: row i is
+``values[start[i]:start[i + 1]]``.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.strides import Int64, extent, row_products, starts
 
 Path = tuple[str | int, ...]
-"""Where a flattened value stood in the nested state dict: dict keys (str) and list positions (int)."""
+"""Path of a flattened value in the nested state dict: dict keys (str) and list positions (int)."""
 
 MAX_DIMENSIONS = 64
-"""torch makes no tensor of more dimensions."""
+"""Maximum number of dimensions in torch."""
 
 UNKNOWN = -1
-"""A payload offset or file size that only opening the record or file tells (foreign formats)."""
+"""Unknown payload offset or file size; open the record or file (foreign formats)."""
 
 
 def itemsizes(dtype_codes: npt.NDArray[np.uint8]) -> Int64:
-    """Return the bytes per element by row; 0 for codes that stand for no dtype."""
+    """Return the bytes per element by row; 0 for unknown codes."""
     return _ITEMSIZES[dtype_codes]
 
 
@@ -59,12 +60,12 @@ _NO_ROWS = np.zeros(1, np.int64).copy
 
 @dataclass(frozen=True, eq=False)
 class ObjectColumns:
-    """Non-tensor values, in any order.
+    """Objects (values other than tensors), in any order.
 
-    ``files``, ``offsets``, ``lengths`` locate the torch.save blob of each (``files`` -1 where there is
-    none), ``crcs`` is its CRC-32 (int64; UNKNOWN where the format records none). ``plain`` indexes
-    ``values``: the msgpack encoding of plain data (see `dcp.storage.formats.plain`), -1 where the blob
-    alone has the value. Equal values share one blob and one entry of ``values``.
+    ``files``, ``offsets``, ``lengths`` locate torch.save blobs (``files`` is -1 for none), ``crcs`` are
+    their CRC-32 (int64; UNKNOWN if not recorded). ``plain`` indexes ``values``, the msgpack encoding of
+    plain data (see `dcp.storage.formats.plain`), -1 for blobs only. Equal values share a blob and an entry
+    of ``values``.
     """
 
     fqns: Sequence[str] = ()
@@ -77,7 +78,7 @@ class ObjectColumns:
 
     @classmethod
     def of_plain(cls, encoded: Mapping[str, bytes]) -> ObjectColumns:
-        """Return values that are plain data alone, by name as they are encoded."""
+        """Return objects of plain data from encodings by name."""
         numbers: dict[bytes, int] = {}
         plain = [numbers.setdefault(value, len(numbers)) for value in encoded.values()]
         nothing, unknown = np.zeros(len(plain), np.int64), np.full(len(plain), UNKNOWN, np.int64)
@@ -89,12 +90,12 @@ class ObjectColumns:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Return the row by fully qualified name."""
+        """Row by fully qualified name."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
 
 class WholeTensor(NamedTuple):
-    """A tensor whose bytes stand one after the other, C-ordered, from ``offset`` of the file ``file`` on."""
+    """Tensor with contiguous C-ordered bytes at ``offset`` of file ``file``."""
 
     fqn: str
     dtype_code: int
@@ -105,35 +106,32 @@ class WholeTensor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CheckpointIndex:
-    """The contents of a checkpoint, and where its bytes are.
+    """Contents of a checkpoint and the location of the bytes.
 
     Tensors (n rows): ``fqns``, ``dtype_codes`` (`dcp.storage.formats.dtypes`),
-    ``shape_start``/``shape_values``, ``requires_grad`` (0 or 1). ``stride_orders`` maps the few tensors
-    whose source was dense but not C-ordered to the permutation of dimensions from slowest to fastest;
-    stored payloads are C-ordered all the same, unless ``payload_strides`` says otherwise.
+    ``shape_start``/``shape_values``, ``requires_grad`` (0 or 1). ``stride_orders`` maps tensors with a
+    dense source in another order than C to the dimensions from slowest to fastest; payloads are C-ordered
+    unless ``payload_strides`` says otherwise.
 
-    Chunks (c rows, grouped by tensor: those of tensor t are rows ``chunk_start[t]:chunk_start[t + 1]``):
-    ``chunk_offsets`` and ``chunk_sizes`` are flat, ``ndim`` values a chunk, sliced by ``box_start``.
-    ``chunk_files`` indexes ``files``. The record (zip, or raw payload) of a chunk is
-    ``record_offsets``/``record_lengths``; its payload is ``payload_offsets`` (absolute in the file, UNKNOWN
-    where the record must be opened first) and ``payload_lengths`` bytes. Two chunks may share one payload:
-    tied tensors. ``crcs``/``crc_start`` hold the CRC-32 of each BLOCK_BYTES block of the payload; no rows
-    where the format records none.
+    Chunks (c rows, grouped by tensor; tensor t has rows ``chunk_start[t]:chunk_start[t + 1]``):
+    ``chunk_offsets`` and ``chunk_sizes`` are flat, ``ndim`` values per chunk, sliced by ``box_start``.
+    ``chunk_files`` indexes ``files``. ``record_offsets``/``record_lengths`` locate the record (zip or raw
+    payload), ``payload_offsets`` (absolute; UNKNOWN until the record is opened) and ``payload_lengths`` the
+    payload. Tied tensors share payloads. ``crcs``/``crc_start`` hold the CRC-32 of each BLOCK_BYTES block
+    of the payload, if recorded.
 
-    Payloads are C-ordered, but for the few chunks in ``payload_strides`` (torch.save files): there element
-    ``(i, j, ...)`` of the chunk stands ``i * strides[0] + j * strides[1] + ...`` elements behind the
-    payload's begin. Strides may be permuted, leave gaps or be 0 (expanded), never negative;
-    ``payload_lengths`` is then the extent from the first element to the end of the last. ``record_crcs`` is
-    the CRC-32 of the whole record of a chunk, where the format has that (torch.save files, whose records are
-    storages).
+    ``payload_strides`` (torch.save files) has the few chunks that are not C-ordered: element ``(i, j,
+    ...)`` is ``i * strides[0] + j * strides[1] + ...`` elements after the payload's start. Strides are not
+    negative, and may be permuted, leave gaps or be 0 (expanded); ``payload_lengths`` then spans first to
+    last element. ``record_crcs`` are CRC-32s of whole records, if recorded.
 
-    ``digests`` are the sums behind the tensors' digests (`dcp.storage.digests`), 16 bytes a tensor, none
-    where it is not known; empty where none is.
+    ``digests`` are the sums of tensor digests (`dcp.storage.digests`), 16 bytes per tensor or empty; empty
+    if none is known.
 
-    ``planner_data`` maps an fqn to its path in the nested state dict, or is whatever plain data a custom
-    planner left, or None. Only few ask for it, so `defer_planner_data` leaves it to be made then; asking may
-    raise what decoding raises. ``provenance`` and ``user`` are plain dicts.
-    ``torch_metadata_crc`` is the CRC-32 of the `.metadata` file published with this index, None without one.
+    ``planner_data`` maps an fqn to its path in the nested state dict, or is plain data of a custom planner,
+    or None. `defer_planner_data` delays decoding to the first access, which may raise decoding errors.
+    ``provenance`` and ``user`` are plain dicts. ``torch_metadata_crc`` is the CRC-32 of the `.metadata`
+    published with this index, or None.
     """
 
     format: str
@@ -169,10 +167,12 @@ class CheckpointIndex:
     def of_whole_tensors(
         cls, format: str, tensors: Sequence[WholeTensor], file_sizes: Mapping[str, int], **others: Any
     ) -> CheckpointIndex:
-        """Make the index of a format without chunks; ``file_sizes`` (bytes) are by name.
+        """Return the index of a format without chunks; ``file_sizes`` in bytes by name.
 
-        ``others`` are fields of a format that also has records, checksums, values or nesting. Raises
-        CheckpointFormatError as `check` does.
+        ``others`` are further fields: records, checksums, values, nesting.
+
+        Raises:
+            CheckpointFormatError: As `check`.
         """
         number = {name: at for at, name in enumerate(file_sizes)}
         shapes = _int64([size for tensor in tensors for size in tensor.shape])
@@ -204,7 +204,7 @@ class CheckpointIndex:
         return index
 
     def defer_planner_data(self, make: Callable[[], Any]) -> None:
-        """Let ``planner_data`` be what ``make`` returns when it is first asked for."""
+        """Set a function that computes ``planner_data`` on first access."""
         del vars(self)["planner_data"]
         vars(self)["_make_planner_data"] = make
 
@@ -218,37 +218,37 @@ class CheckpointIndex:
 
     @property
     def tensor_count(self) -> int:
-        """Return the number of tensors."""
+        """Number of tensors."""
         return len(self.fqns)
 
     @property
     def chunk_count(self) -> int:
-        """Return the number of chunks of all tensors."""
+        """Number of chunks of all tensors."""
         return len(self.chunk_files)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Return the tensor row by fully qualified name."""
+        """Tensor row by fully qualified name."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
     @cached_property
     def ndims(self) -> Int64:
-        """Return the number of dimensions by tensor."""
+        """Number of dimensions by tensor."""
         return np.diff(self.shape_start)
 
     @cached_property
     def chunk_tensors(self) -> Int64:
-        """Return the tensor row by chunk."""
+        """Tensor row by chunk."""
         return np.repeat(np.arange(len(self.fqns), dtype=np.int64), np.diff(self.chunk_start))
 
     @cached_property
     def box_start(self) -> Int64:
-        """Return the positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
+        """Positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
         return starts(np.diff(self.shape_start)[self.chunk_tensors])
 
     @cached_property
     def itemsizes(self) -> Int64:
-        """Return the bytes per element by tensor."""
+        """Bytes per element by tensor."""
         return itemsizes(self.dtype_codes)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
@@ -256,8 +256,7 @@ class CheckpointIndex:
         return tuple(self.shape_values[self.shape_start[tensor] : self.shape_start[tensor + 1]].tolist())
 
     def own_name(self, tensor: int) -> str:
-        """Return what a tensor row is called where it is stored: of several checkpoints as one, in its
-        own."""
+        """Return the stored name of a tensor row; of joined checkpoints, the name in its own checkpoint."""
         own = getattr(self.fqns, "own_name", None)
         name: str = self.fqns[tensor] if own is None else own(tensor)
         return name
@@ -267,7 +266,7 @@ class CheckpointIndex:
         return dtypes.BY_CODE[int(self.dtype_codes[tensor])]
 
     def box(self, chunk: int) -> Box:
-        """Return where a chunk row lies within its tensor."""
+        """Return the box of a chunk row in its tensor."""
         begin, end = self.box_start[chunk], self.box_start[chunk + 1]
         return Box(tuple(self.chunk_offsets[begin:end].tolist()), tuple(self.chunk_sizes[begin:end].tolist()))
 
@@ -276,12 +275,11 @@ class CheckpointIndex:
         return range(int(self.chunk_start[tensor]), int(self.chunk_start[tensor + 1]))
 
     def block_crcs(self, chunk: int) -> npt.NDArray[np.uint32]:
-        """Return the CRC-32 of each block of a chunk's payload; empty where none are recorded."""
+        """Return the CRC-32 of each block of a chunk's payload; empty if not recorded."""
         return self.crcs[self.crc_start[chunk] : self.crc_start[chunk + 1]]
 
     def payload_crc(self, chunk: int) -> int | None:
-        """Return the CRC-32 of a chunk's whole payload as it is stored; None where the format does not
-        tell."""
+        """Return the CRC-32 of a chunk's payload; None if unknown."""
         blocks = self.block_crcs(chunk).tolist()
         size = int(self.payload_lengths[chunk])
         if not blocks:
@@ -293,22 +291,25 @@ class CheckpointIndex:
         return whole
 
     def digest(self, tensor: int) -> str | None:
-        """Return the digest of a tensor row, as it is shown; None where the checkpoint does not tell."""
+        """Return the shown digest of a tensor row; None if unknown."""
         total = self.digests[tensor] if len(self.digests) else b""
         return shown_digest(total, self.dtype(tensor).name, self.shape(tensor)) if total else None
 
     @property
     def tensor_bytes(self) -> int:
-        """Return the payload bytes of all chunks; a payload shared by tied tensors counts once a tensor."""
+        """Payload bytes of all chunks; shared payloads count once per tensor."""
         return int(self.payload_lengths.sum())
 
     def check(self) -> None:
-        """Raise CheckpointFormatError unless all columns agree with each other.
+        """Check the consistency of all columns.
 
-        Run on everything decoded from bytes before anything is allocated or read on its word: lengths of the
-        columns, known dtypes, non-negative sizes, boxes inside their tensors, payload = box volume x itemsize
-        or the extent of its strides, payload inside record, record inside file (where sizes are known), CRC
-        counts, file numbers, plain file names (no separators, no dot names).
+        Run on everything decoded from bytes before memory is allocated or files are read: column lengths,
+        known dtypes, non-negative sizes, boxes inside tensors, payload length (volume x itemsize, or extent
+        of strides), payload inside record, record inside file (if sizes are known), CRC counts, file
+        numbers, and plain file names.
+
+        Raises:
+            CheckpointFormatError: If columns are inconsistent.
         """
         for is_wrong, problem in chain(_tensor_rules(self), _chunk_rules(self), _object_rules(self)):
             if is_wrong:
@@ -316,7 +317,7 @@ class CheckpointIndex:
 
 
 _Rules = Iterator[tuple[bool | np.bool_, str]]
-"""Whether a rule is broken, and how to say so. A rule may rely on those before it."""
+"""Rules as (violated, message). A rule may rely on earlier rules."""
 
 
 def _tensor_rules(index: CheckpointIndex) -> _Rules:

@@ -1,10 +1,10 @@
-"""The checkpoint at a place: which file counts in a folder, of which format a file is, and what lies near a
-place that has none.
+"""Open the checkpoint at a place: choose the authoritative file and the format, and suggest nearby
+checkpoints.
 
-Commit objects distinguish ours and stock's; weights without a commit are recognized by the formats. A local
-path that is a file is that file. A URL is tried as a file only if its last part ends as names of such files
-do (`file_suffixes`), because that costs a request; a folder may have such a name, too. In a folder a commit
-of dcp or stock torch comes before weights that lie there as well. Torch-free.
+Commit objects identify checkpoints of this package and of stock torch; formats recognize weights without a
+commit. A local path to a file is that file. A URL is tried as a file only if its last part has a suffix of
+`file_suffixes`, because a request is needed; a folder may have such a name too. In a folder, a commit has
+precedence over weights. Torch-free.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ from dcp.storage.stores.posix.files import broken_link, storage_error
 from dcp.storage.threads import WorkerThreads, result_of
 
 _LOOKED_AT: Final = 200
-"""Folders that are looked into for checkpoints."""
+"""Maximum number of folders searched for checkpoints."""
 
 _REQUESTS: Final = 4
-"""The same, where each is a request or two."""
+"""Maximum number of folders searched if each needs requests."""
 
 _SHOWN: Final = 4
 _FOLDER: Final = re.compile(r"[^:]+://[^/]+/?[^/]")
-"""What is not the scheme alone."""
+"""Pattern of URLs with more than a scheme."""
 
 
 @contextmanager
 def naming_near_places(checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> Iterator[None]:
-    """Yield a CheckpointNotFoundError of this block says as well which checkpoints lie below
-    ``checkpoint_id`` or, if that is not there, what is beside it."""
+    """Add a hint to a CheckpointNotFoundError of this block: checkpoints below ``checkpoint_id`` or, if
+    missing, its neighbors.
+    """
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -68,7 +69,7 @@ def naming_near_places(checkpoint_id: str | os.PathLike[str], open_store: OpenSt
 def with_near_places(
     error: CheckpointNotFoundError, checkpoint_id: str | os.PathLike[str], open_store: OpenStore
 ) -> CheckpointNotFoundError:
-    """Return the same error, which says as well what `naming_near_places` says."""
+    """Return the error with the hint of `naming_near_places`."""
     try:
         text = _hint(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
     except (CheckpointError, OSError):  # the error that is on its way matters more
@@ -77,7 +78,7 @@ def with_near_places(
 
 
 def _hint(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
-    """Return ``message`` and the hint; "" without a hint."""
+    """Return ``message`` with a hint; "" without a hint."""
     root = open_parent_folder(checkpoint_id, open_store=open_store)
     path = root.local_path
     if path is not None and broken_link(path):
@@ -105,7 +106,7 @@ def _below(root: ParentFolder, names: Sequence[str]) -> str:
 
 
 def _beside_missing(path: Path) -> str:
-    """Return what is where ``path`` would be, or the last folder on the way there that exists."""
+    """Return a description of ``path``'s neighbors, or of the last existing parent."""
     what = "it"
     while not path.parent.is_dir():
         path = path.parent
@@ -129,7 +130,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """So that step-2 comes before step-10."""
+    """Sort key that puts step-2 before step-10."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"([0-9]+)", name)]
 
 
@@ -143,22 +144,24 @@ MAX_TORCH_METADATA_BYTES: Final = 8 << 30
 _ATTEMPTS: Final = 8
 _PROBED_NAMES: Final = 16
 _LARGE_CHUNKS: Final = 50_000
-"""With as many, `.metadata` has some ten megabytes."""
+"""Number of chunks from which `.metadata` has about ten megabytes."""
 _START_BYTES: Final = 128 << 10
-"""Of `.metadata`, which many checkpoints have no more of; of the others it tells which save they are of."""
+"""First bytes of `.metadata` to read: all of many files, and the save id of others."""
 _OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
 _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
 def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
-    """Return the index of the checkpoint that is committed in ``store``.
+    """Return the index of the checkpoint committed in ``store``.
 
-    It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without one
-    it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
-    and there, or all of them joined, where ``own_rank`` saved something else than others its own.
+    The manifest has precedence, unless stock torch overwrote the folder (then `.metadata`). Without a
+    manifest, use `.metadata`, then checkpoints of single ranks: of ``rank`` if given and present, or all
+    joined, with ``own_rank`` first.
 
-    Raises CheckpointNotFoundError if nothing is committed, and the decoders' errors with ``path`` added: a
-    damaged manifest is never papered over with another file.
+    Raises:
+        CheckpointNotFoundError: If nothing is committed.
+        CheckpointError: Errors of the decoders, with ``path``. A damaged manifest is never replaced by
+            another file.
     """
     index = _open_pair(store, MANIFEST_NAME, METADATA_NAME)
     if index is not None:
@@ -180,21 +183,20 @@ def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = 
 
 
 def has_checkpoint(store: Store) -> bool:
-    """Return whether anything is committed in ``store``; its files are not opened."""
+    """Return True if ``store`` has a commit, without opening files."""
     if store.stat(MANIFEST_NAME) is not None or store.stat(METADATA_NAME) is not None:
         return True
     return bool(_local_ranks(store))
 
 
 def saved_by_rank(store: Store) -> bool:
-    """Return whether all that ``store`` holds is what ranks saved on their own
-    (``use_collectives=False``)."""
+    """Return True if ``store`` has only checkpoints of single ranks (``use_collectives=False``)."""
     together = store.stat(MANIFEST_NAME) or store.stat(METADATA_NAME)
     return together is None and bool(_local_ranks(store))
 
 
 def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> CheckpointIndex | None:
-    """Return the index of one manifest and the `.metadata` beside it; None if both are absent."""
+    """Return the index of a manifest and its `.metadata`; None if both are absent."""
     for _ in range(_ATTEMPTS):
         manifest, index, start = _read_pair(store, manifest_name, metadata_name)
         if manifest is None or index is None:
@@ -242,16 +244,15 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
 
 
 _Start = tuple[bytes, int]
-"""The first bytes of a file, and the file's size in bytes."""
+"""First bytes and size of a file."""
 
 
 def _read_pair(
     store: Store, manifest_name: str, metadata_name: str
 ) -> tuple[bytes | None, CheckpointIndex | None, _Start | None]:
-    """Return (the manifest, what it says, the start of `.metadata`), None for what is absent.
+    """Return (manifest, decoded manifest, start of `.metadata`), None for absent files.
 
-    Where that takes requests they are under way at once. Either may then be the older one: whoever finds that
-    they do not belong together looks again.
+    Requests run in parallel; a mismatch of both files means a concurrent change and needs another read.
     """
     index, read_start = None, partial(_unless_missing, store.read_start, metadata_name, _START_BYTES)
     with ExitStack() as stack:
@@ -265,16 +266,16 @@ def _read_pair(
 
 
 def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
-    """Return the file that has ``start``; None if it is absent."""
+    """Return the whole file of ``start``; None if absent."""
     if start is None or len(start[0]) == start[1]:
         return None if start is None else start[0]
     return _unless_missing(store.read, name, limit_bytes=MAX_TORCH_METADATA_BYTES)
 
 
 def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
-    """Return whether `.metadata`, longer than ``start``, says there that it is of the save of ``index``.
+    """Return True if the start of a longer `.metadata` names the save of ``index``.
 
-    Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
+    The manifest is then authoritative, and the rest of the file is not read.
     """
     (data, size_bytes), save_id = start, index.provenance.get("save_id")
     if len(data) == size_bytes or index.torch_metadata_crc is None or not isinstance(save_id, str):
@@ -283,10 +284,9 @@ def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
 
 
 def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> bool:
-    """Return whether `.metadata` is large, and its first bytes say that it is of the save of ``index``.
+    """Return True if `.metadata` is large and its first bytes name the save of ``index``.
 
-    Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
-    Where it is small one request for all of it is cheaper than this.
+    The manifest is then authoritative, and the rest of the file is not read. Small files are read whole.
     """
     if index.chunk_count < _LARGE_CHUNKS:
         return False
@@ -295,10 +295,10 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
 
 
 def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
-    """Return whether ``metadata``, though it differs from every one committed, was written by this package.
+    """Return True if ``metadata`` was written by this package, although its CRC matches no commit.
 
-    Stock knows neither our save id nor files that are named as only ours are. After a crash in the middle of
-    a commit they are those of the save before.
+    Stock knows neither the save id nor our file names. After a crash during a commit, the file belongs to
+    the previous save.
     """
     marks = [name for name in index.files[:_PROBED_NAMES] if not _STOCK_DATA_FILE.fullmatch(name)]
     save_id = index.provenance.get("save_id")
@@ -327,7 +327,7 @@ def _local_ranks(store: Store) -> list[int]:
 
 @contextmanager
 def _located(path: str) -> Iterator[None]:
-    """Add ``path`` to errors of the decoders, which see bytes and not files."""
+    """Add ``path`` to decoder errors."""
     try:
         yield
     except CheckpointError as error:
@@ -360,21 +360,22 @@ _REMOTE_FILE: Final = re.compile(r"(?P<folder>[A-Za-z][A-Za-z0-9+.\-]*://.*[^/])
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """A folder, or with ``file`` one file in it."""
+    """Folder or, with ``file``, a file in the folder."""
 
     store: Store
     file: str | None = None
 
     @property
     def url(self) -> str:
-        """Names it in messages."""
+        """Name in messages."""
         return self.store.url if self.file is None else self.store.path_of(self.file)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint: ``index`` names files of ``store``; ``name`` names the whole in messages, ``file`` is set
-    if it is that one file. ``members`` are those that are joined as this one, if it is several."""
+    """Checkpoint source: ``index`` names files of ``store``; ``name`` is for messages, ``file`` is set for
+    a single file. ``members`` are the sources of a joined checkpoint.
+    """
 
     store: Store
     index: CheckpointIndex
@@ -384,10 +385,10 @@ class Source:
 
 
 def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> SourcePlace:
-    """Return the folder or file of a checkpoint id; that something is in it is not known yet.
+    """Return the folder or file of a checkpoint id, which need not contain a checkpoint.
 
-    A link to a file is followed, since the caller named it. Raises what ``open_store`` raises and, for a URL
-    that could be a file, what asking its store does.
+    Links to files are followed. Raises the errors of ``open_store`` and, for URLs that may be files, of the
+    store.
     """
     text = place_text(checkpoint_id)
     is_file_url = _FILE_URL.match(text) is not None
@@ -410,11 +411,12 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
 
 
 def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
-    """Return the index of what is at ``place``; ``rank`` and ``own_rank`` as in
+    """Return the index at ``place``; ``rank`` and ``own_rank`` as in
     `dcp.storage.formats.opening.open_index`.
 
-    Raises CheckpointNotFoundError where there is neither a commit nor a file of weights, and the formats'
-    errors.
+    Raises:
+        CheckpointNotFoundError: If neither a commit nor weights exist.
+        CheckpointError: Errors of the formats.
     """
     if place.file is not None:
         return index_of_file(place.store, place.file)
@@ -429,8 +431,9 @@ def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | Non
 
 
 def _explain_links(place: SourcePlace) -> None:
-    """Raise CheckpointNotFoundError if a local folder has weights as links, which stores do not follow, or is
-    itself a link that leads nowhere."""
+    """Raise CheckpointNotFoundError if weights of a local folder are links, which stores do not follow, or
+    the folder is a dangling link.
+    """
     folder = Path(place.store.url)
     fault = broken_link(folder) if place.store.capabilities.is_local else None
     if fault is not None:
@@ -446,9 +449,10 @@ def _explain_links(place: SourcePlace) -> None:
 
 
 def index_of_file(store: Store, name: str) -> CheckpointIndex:
-    """Return the index of one file of ``store``, of the format that its name or how it begins says.
+    """Return the index of a file of ``store``, by the format of its name or first bytes.
 
-    Raises CheckpointNotFoundError if it is absent.
+    Raises:
+        CheckpointNotFoundError: If the file is absent.
     """
     with store.open_read(name) as handle:
         if name.endswith(DATA_SUFFIX):
@@ -475,7 +479,7 @@ def _format_of_file(name: str, begin: bytes) -> Format:
 
 @contextmanager
 def _read_as(one: Format, path: str) -> Iterator[None]:
-    """Name ``path`` in errors. Readers of other packages' formats may raise anything."""
+    """Add ``path`` to errors, also of readers of other packages."""
     try:
         with _located(path):
             yield
@@ -495,10 +499,11 @@ def _checked(index: CheckpointIndex) -> CheckpointIndex:
 
 
 def index_of_folder(store: Store) -> CheckpointIndex | None:
-    """Return the index of the files in a folder that are one checkpoint together; None if there are none.
+    """Return the index of the weights in a folder; None without weights.
 
-    Raises what the formats raise: CorruptCheckpointError where files or tensors are missing,
-    CheckpointFormatError for names that reach outside the folder, and for names that stand twice.
+    Raises:
+        CorruptCheckpointError: If files or tensors are missing.
+        CheckpointFormatError: For names outside of the folder, and duplicate names.
     """
     for one in by_precedence(formats()):
         if one.read_folder is not None:
@@ -510,10 +515,10 @@ def index_of_folder(store: Store) -> CheckpointIndex | None:
 
 
 def complete_index(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """Return ``index`` with what its format has besides tensors, where that takes more than reading the
-    index.
+    """Return ``index`` with objects of its format that need more reading.
 
-    Raises CheckpointFormatError where that is malformed.
+    Raises:
+        CheckpointFormatError: If these are malformed.
     """
     one = format_of(index.format)
     if one is None or one.complete is None:
@@ -525,7 +530,7 @@ def complete_index(store: Store, index: CheckpointIndex) -> CheckpointIndex:
 def open_source(
     checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store, rank: int | None = None
 ) -> Source:
-    """`locate` and `index_at` together."""
+    """Return `locate` and `index_at` combined."""
     with naming_near_places(checkpoint_id, open_store):
         place = locate(checkpoint_id, open_store=open_store)
         index = index_at(place, rank=rank)

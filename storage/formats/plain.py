@@ -1,13 +1,13 @@
-"""Plain data as canonical msgpack that keeps exact Python types.
+"""Plain data as canonical msgpack with exact Python types.
 
-None, bool, int of any size, float (NaN payloads, infinities, signed zero), complex, str, bytes, list, tuple,
-and dict in insertion order with keys of these. Exact types only: a subclass (numpy's float64, an OrderedDict,
-an IntEnum) would come back as something else, so it is not plain.
+None, bool, int of any size, float (NaN payloads, infinities, signed zero), complex, str, bytes, list,
+tuple, and dict in insertion order with keys of these types. Subclasses (numpy's float64, OrderedDict,
+IntEnum) are not plain, because their type would be lost.
 
-What msgpack lacks is written as extension types: a tuple is an array whose first element is an empty
-TUPLE_EXTENSION; a complex is COMPLEX_EXTENSION with two little-endian doubles; an int outside msgpack's range
-is INTEGER_EXTENSION with its shortest little-endian two's complement. Equal values of equal types give equal
-bytes, so encodings can be compared and shared. Torch-free.
+Extension types cover the rest: a tuple is an array whose first element is an empty TUPLE_EXTENSION; a
+complex is COMPLEX_EXTENSION with two little-endian doubles; an int outside msgpack's range is
+INTEGER_EXTENSION with the shortest little-endian two's complement. Equal values of equal types give equal
+bytes. Torch-free.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import msgpack
 from dcp.storage.errors import CheckpointFormatError
 
 MAX_PLAIN_BYTES: Final = 64 << 10
-"""Larger values are stored as records; the manifest is for small ones."""
+"""Maximum size in the manifest; larger values are stored as records."""
 
 MAX_FOREIGN_PLAIN_BYTES: Final = 64 << 20
-"""Of values in indexes of torch.save files, which have no records: as much as their pickles may have."""
+"""Maximum size in indexes of torch.save files, which have no records."""
 
 MAX_PLAIN_DEPTH: Final = 64
 
@@ -41,20 +41,19 @@ _SMALLEST_INT: Final = -(1 << 63)
 _LARGEST_INT: Final = (1 << 64) - 1
 _ATOMS: Final = frozenset({type(None), bool, float})
 _NUMBERS: Final = msgpack.Packer()
-"""For all threads: to pack one number is one step of the interpreter's."""
+"""Packer for numbers, shared by all threads because packing a number is atomic."""
 
 _SHORT_BYTES: Final = 64
-"""Whatever heads of containers claim, so little makes nothing large."""
+"""Maximum size of inputs that need no checks of container heads."""
 
 NUMBER_HEADS: Final = frozenset(
     (*range(0x80), 0xC0, 0xC2, 0xC3, 0xCB, *range(0xCC, 0xD4), *range(0xE0, 0x100))
 )
-"""First bytes of None, booleans, floats and integers, which have their length in them."""
+"""First bytes of None, booleans, floats and integers."""
 
 
 def encode_plain(value: Any, *, limit_bytes: int = MAX_PLAIN_BYTES) -> bytes | None:
-    """Return the encoding of ``value``; None if it is not plain, deeper than MAX_PLAIN_DEPTH or above the
-    limit."""
+    """Return the encoding of ``value``; None if not plain, deeper than MAX_PLAIN_DEPTH or above the limit."""
     kind = type(value)
     if kind in _ATOMS or (kind is int and _SMALLEST_INT <= value <= _LARGEST_INT):
         number: bytes = _NUMBERS.pack(value)
@@ -134,9 +133,10 @@ class _Encoder:
 
 
 def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
-    """Return the value of `encode_plain`; CheckpointFormatError for bytes that it does not write.
+    """Return the value of `encode_plain`, in time and memory bounded by the input's size.
 
-    Safe on hostile input: time and memory are bounded by the input's size.
+    Raises:
+        CheckpointFormatError: For other bytes.
     """
     if len(data) > limit_bytes:
         raise CheckpointFormatError(f"plain data of {len(data)} bytes is above the limit of {limit_bytes}")

@@ -1,9 +1,7 @@
-"""The formats that there are: ours and stock torch's, which are declared here, and what others have
-registered.
+"""Format registry: built-in formats and formats of other packages.
 
-Others come by `register_format`, or from a package whose metadata names them: the entry point group
-`dcphub.formats`, whose names are the formats'. That metadata is read when something is looked at that could
-be of them; what has a commit never is.
+Other formats come from `register_format` or the entry point group `dcphub.formats`, named after the format.
+Entry points are loaded only for places without a commit.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ DCP: Final = Format(
 
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
-"""How files of torch before 1.6 begin."""
+"""First bytes of files of torch before 1.6."""
 
 
 TORCH_SAVE: Final = Format(
@@ -55,7 +53,7 @@ TORCH_DCP: Final = Format(
 
 
 WEIGHT_MAP_NAME: Final = "model.safetensors.index.json"
-"""What says of a folder of several files which tensor is in which."""
+"""File that maps tensors to the files of a folder."""
 
 
 SAFETENSORS: Final = Format(
@@ -89,11 +87,13 @@ _FORMATS: Final = {one.name: one for one in _OURS}
 
 
 def register_format(one: Format) -> None:
-    """Make ``one`` known in this process, to all that reads, lists or converts; the last of a name counts.
+    """Register a format in this process for reading, listing and conversion. The last registration of a
+    name wins.
 
-    UnsupportedFormatError for a name that is taken here, or none, for a target's name that is taken, and for
-    names of files that no file has, or every one. OptionError for what is no `Format`, and for suffixes that
-    are no tuple: of a string each letter would be one.
+    Raises:
+        UnsupportedFormatError: For an invalid or built-in name, a taken target name, and patterns that
+            match no file or every file.
+        OptionError: If ``one`` is not a `Format`, or suffixes are not a tuple.
     """
     if not isinstance(one, Format):
         raise OptionError(f"a {type(one).__name__} is no Format: {one!r:.200}")
@@ -114,8 +114,7 @@ def register_format(one: Format) -> None:
 
 
 def _refuse_apart(name: str, pattern: re.Pattern[str]) -> None:
-    """Raise UnsupportedFormatError for a pattern that would mean something else among those of other
-    formats."""
+    """Raise UnsupportedFormatError for a pattern that conflicts with those of other formats."""
     try:
         is_fine = not pattern.flags & ~_FLAGS and bool(re.compile(_scoped(pattern)))
     except re.error:  # as of flags within it
@@ -128,7 +127,7 @@ def _refuse_apart(name: str, pattern: re.Pattern[str]) -> None:
 
 
 def formats() -> list[Format]:
-    """Return all of them: ours, then the others in the order in which they were registered."""
+    """Return all formats: built-in first, then in the order of registration."""
     _load_extensions()
     return list(_FORMATS.values())
 
@@ -146,7 +145,7 @@ def _load_extensions() -> None:
 
 
 def format_of(name: str) -> Format | None:
-    """Return the format of an index's name; None for one that is not registered."""
+    """Return the format of an index's name; None if not registered."""
     if name not in _FORMATS:
         _load_extensions()
     return _FORMATS.get(name)
@@ -158,21 +157,19 @@ def format_names() -> list[str]:
 
 
 def is_of_files(name: str) -> bool:
-    """Return whether checkpoints of the format ``name`` are files without a commit object, which may stand
-    among others."""
+    """Return True if checkpoints of the format ``name`` are files without a commit object."""
     found = format_of(name)
     return found is not None and not found.has_commit
 
 
 def file_suffixes() -> tuple[str, ...]:
-    """Return how names of files that are checkpoints may end."""
+    """Return the suffixes of checkpoint files."""
     return tuple(suffix for one in formats() for suffix in one.suffixes)
 
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """Facts that names of files give by themselves, of all formats together, for callers that look at very
-    many.
+    """Name patterns of all formats, for callers with many names.
 
     ``in_folders`` and ``mark_folders`` are as `Format.is_in_folder` and `Format.marks_folder`.
     """
@@ -182,13 +179,13 @@ class FileNames:
     mark_folders: re.Pattern[str]
 
     def is_single(self, name: str) -> bool:
-        """Return whether a file of this name, among any others, is taken for a checkpoint."""
+        """Return True if a file of this name counts as a checkpoint among other files."""
         return name.lower().endswith(self.singles)
 
 
 @cache
 def file_names() -> FileNames:
-    """Return the names of the present formats."""
+    """Return the name patterns of the present formats."""
     some = formats()
     files = [one.folder_files for one in some if one.folder_files is not None]
     marks = [one.folder_marks or one.folder_files for one in some if one.folder_files is not None]
@@ -206,22 +203,26 @@ def _scoped(pattern: re.Pattern[str]) -> str:
 
 
 def by_precedence(some: Iterable[Format]) -> list[Format]:
-    """Return the formats in the order in which a folder is tried to be of them."""
+    """Return the formats in the order of precedence for a folder."""
     return sorted(some, key=lambda one: -one.precedence)
 
 
 def targets() -> list[Target]:
-    """Return what can be written."""
+    """Return the writable formats."""
     return [one.target for one in formats() if one.target is not None]
 
 
 def target_names() -> list[str]:
-    """Return what `dcp.convert` takes for ``to``."""
+    """Return the values of ``to`` for `dcp.convert`."""
     return [target.name for target in targets()]
 
 
 def target_named(name: str) -> tuple[Format, Target]:
-    """Return the format that is written as ``name``. OptionError, with all there are, if there is none."""
+    """Return the format written as ``name``.
+
+    Raises:
+        OptionError: For an unknown name; the message lists all.
+    """
     for some in (lambda: _OURS, formats):  # metadata is read when it is none of these
         for one in some():
             if one.target is not None and one.target.name == name:

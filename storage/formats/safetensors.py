@@ -1,10 +1,10 @@
-"""Safetensors files: their header, checked as its specification demands before anything is allocated, a
-`CheckpointIndex` of it, and headers byte for byte as safetensors' own library writes them.
+"""Safetensors files: check headers, build a `CheckpointIndex`, and write headers like the safetensors
+library.
 
-Specification: https://github.com/huggingface/safetensors#format. An 8-byte little-endian length, that many
-bytes of JSON, then the tensors' bytes, C-ordered and little-endian, without holes or overlaps. The format
-holds named tensors and strings, nothing else. What else a checkpoint has (values, nesting, ties) goes into
-one string of ``__metadata__`` (`dcp.storage.formats.safetensors_extras`). Torch-free.
+Specification: https://github.com/huggingface/safetensors#format. An 8-byte little-endian length, JSON of
+this length, then the tensors' bytes, C-ordered and little-endian, without holes or overlaps. The format
+holds named tensors and strings. Other contents of a checkpoint (objects, nesting, ties) go into a string of
+``__metadata__`` (`dcp.storage.formats.safetensors_extras`). Torch-free.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dcp.storage.formats.registry import SAFETENSORS
 from dcp.storage.near_names import listed
 
 _MAX_COUNTS: Final = ((b'"', 4_000_000, "strings"), (b"[", 1_000_000, "lists"), (b",", 4_000_000, "values"))
-"""In 32 MiB that is enough for 300,000 tensors. JSON that is small and makes a lot of objects of itself must
-not reach the parser, which has made them before anybody can look."""
+"""Limits of JSON tokens, enough for 300,000 tensors in 32 MiB, checked before parsing to bound memory."""
 
 
 def parse_json(
     text: bytes, what: str, convert: Callable[[dict[str, Any]], Any] | None = None
 ) -> dict[str, Any]:
-    """Return a JSON object; CheckpointFormatError, which calls it ``what``, if it is none or has a key twice.
+    """Return a JSON object named ``what`` in errors; ``convert`` may replace objects.
 
-    ``convert`` may put something else in the place of an object.
+    Raises:
+        CheckpointFormatError: For other JSON and duplicate keys.
     """
     for mark, limit, kind in _MAX_COUNTS:
         if text.count(mark) > limit:
@@ -69,12 +69,12 @@ def _no_constant(what: str, name: str) -> Any:
 
 
 MAX_HEADER_BYTES: Final = 32 << 20
-"""Against headers that exhaust the reader's memory. The specification's own cap is 100 MB, of which JSON
-makes more than half a gigabyte here; 200,000 tensors take 26 MB."""
+"""Maximum header size. The specification allows 100 MB, over half a gigabyte of parsed JSON; 200,000
+tensors take 26 MB.
+"""
 
 _MAX_OTHER_OBJECTS: Final = 1000
-"""JSON objects that describe no tensor: the whole header and its metadata, and those that an error is
-about."""
+"""Maximum number of JSON objects other than tensors."""
 
 LENGTH_BYTES: Final = 8
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
@@ -88,7 +88,7 @@ _BY_SAFETENSORS_NAME: Final = {d.safetensors: d for d in dtypes.BY_CODE.values()
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
-    """One tensor; ``begin`` and ``end`` count bytes from the begin of the first tensor."""
+    """Tensor entry; ``begin`` and ``end`` are bytes from the start of the first tensor."""
 
     dtype_code: int
     sizes: tuple[int, ...]
@@ -97,15 +97,18 @@ class SafetensorsEntry:
 
 
 SafetensorsHeader = tuple[Mapping[str, SafetensorsEntry], Mapping[str, str], int]
-"""Tensors by name, free-form metadata, and where the first tensor's bytes are."""
+"""Tensors by name, metadata, and the position of the first tensor's bytes."""
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int | None) -> SafetensorsHeader:
-    """Return the header of the safetensors file that ``read(offset, length)`` reads from its first byte on.
+    """Return the header of a safetensors file read by ``read(offset, length)``.
 
-    ``size`` is the file's length in bytes, None where it is not known (a blob within another file); with it,
-    the tensors must fill the file exactly. Raises CheckpointFormatError for what the specification forbids,
-    UnsupportedFormatError for element types that this version does not know.
+    ``size`` is the file's length in bytes; with it, the tensors must fill the file exactly. None for a blob
+    of unknown length.
+
+    Raises:
+        CheckpointFormatError: For violations of the specification.
+        UnsupportedFormatError: For unknown element types.
     """
     if size is not None and size < LENGTH_BYTES:
         raise CheckpointFormatError(f"{size} bytes are too few for a safetensors file")
@@ -158,13 +161,12 @@ def _parse(text: bytes) -> SafetensorsHeader:
 
 @lru_cache(maxsize=4)
 def _parse_cached(text: bytes) -> SafetensorsHeader:
-    """Parse a header once: readers look up one tensor after the other in it."""
+    """Parse a header, cached for lookups of many tensors."""
     return _parse(text)
 
 
 def _compactly() -> Callable[[dict[str, Any]], Any]:
-    """Return a maker of entries from JSON objects as soon as they are parsed: dicts and lists take five times
-    the memory."""
+    """Return a maker of compact entries during JSON parsing, with a fifth of the memory."""
     others, unknown_type = 0, ""
 
     def convert(fields: dict[str, Any]) -> Any:
@@ -226,10 +228,7 @@ def _are_sizes(values: Any) -> bool:
 def index_of_safetensors_file(
     read: Callable[[int, int], bytes], size_bytes: int, name: str
 ) -> CheckpointIndex:
-    """Return the index of one safetensors file, of which ``read(offset, length)`` reads exactly that.
-
-    The header is checked as the format's specification demands.
-    """
+    """Return the index of a safetensors file read by ``read(offset, length)``, with a checked header."""
     head = read(0, min(size_bytes, _HEAD_BYTES))
 
     def read_header(at: int, count: int) -> bytes:
@@ -251,7 +250,7 @@ def index_of_safetensors_file(
 
 
 def _shard_offsets(entries: Mapping[str, SafetensorsEntry], sharding: str, name: str) -> Any:
-    """Return where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted it."""
+    """Return the offsets of the file's tensors in the whole tensors, flat: 0 unless noted by stock DCP."""
     noted = parse_json(sharding.encode("utf-8", "surrogatepass"), f"{_SHARDING_KEY} of {name}")
     offsets: list[int] = []
     for fqn, entry in entries.items():
@@ -275,7 +274,7 @@ _ORDER: Final = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
 )
-"""Element types in the library's order: by falling size, so that all are aligned."""
+"""Element types in the library's order: by falling size, for alignment."""
 _RANK: Final = {
     dtypes.BY_CODE[d.code].code: _ORDER.index(d.safetensors) for d in dtypes.BY_CODE.values() if d.safetensors
 }
@@ -285,7 +284,7 @@ _CODES: Final = {code: dtypes.BY_CODE[code].safetensors for code in _RANK}
 
 
 class HeaderTensor(NamedTuple):
-    """A tensor to be described."""
+    """Tensor to describe in a header."""
 
     name: str
     dtype_code: int
@@ -294,9 +293,10 @@ class HeaderTensor(NamedTuple):
 
 
 def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
-    """Return the order in which the library would write ``tensors``: element type, then name.
+    """Return the library's order of ``tensors``: element type, then name.
 
-    PlanError with all tensors whose type or name a safetensors file cannot hold.
+    Raises:
+        PlanError: For types and names that a safetensors file cannot hold.
     """
     wrong = [
         f"{t.name!r} ({dtypes.BY_CODE[t.dtype_code].name})" for t in tensors if t.dtype_code not in _RANK
@@ -315,10 +315,10 @@ def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
 
 
 def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the length and JSON of a file in which ``tensors`` stand one after the other; a multiple of 8
-    bytes.
+    """Return length and JSON for contiguous ``tensors``, padded to a multiple of 8 bytes.
 
-    PlanError if it would be larger than readers accept.
+    Raises:
+        PlanError: If the header exceeds the limit of readers.
     """
     described = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
     items = [f'"__metadata__":{described}'] if metadata else []

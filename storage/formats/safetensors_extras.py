@@ -1,7 +1,7 @@
-"""Extras of a safetensors file: what a checkpoint has besides tensors, as one string of its metadata.
+"""Safetensors extras: contents other than tensors, as a string of the file's metadata.
 
-Values, nesting, ties, and which parameters need gradients: plain data under `EXTRAS_KEY`, which other readers
-pass over. Torch-free.
+Objects, nesting, ties and requires_grad as plain data under `EXTRAS_KEY`, ignored by other readers.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ MAX_EXTRAS_BYTES: Final = 64 << 20
 
 EXTRAS_VERSION: Final = 1
 OWN_KEYS: Final = frozenset({EXTRAS_KEY, "format"})
-"""Keys of a file's metadata that are not the user's."""
+"""Metadata keys that do not belong to the user."""
 
 _MAX_VALUE_BYTES: Final = 64 << 20
 _COMPARED_BYTES: Final = 4 << 20
 
 
 def encode_extras(extras: Mapping[str, Any]) -> str:
-    """Return plain data as one string; PlanError if it is not plain, or more than MAX_EXTRAS_BYTES."""
+    """Return plain data as a string.
+
+    Raises:
+        PlanError: If the data is not plain or exceeds MAX_EXTRAS_BYTES.
+    """
     data = encode_plain(dict(extras), limit_bytes=MAX_EXTRAS_BYTES)
     if data is None:
         raise PlanError(
@@ -42,7 +46,7 @@ def encode_extras(extras: Mapping[str, Any]) -> str:
 
 
 def decode_extras(text: str) -> dict[str, Any]:
-    """Return the inverse of `encode_extras`; CheckpointFormatError for anything else, in bounded memory."""
+    """Return the data of `encode_extras` in bounded memory; CheckpointFormatError for other text."""
     try:
         stream = zlib.decompressobj()
         data = stream.decompress(base64.b64decode(text, validate=True), MAX_EXTRAS_BYTES)
@@ -59,10 +63,12 @@ def decode_extras(text: str) -> dict[str, Any]:
 
 
 def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """Return ``index`` with what a conversion has kept in it; itself where there is nothing.
+    """Return ``index`` with the extras of a conversion, or unchanged.
 
-    Raises CheckpointFormatError for extras that are malformed. Names noted as tied are tied if their bytes
-    are still equal, which is looked at.
+    Names noted as tied are tied if their bytes are equal.
+
+    Raises:
+        CheckpointFormatError: For malformed extras.
     """
     texts = [index.user.get(EXTRAS_KEY)]
     by_file = index.provenance.get("file_metadata")

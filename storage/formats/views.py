@@ -1,5 +1,5 @@
-"""Indexes made of other indexes: rows that are selected, several as one, those of ranks that saved alone, and
-a checkpoint without some of its entries, with the note that says what was dropped and when. Torch-free.
+"""Derived indexes: selected rows, concatenated indexes, joined ranks, and a checkpoint without dropped
+entries. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def selected(
     index: CheckpointIndex, tensors: Int64, chunks: Int64, chunk_counts: npt.ArrayLike, objects: Int64
 ) -> CheckpointIndex:
     """Return the rows ``tensors`` with ``chunk_counts`` of ``chunks`` each, and the values ``objects``, in
-    this order. Files, planner data and notes stay as they are."""
+    this order. Files, planner data and notes are unchanged.
+    """
     old, columns = index.objects, ("files", "plain", *_OBJECT_COLUMNS)
     return replace(
         index,
@@ -66,8 +67,9 @@ def _renumbered(of_rows: Mapping[int, Any], rows: Int64) -> dict[int, Any]:
 
 
 def concatenated(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
-    """Return the rows of ``parts``, one part after the other, without the fields that describe all of a
-    checkpoint. Names of tensors, values and files may be there several times, so it is not checked."""
+    """Return the rows of all ``parts`` without checkpoint-wide fields. Names may repeat; the result is not
+    checked.
+    """
     numbers: dict[bytes, int] = {}
     tables = [
         np.array([*(numbers.setdefault(value, len(numbers)) for value in part.objects.values), UNKNOWN])
@@ -108,15 +110,14 @@ def concatenated(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
 
 
 def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None = None) -> CheckpointIndex:
-    """Return the union of the indexes of ranks: tensors of one name are one tensor, with the chunks of all
-    ranks.
+    """Return the union of the indexes of ranks: equal names are one tensor with the chunks of all ranks.
 
-    A box that several ranks saved is kept once, of the lowest rank; so is an object. Planner data are joined;
-    provenance and user metadata are those of the lowest rank. ``own_rank``, if it is among them, comes before
-    all others, and its data may differ from theirs.
+    Repeated boxes and objects are kept once, from the lowest rank. Planner data is joined; provenance and
+    user metadata are the lowest rank's. ``own_rank``, if present, comes first, and its data may differ.
 
-    Raises ReplicaMismatchError where checksums prove that the ranks' data differ, CheckpointFormatError where
-    dtypes or shapes do, or the ranks' numbers of one save.
+    Raises:
+        ReplicaMismatchError: If checksums show different data.
+        CheckpointFormatError: If dtypes, shapes or the ranks of the save differ.
     """
     ranks = sorted(indexes, key=lambda rank: (rank != own_rank, rank))
     parts = [indexes[rank] for rank in ranks]
@@ -180,8 +181,9 @@ def _mismatch(fqn: str, first_rank: int, rank: int) -> ReplicaMismatchError:
 
 
 def _objects_differ(objects: ObjectColumns, first: int, second: int) -> bool:
-    """Return whether the values certainly differ: plain encodings are canonical, equal records have equal
-    CRCs."""
+    """Return True if values certainly differ: plain encodings are canonical, equal records have
+    equal CRCs.
+    """
     plain, crcs = objects.plain[[first, second]].tolist(), objects.crcs[[first, second]].tolist()
     if min(plain) >= 0:
         return bool(plain[0] != plain[1])
@@ -207,7 +209,7 @@ def _with_distinct_files(index: CheckpointIndex) -> CheckpointIndex:
 
 
 def _join_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
-    """Return all parts' notes on containers; the first one's where they differ."""
+    """Return the container notes of all parts; at a difference, the first part's."""
     noted = []
     for part in parts:
         paths = part.planner_data if isinstance(part.planner_data, Mapping) else {}
@@ -226,15 +228,16 @@ def _join_planner_data(parts: Sequence[CheckpointIndex]) -> Any:
 
 
 _KEY: Final = "dropped"
-"""Of the provenance."""
+"""Key in the provenance."""
 
 _COUNTS: Final = ("tensors", "objects", "bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class DroppedPart:
-    """Entries that were dropped ``seconds`` after the epoch: the entries called so (``name``) and their globs
-    (``patterns``), how many tensors and other values, and the ``bytes`` of the tensors."""
+    """Dropped entries: ``name``, ``patterns`` (globs), ``seconds`` since the epoch, numbers of tensors and
+    objects, and ``bytes`` of the tensors.
+    """
 
     name: str
     patterns: tuple[str, ...]
@@ -252,8 +255,7 @@ class DroppedPart:
 
 
 def dropped_from(provenance: Mapping[str, Any]) -> tuple[DroppedPart, ...]:
-    """Return what was dropped from a checkpoint since it was saved, as its provenance says, which may be a
-    stranger's; () of all others."""
+    """Return the dropped parts from an (untrusted) provenance; () for none."""
     notes = provenance.get(_KEY)
     if not isinstance(notes, list | tuple):
         return ()
@@ -268,7 +270,7 @@ def dropped_from(provenance: Mapping[str, Any]) -> tuple[DroppedPart, ...]:
 
 
 def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]:
-    """Return the provenance, with ``part`` added to what was dropped."""
+    """Return the provenance with ``part`` added to the dropped parts."""
     before = provenance.get(_KEY)
     counts = {key: getattr(part, key) for key in _COUNTS}
     note = {"name": part.name, "patterns": list(part.patterns), "time": part.seconds, **counts}
@@ -276,8 +278,7 @@ def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]
 
 
 def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex:
-    """Return ``index`` without the entries called ``dropped``, and without the files that only they had bytes
-    in."""
+    """Return ``index`` without the entries ``dropped`` and without unreferenced files."""
     tensors, objects = (
         np.array([row for row, name in enumerate(names) if name not in dropped], np.int64)
         for names in (index.fqns, index.objects.fqns)
@@ -306,8 +307,7 @@ def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex
 
 
 def _used(numbers: Int64, count: int) -> tuple[Int64, Int64]:
-    """Return the numbers that are used, and the new number of each, behind which stands the one that -1
-    takes."""
+    """Return the used numbers and the new number of each; -1 maps to the last."""
     used = np.unique(numbers[numbers >= 0])
     new = np.full(count + 1, UNKNOWN, np.int64)
     new[used] = np.arange(len(used))
@@ -315,7 +315,7 @@ def _used(numbers: Int64, count: int) -> tuple[Int64, Int64]:
 
 
 def _provenance_without(index: CheckpointIndex, dropped: Collection[str]) -> Mapping[str, Any]:
-    """Remove the notes on containers that only held what is dropped: they would be made again, empty."""
+    """Return the provenance without notes on containers that only held dropped entries."""
     structure, paths = index.provenance.get("structure"), index.planner_data
     if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
         return index.provenance
@@ -330,7 +330,7 @@ def _provenance_without(index: CheckpointIndex, dropped: Collection[str]) -> Map
 
 
 def _containers(paths: Mapping[str, Path], counts: Any) -> set[Path]:
-    """Return the containers of the entries that count."""
+    """Return the containers of the counted entries."""
     chosen = (path for name, path in paths.items() if counts(name) and isinstance(path, tuple))
     return {path[:depth] for path in chosen for depth in range(len(path))}
 

@@ -33,7 +33,7 @@ from dcp.storage.stores.base import Store, check_name
 from dcp.storage.threads import WorkerThreads
 
 MAX_WEIGHT_MAP_BYTES: Final = 32 << 20
-"""200,000 tensors take some 20 MB."""
+"""Maximum size of an index file; 200,000 tensors take about 20 MB."""
 
 _THREADS: Final = 8
 _NUMBERED: Final = re.compile(r"(?P<stem>(?!shard-).*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\..*)")
@@ -41,28 +41,29 @@ _LISTED: Final = 5
 
 
 _Weights = tuple[Sequence[str], Mapping[str, str] | None]
-"""The files of a folder that have its tensors, and where each has to be, if anything says so."""
+"""Weight files of a folder, and the expected file of each tensor if known."""
 
 
 def index_of_safetensors_folder(store: Store) -> CheckpointIndex | None:
-    """Return the index of ``*.safetensors`` files, whatever they are called; None if there are none. Raises
-    as `_index_of`."""
+    """Return the index of all ``*.safetensors`` files; None without files. Raises as `_index_of`."""
     return _index_of(store, ".safetensors", "model.safetensors", takes_all=True)
 
 
 def index_of_bin_folder(store: Store) -> CheckpointIndex | None:
-    """Return the index of ``pytorch_model.bin``, or the ``*.bin`` files that an index names; as
-    `index_of_safetensors_folder`."""
+    """Return the index of ``pytorch_model.bin`` or of ``*.bin`` files named by an index; see
+    `index_of_safetensors_folder`.
+    """
     return _index_of(store, ".bin", "pytorch_model.bin", takes_all=False)
 
 
 def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> CheckpointIndex | None:
-    """Return the index of the weights in a folder, whose files end in ``suffix`` and of which one alone is
-    called ``usual``; None if it has none. ``takes_all``: files of any other names are weights, too.
+    """Return the index of the weights in a folder, with files of ``suffix`` and ``usual`` as the name of a
+    single file; None without weights. ``takes_all``: files of other names count too.
 
-    Raises CorruptCheckpointError where files or tensors are missing, CheckpointFormatError for names that
-    reach outside the folder, names that stand twice, and whatever the files' own formats forbid;
-    CheckpointNotFoundError for names that stand twice in files that nothing says to be parts of one.
+    Raises:
+        CorruptCheckpointError: If files or tensors are missing.
+        CheckpointFormatError: For names outside of the folder, duplicate names and invalid files.
+        CheckpointNotFoundError: For duplicate names in files without an index.
     """
     names = [info.name for info in store.list() if not info.name.startswith(".")]
     weights = _choose(store, names, suffix, usual, takes_all=takes_all)
@@ -129,7 +130,7 @@ def _read_weight_map(store: Store, name: str, suffix: str) -> _Weights:
 
 
 def _check_numbers(store: Store, files: Iterable[str]) -> None:
-    """Require all three where there is a ``model-00001-of-00003.safetensors``, since no list of them is."""
+    """Require all files of ``model-00001-of-00003.safetensors`` without an index."""
     numbers: dict[tuple[str, int, str], set[int]] = {}
     for name in files:
         match = _NUMBERED.fullmatch(name)
@@ -163,7 +164,7 @@ def _check_map(store: Store, mapped: Mapping[str, str], indexes: Mapping[str, Ch
 
 
 def _joined(store: Store, indexes: list[CheckpointIndex], *, are_parts: bool) -> CheckpointIndex:
-    """Return one index of all files. ``are_parts``: something else says that they are of one checkpoint."""
+    """Return one index of all files. ``are_parts``: the files are known to be parts of a checkpoint."""
     owners: dict[str, list[int]] = {}
     for number, index in enumerate(indexes):
         for fqn in [*index.fqns, *index.objects.fqns]:
@@ -197,7 +198,7 @@ def _joined(store: Store, indexes: list[CheckpointIndex], *, are_parts: bool) ->
 def _with_whole_shapes(
     indexes: Sequence[CheckpointIndex], shared: Mapping[str, Sequence[int]]
 ) -> list[CheckpointIndex]:
-    """Shards know where they begin; how far the tensor goes only all of them together tell."""
+    """Return the indexes with the whole shapes of shards, which only know their offsets."""
     shapes = [index.shape_values.copy() for index in indexes]
     for fqn, numbers in shared.items():
         rows = [(number, indexes[number].position[fqn]) for number in numbers]
@@ -225,7 +226,7 @@ def _check_covered(store: Store, joined: CheckpointIndex) -> None:
 
 
 def _metadata(indexes: Sequence[CheckpointIndex]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return (what all files agree about, what is left of each by file)."""
+    """Return (metadata common to all files, the rest by file)."""
     common = {
         key: value
         for key, value in indexes[0].user.items()
@@ -239,8 +240,7 @@ def _metadata(indexes: Sequence[CheckpointIndex]) -> tuple[dict[str, Any], dict[
 
 
 def _torch_notes(indexes: Sequence[CheckpointIndex]) -> dict[str, Any]:
-    """Return what torch.save files note, of all together; nested containers are noted by the first that has
-    them."""
+    """Return the notes of all torch.save files; the first file's notes on nested containers."""
     found: dict[str, Any] = {}
     refused = {
         fqn: kind for index in indexes for fqn, kind in index.provenance.get("refused_objects", {}).items()

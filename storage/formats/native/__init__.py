@@ -1,4 +1,4 @@
-"""Our own format: the manifest, the records of data files, and the notes about containers.
+"""Native format: the manifest and the records of data files.
 
-The specification is `docs/reference/format.md`.
+Specified in `docs/reference/format.md`.
 """

@@ -1,16 +1,15 @@
-"""The manifest: a `CheckpointIndex` as one msgpack file, small and quick to decode, with a CRC over itself.
+"""Manifest: a `CheckpointIndex` as a small msgpack file with a CRC.
 
-`docs/reference/format.md` specifies the bytes. Columns that follow from others (payload lengths, positions of
-ragged rows) are not stored; offsets are stored relative to what they are near to. Strides of payloads and
-checksums of records are in no manifest on disk: ranks that load one torch.save file together get its index as
-a manifest. Torch-free.
+`docs/reference/format.md` specifies the bytes. Derived columns (payload lengths, positions of ragged rows)
+are not stored; offsets are relative to nearby values. Payload strides and record checksums never occur on
+disk, only when ranks load a torch.save file together and exchange its index as a manifest. Torch-free.
 
-A column of integers is ``[count, first, base, width, packing, data]``. ``data`` holds little-endian unsigned
-residuals of ``width`` bytes (0: none, all are zero; 8: signed, base 0). With ``first`` nil they are
-``value - base``; otherwise ``first`` is the first value and they are ``value[i] - value[i - 1] - base``, one
-fewer than ``count``. ``packing`` 1 means that ``data`` is a zlib stream. Arithmetic is modulo 2**64.
+A column of integers is ``[count, first, base, width, packing, data]``. ``data`` holds little-endian
+unsigned residuals of ``width`` bytes (0: all zero; 8: signed, base 0). With ``first`` nil they are ``value
+- base``; otherwise ``first`` is the first value and they are ``value[i] - value[i - 1] - base``, one fewer
+than ``count``. ``packing`` 1 means a zlib stream. Arithmetic is modulo 2**64.
 
-Decoding trusts nothing: a budget bounds what a small input can make of memory before anything is allocated.
+Input is untrusted: a budget limits decoded memory before allocation.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ _KIND: Final = "dcphub.manifest"
 _VERSION: Final = (1, 0)
 _CRC: Final = struct.Struct(">I")
 _CRC_HEAD: Final = b"\xa5crc32\xce"
-"""The last key of the map, and the head of its value: the CRC-32 itself is always the file's last 4 bytes."""
+"""Last key of the map and head of its value; the CRC-32 is the file's last 4 bytes."""
 
 _BUDGET_FLOOR_BYTES: Final = 32 << 20
 _BUDGET_RATIO: Final = 256
-"""A manifest of n bytes decodes to at most _BUDGET_FLOOR_BYTES + _BUDGET_RATIO * n bytes of columns."""
+"""Budget: n bytes decode to at most _BUDGET_FLOOR_BYTES + _BUDGET_RATIO * n bytes of columns."""
 
 _STRING_OVERHEAD_BYTES: Final = 64
 _PACKING_WORTHWHILE_BYTES: Final = 4096
@@ -75,10 +74,11 @@ _INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 
 @contextmanager
 def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator[None]:
-    """Decode, within this block, ``what`` of version ``version``, whose bytes are those that were written.
+    """Decode ``what`` of version ``version`` within this block; ``known`` is the reader's version.
 
-    ``known`` is the reader's own. UnsupportedFormatError for another major version, and for what cannot be
-    decoded of a later minor one; CheckpointFormatError for what is no version.
+    Raises:
+        UnsupportedFormatError: For another major version, or an undecodable later minor version.
+        CheckpointFormatError: For an invalid version.
     """
     if not isinstance(version, list) or list(map(type, version)) != [int, int]:
         raise CheckpointFormatError(f"{what} has no version")
@@ -103,11 +103,12 @@ def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator
 
 
 def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> bytes:
-    """Return the manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it
-    inconsistent, unless the caller has asked that already.
+    """Return the manifest of ``index``. With ``is_checked``, skip `CheckpointIndex.check`.
 
-    PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if
-    the manifest would be larger than MAX_MANIFEST_BYTES.
+    Raises:
+        CheckpointFormatError: If the index is inconsistent.
+        PlanError: If planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`),
+            or the manifest exceeds MAX_MANIFEST_BYTES.
     """
     if not is_checked:
         index.check()
@@ -121,9 +122,9 @@ def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> byte
 
 
 class _ColumnEncoder:
-    """Encodes columns and counts in ``decoded_bytes`` what a reader will allocate for them.
+    """Column encoder that counts in ``decoded_bytes`` the memory needed by a reader.
 
-    ``compact=False`` avoids the encodings that can expand without bound.
+    ``compact=False`` avoids encodings that expand without bound.
     """
 
     def __init__(self, *, compact: bool) -> None:
@@ -148,7 +149,7 @@ class _ColumnEncoder:
         return [len(column), first, base, width, *self.blob(data)[1:]]
 
     def blob(self, data: bytes) -> list[Any]:
-        """Encode a byte string that may pay compressing: ``[size, packing, data]``."""
+        """Encode a compressible byte string: ``[size, packing, data]``."""
         sample = data[:_SAMPLE_BYTES]
         is_long = self._compact and len(data) >= _PACKING_WORTHWHILE_BYTES
         if not is_long or len(isal_zlib.compress(sample, 1)) > len(sample) * 7 // 8:
@@ -157,12 +158,12 @@ class _ColumnEncoder:
         return [len(data), _ZLIB, isal_zlib.compress(data, 1)]
 
     def rows(self, rows: Sequence[bytes] | Sequence[str], joined: bytes) -> list[Any]:
-        """Encode byte strings, or ASCII strings, which are ``joined``: ``[lengths, joined bytes]``."""
+        """Encode byte or ASCII strings given as ``joined``: ``[lengths, joined bytes]``."""
         self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(rows)
         return [self.column(np.fromiter(map(len, rows), np.int64, len(rows))), self.blob(joined)]
 
     def strings(self, texts: Sequence[str]) -> list[Any]:
-        """Encode strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
+        """Encode strings as `rows` of UTF-8, with lone surrogates (WTF-8)."""
         listed, before = list(texts), self.decoded_bytes
         if listed and listed == self._longest[0]:  # as a flat state dict has, three times
             self.decoded_bytes += self._longest[2]
@@ -175,7 +176,7 @@ class _ColumnEncoder:
         return encoded
 
     def plain(self, value: Any, what: str) -> list[Any]:
-        """Encode plain data as a blob; PlanError for what is none."""
+        """Encode plain data as a blob; PlanError for other data."""
         encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
         if encoded is None:
             raise PlanError(
@@ -254,13 +255,13 @@ def _encode(index: CheckpointIndex, encoder: _ColumnEncoder) -> bytes:
 
 
 def _flat(of_rows: Mapping[int, tuple[int, ...]]) -> tuple[list[int], list[int]]:
-    """Return (rows, their values one after the other)."""
+    """Return (rows, concatenated values)."""
     rows = sorted(of_rows)
     return rows, list(chain.from_iterable(map(of_rows.__getitem__, rows)))
 
 
 def _encode_planner_data(data: Any, encoder: _ColumnEncoder) -> dict[str, Any] | None:
-    """Encode paths by name, as flattening leaves them, in a compact form, and other plain data as it is."""
+    """Encode paths by name compactly, and other plain data unchanged."""
     if data is None:
         return None
     paths: list[Any] = list(data.values()) if type(data) is dict else [None]
@@ -284,12 +285,12 @@ def _encode_planner_data(data: Any, encoder: _ColumnEncoder) -> dict[str, Any] |
 
 
 def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
-    """Return the index of a manifest; consistent in itself, and never larger than the size of ``data``
-    warrants.
+    """Return the index of a manifest, checked, in memory bounded by the size of ``data``.
 
-    CorruptCheckpointError if the bytes are not those that were written, UnsupportedFormatError for what a
-    newer dcphub wrote, as far as this one does not know it, CheckpointFormatError for anything that no writer
-    produces; for planner data that is so, when it is asked for.
+    Raises:
+        CorruptCheckpointError: If the bytes are damaged.
+        UnsupportedFormatError: For unreadable data of a newer dcphub.
+        CheckpointFormatError: For invalid data; for planner data, on first access.
     """
     section = _unpack(bytes(data))
     version = section.values.get("version")
@@ -302,7 +303,7 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
 
 
 def _unpack(data: bytes) -> _Section:
-    """Return the fields of a manifest, still encoded; its CRC is checked. Raises as `decode_manifest`."""
+    """Return the encoded fields of a manifest with a valid CRC. Raises like `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointFormatError(
             f"a manifest of {len(data)} bytes is above the limit of {MAX_MANIFEST_BYTES}"
@@ -329,10 +330,9 @@ def _unpack(data: bytes) -> _Section:
 
 
 class _Section:
-    """A map of the manifest, whose fields are decoded within a budget: the bytes that decoding may still
-    allocate, for all sections together.
+    """Map of the manifest, decoded within a memory budget shared by all sections.
 
-    CheckpointFormatError for what is missing, or is something else.
+    Raises CheckpointFormatError for missing or invalid fields.
     """
 
     def __init__(self, values: Any, name: str, budget: list[int]) -> None:
@@ -347,11 +347,11 @@ class _Section:
         return self.values[name]
 
     def section(self, name: str) -> _Section:
-        """Return a map in it."""
+        """Return a nested map."""
         return _Section(self[name], name, self.budget)
 
     def column(self, name: str, rows: int | None = None, dtype: Any = np.int64) -> npt.NDArray[Any]:
-        """Return a column of so many rows, which fits in ``dtype``."""
+        """Return a column of ``rows`` values that fit in ``dtype``."""
         column = self._integers(self[name])
         if rows is not None and len(column) != rows:
             raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
@@ -388,7 +388,7 @@ class _Section:
         return decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
 
     def by_row(self, rows: str, values: str, counts: Int64) -> dict[int, tuple[int, ...]]:
-        """Return the values of a few rows, of which each has its ``counts``; the inverse of `_flat`."""
+        """Return the values of a few rows with ``counts`` values each; inverse of `_flat`."""
         found = self.column(rows)
         if len(found) and (int(found.min()) < 0 or int(found.max()) >= len(counts)):
             raise CheckpointFormatError(f"{rows} of the manifest are no rows of it")
@@ -402,7 +402,7 @@ class _Section:
         return result
 
     def facts(self, *, quickly: bool = False) -> dict[str, Any]:
-        """Return the fields about all of the checkpoint."""
+        """Return the fields of the whole checkpoint."""
         if not isinstance(self["format"], str):
             raise CheckpointFormatError("format of the manifest is not a string")
         facts: dict[str, Any] = {"format": self["format"]}
@@ -481,7 +481,11 @@ def _parts(encoded: Any, count: int) -> list[Any]:
 
 
 def _starts_of(counts: Int64, total: int, what: str) -> Int64:
-    """Return where rows of ``counts`` begin; CheckpointFormatError unless these sum up to ``total``."""
+    """Return the start positions of rows of ``counts``.
+
+    Raises:
+        CheckpointFormatError: If the sum is not ``total``.
+    """
     # Each count is bounded first, so that the sum of a column that fits in memory cannot wrap around.
     if len(counts) and (int(counts.min()) < 0 or int(counts.max()) > total):
         raise CheckpointFormatError(f"{what} are out of range in the manifest")
@@ -593,10 +597,10 @@ def _decode_planner_data(section: _Section, version: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSummary:
-    """The part of a `CheckpointIndex` that describes all of it, for whoever looks at thousands: a catalog.
+    """Summary of a `CheckpointIndex` for catalogs of thousands.
 
-    Equal ``structure_key`` mean the same names, shapes and dtypes; different ones may, too. ``bytes`` are
-    those of the files, None where a size is not known. ``has_digests``: it has some of its tensors'.
+    Equal ``structure_key`` mean equal names, shapes and dtypes; the converse need not hold. ``bytes`` are
+    file sizes, None if unknown. ``has_digests``: some tensors have digests.
     """
 
     format: str
@@ -611,9 +615,9 @@ class ManifestSummary:
 
 
 def summarize_manifest(data: bytes) -> ManifestSummary:
-    """Return the summary of a manifest; its CRC is checked, its columns are not, save for the files' sizes.
+    """Return the summary of a manifest. The CRC is checked, columns other than file sizes are not.
 
-    Raises what `decode_manifest` does, as far as it looks.
+    Raises the errors of `decode_manifest` for decoded fields.
     """
     fields = _unpack(data)
     with reading_version(fields.values.get("version"), _VERSION, "the manifest"):

@@ -1,12 +1,12 @@
-"""Records: the minimal zip that `torch.save` would write for one tensor, with a raw payload inside.
+"""Records: a minimal zip like that of `torch.save` for one tensor, with a raw payload.
 
-A record is a stored (uncompressed) zip of three entries: ``r/data.pkl`` (how to rebuild the tensor),
-``r/version`` and ``r/data/0`` (the bytes). Everything before the payload is known before the payload is: its
-CRC-32 stands behind it, in a data descriptor and in the central directory (PKWARE APPNOTE.TXT 6.3.10, general
-purpose bit 3). So a writer streams prefix, payload and suffix, and touches the payload once.
+A record is an uncompressed zip of ``r/data.pkl`` (how to rebuild the tensor), ``r/version`` and
+``r/data/0`` (the bytes). Everything before the payload is known in advance; the CRC-32 follows in a data
+descriptor and the central directory (PKWARE APPNOTE.TXT 6.3.10, general purpose bit 3). A writer streams
+prefix, payload and suffix and touches the payload once.
 
-Prefix and suffix depend on dtype, shape and the file offset modulo 64 alone, and are cached by these.
-The module imports neither torch nor zipfile; `docs/reference/format.md` specifies what it writes.
+Prefix and suffix depend on dtype, shape and the file offset modulo 64, and are cached. Imports neither
+torch nor zipfile. `docs/reference/format.md` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dcp.storage.formats.index import MAX_DIMENSIONS
 from dcp.storage.geometry.strides import c_strides
 
 ALIGNMENT_BYTES: Final = 64
-"""File offset of a payload is a multiple of this, so that mapped tensors are aligned for vector code."""
+"""Alignment of payloads in the file, for vector instructions on mapped tensors."""
 
 ALIGNED_PAYLOAD_BYTES: Final = 4096
-"""Payloads below this are not padded: for them the padding would be a visible part of the file."""
+"""Minimum size of aligned payloads; padding would be significant for smaller ones."""
 
 _MAX_CACHED_TEMPLATES: Final = 16384
 
 _ZIP64_BYTES: Final = 0xFFFFFFFF - 0xFFFF
-"""Entries from here on are written with zip64 fields; the margin leaves room for the directory's offset."""
+"""Minimum size of entries with zip64 fields, with a margin for the directory's offset."""
 
 UNSET_32: Final = 0xFFFFFFFF
 DESCRIPTOR_FLAG: Final = 1 << 3
 DOS_EPOCH: Final = 0x0021 << 16
-"""1980-01-01 00:00 as DOS date and time: equal tensors give equal bytes whenever they are saved."""
+"""1980-01-01 00:00 as DOS date and time, to give equal tensors equal bytes."""
 
 PADDING_FIELD: Final = 0x4246
-"""Extra field id which torch.save pads with, too ("FB")."""
+"""Extra field id for padding, as in torch.save ("FB")."""
 
 ZIP64_FIELD: Final = 0x0001
 LOCAL: Final = struct.Struct("<4sHHHIIIIHH")
@@ -58,9 +58,9 @@ _VERSION: Final = b"3\n"
 
 
 class OpenRecord:
-    """A tensor record whose payload is yet to be written: ``prefix``, the payload, ``suffix(crc32)``.
+    """Tensor record before its payload is written: ``prefix``, payload, ``suffix(crc32)``.
 
-    ``record_bytes`` is the length of the whole record. Instances are immutable and shared between records of
+    ``record_bytes`` is the length of the record. Instances are immutable and shared between records of
     equal dtype, shape and alignment.
     """
 
@@ -79,29 +79,28 @@ class OpenRecord:
 
     @property
     def crc_positions(self) -> tuple[int, int]:
-        """Return where the four bytes of the CRC-32 stand, twice, in what `suffix` returns."""
+        """Positions of both CRC-32s in the result of `suffix`."""
         first = len(self._before_crc)
         return first, first + 4 + len(self._after_descriptor)
 
     def suffix(self, crc32: int) -> bytes:
-        """Return everything after the payload, whose CRC-32 is ``crc32``."""
+        """Return the bytes after a payload with CRC ``crc32``."""
         crc = crc32.to_bytes(4, "little")
         return self._before_crc + crc + self._after_descriptor + crc + self._after_crc
 
 
 def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, file_offset: int) -> OpenRecord:
-    """Return the record of a contiguous tensor of ``sizes`` that is to begin at ``file_offset`` of its file.
+    """Return the record of a contiguous tensor of ``sizes`` at ``file_offset`` of its file.
 
-    ``payload_bytes`` is the length of the raw bytes. From ALIGNED_PAYLOAD_BYTES on, the payload's own
-    file offset, ``file_offset + len(prefix)``, is a multiple of ALIGNMENT_BYTES.
+    ``payload_bytes`` is the length of the raw bytes. From ALIGNED_PAYLOAD_BYTES, the payload's file offset
+    ``file_offset + len(prefix)`` is a multiple of ALIGNMENT_BYTES.
     """
     phase = file_offset & (ALIGNMENT_BYTES - 1) if payload_bytes >= ALIGNED_PAYLOAD_BYTES else -1
     return _make_record(dtype_code, sizes, payload_bytes, phase)
 
 
 def object_record(pickle_bytes: bytes) -> bytes:
-    """Return the record of a value without tensors, for `torch.load`; ``pickle_bytes`` is its pickle,
-    protocol 2."""
+    """Return the record of an object for `torch.load`; ``pickle_bytes`` is its pickle in protocol 2."""
     if len(pickle_bytes) >= _ZIP64_BYTES:
         raise UnsupportedFormatError(
             f"an object pickles to {len(pickle_bytes)} bytes, and a record holds less than 4 GiB of pickle: "
@@ -115,7 +114,7 @@ def object_record(pickle_bytes: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _object_template(size_bytes: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """Return what stands around the CRC-32, the pickle of ``size_bytes``, and the CRC-32 again."""
+    """Return the parts around the two CRC-32s and the pickle of ``size_bytes``."""
     entry = _local_entry(_PICKLE_NAME, b"", 0, size_bytes)
     version_offset = len(entry) + size_bytes
     directory = _directory_entry(_PICKLE_NAME, 0, size_bytes, 0)
@@ -168,7 +167,7 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
 
 
 def _local_entry(name: bytes, data: bytes, crc: int, size_bytes: int | None = None) -> bytes:
-    """Return a local header and its data; ``size_bytes`` where the data follow that it has."""
+    """Return a local header and its data; ``size_bytes`` if the data follow separately."""
     size = len(data) if size_bytes is None else size_bytes
     header = LOCAL.pack(b"PK\3\4", 20, 0, 0, DOS_EPOCH, crc, size, size, len(name), 0)
     return header + name + data
@@ -187,7 +186,7 @@ _DIRECTORY_HEAD_BYTES: Final = 16
 
 
 def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
-    """Return the local header of the payload; sizes and CRC are left to the data descriptor."""
+    """Return the payload's local header; the data descriptor has sizes and CRC."""
     extra = struct.pack("<HHQQ", ZIP64_FIELD, 16, 0, 0) if zip64 else b""
     size = UNSET_32 if zip64 else 0
     if phase >= 0:
@@ -206,8 +205,9 @@ def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
 def tensor_pickle_parts(
     dtype_code: int, storage_elements: int, geometry: bytes, *, requires_grad: bool = False
 ) -> tuple[bytes, bytes]:
-    """Return what stands before and after the pickled key of a storage, in the pickle of a tensor whose
-    sizes and strides are pickled as ``geometry``."""
+    """Return the parts before and after the pickled storage key of a tensor pickle; ``geometry`` is pickled
+    sizes and strides.
+    """
     dtype = dtypes.BY_CODE[dtype_code]
     if dtype.storage_class is None:
         rebuild, storage, unit = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
@@ -225,7 +225,7 @@ EMPTY_ORDERED_DICT: Final = b"ccollections\nOrderedDict\n)R"
 
 
 def pickled_integer(value: int) -> bytes:
-    """Return the opcodes that push an integer, as Python's own pickler writes them in protocol 2."""
+    """Return the opcodes that push an integer, as Python's pickler in protocol 2."""
     if 0 <= value < 1 << 8:
         return b"K" + value.to_bytes(1)
     if 0 <= value < 1 << 16:

@@ -1,4 +1,4 @@
-"""Pickles read without running them, and values written as pickles.
+"""Pickles: decode without running code, and write values as pickles.
 
-What torch makes of pickles is in `dcp.storage.formats.torch`.
+`dcp.storage.formats.torch` interprets torch's pickles.
 """

@@ -1,12 +1,11 @@
-"""Values of harmless classes in pickles, made from checked arguments: the standard library's and numpy's.
+"""Harmless classes in pickles: standard library and numpy values from checked arguments.
 
-Dates and times, paths, decimals, fractions, UUIDs, ``...``, and the containers that torch's safe loading does
-not know. No class with code of its own: no enumeration, named tuple or dataclass. Torch-free.
+Dates and times, paths, decimals, fractions, UUIDs, ``...``, and containers unknown to torch's safe loading.
+No classes with code of their own, such as enumerations, named tuples or dataclasses. Torch-free.
 
-numpy's arrays, scalars and dtypes are made without its own functions for that: `dtype.__setstate__` takes
-flags and field offsets as they come, and `_reconstruct` allocates what the shape asks for, so neither may see
-what a stranger wrote. Plain dtypes only: bool, numbers, dates, strings and bytes of fixed width, and
-structures of these; never "object".
+numpy's unpickling functions are avoided: `dtype.__setstate__` accepts any flags and field offsets, and
+`_reconstruct` allocates any shape. Only plain dtypes: bool, numbers, dates, strings and bytes of fixed
+width, and structures of these; never "object".
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DEFAULT_DICT: Final = "collections.defaultdict"
 
 _MAX_DIGITS: Final = 4000
 _INTEGER_BITS: Final = 14_000
-"""So many Python prints in decimal digits."""
+"""Maximum number of bits of an integer that Python prints in decimal."""
 
 _RATIO: Final = re.compile(r"(-?\d{1,4000})(?:/(\d{1,4000}))?")
 FACTORIES: Final = {
@@ -48,7 +47,7 @@ _Args = tuple[Any, ...]
 _MAX_FIELDS: Final = 1 << 10
 _MAX_NESTING: Final = 8
 _EMPTY_ITEM_BYTES: Final = 1 << 16
-"""Also of an array without elements numpy allocates one."""
+"""Item size for arrays without elements, which numpy also allocates."""
 
 _TEXT: Final = re.compile(r"[biufcSUVmM]\d{1,9}")
 _ORDERS: Final = frozenset("<>=|")
@@ -61,7 +60,7 @@ def _malformed(what: str) -> CheckpointFormatError:
 
 
 class DefaultDictPickle(BuiltDict):
-    """A collections.defaultdict; ``factory`` makes its missing values, or is None."""
+    """collections.defaultdict; ``factory`` makes missing values, or is None."""
 
     __slots__ = ("factory",)
 
@@ -70,12 +69,12 @@ class DefaultDictPickle(BuiltDict):
         self.factory = factory
 
     def build(self, state: Any) -> None:
-        """Refuse a state: a plain defaultdict has none."""
+        """Refuse a state, because a plain defaultdict has none."""
         raise _malformed(DEFAULT_DICT)
 
 
 class DequePickle(list[Any]):
-    """A collections.deque; of more than ``max_length`` items the last ones are in it."""
+    """collections.deque with the last ``max_length`` items."""
 
     __slots__ = ("max_length",)
 
@@ -85,7 +84,7 @@ class DequePickle(list[Any]):
 
 
 class LatePickle(Instance):
-    """An object that is complete once BUILD has set its state; ``value`` is None before."""
+    """Object completed by the state of BUILD; ``value`` is None before."""
 
     __slots__ = ("_make", "value")
 
@@ -100,7 +99,7 @@ class LatePickle(Instance):
 
 
 def _bytes_io(state: Any) -> io.BytesIO:
-    """Make an io.BytesIO of its bytes, a place in them, and attributes, of which it has none."""
+    """Return an io.BytesIO from bytes, a position and (empty) attributes."""
     data, place, others = state if type(state) is tuple and len(state) == 3 else (None, None, None)
     # A place behind the end would make the next write as long as it says.
     if type(data) is not bytes or type(place) is not int or not 0 <= place <= len(data) or others:
@@ -111,7 +110,7 @@ def _bytes_io(state: Any) -> io.BytesIO:
 
 
 def _uuid(state: Any) -> uuid.UUID:
-    """Make a uuid.UUID of its number, which `UUID.__getstate__` gives."""
+    """Return a uuid.UUID from the integer of `UUID.__getstate__`."""
     number = state.get("int") if isinstance(state, dict) else None
     if type(number) is not int or not 0 <= number < 1 << 128:
         raise _malformed("uuid.UUID")
@@ -122,7 +121,7 @@ def _uuid(state: Any) -> uuid.UUID:
 
 
 def _dated(kind: Any, size: int) -> Callable[[_Args], Any]:
-    """Return a maker of dates or times of ``size`` bytes, and a time zone."""
+    """Return a maker of dates or times from ``size`` bytes and a time zone."""
 
     def build(args: _Args) -> Any:
         data, *zones = args
@@ -151,7 +150,7 @@ def _decimal(args: _Args) -> decimal.Decimal:
 
 
 def _fraction(args: _Args) -> fractions.Fraction:
-    """Make a fraction, never from a string as it is: ``1e999999999`` is one."""
+    """Return a fraction, with a check of strings: ``1e999999999`` is valid but huge."""
     if len(args) == 2:
         return fractions.Fraction(_integer(args[0]), _integer(args[1]))
     match = _RATIO.fullmatch(args[0]) if len(args) == 1 and type(args[0]) is str else None
@@ -176,7 +175,7 @@ def _path(kind: type[pathlib.PurePath]) -> Callable[[_Args], pathlib.PurePath]:
 
 
 def _items(kind: type[Any]) -> Callable[[_Args], Any]:
-    """Return a maker of sets of values that are cheap to hash, and cannot be chosen to collide."""
+    """Return a maker of sets of values with cheap and collision-free hashes."""
 
     def build(args: _Args) -> Any:
         (items,) = args or ((),)
@@ -193,7 +192,7 @@ def _items(kind: type[Any]) -> Callable[[_Args], Any]:
 
 
 def is_cheap_key(item: Any) -> bool:
-    """Return whether a key is cheap to hash: integers beyond 60 bits can be chosen to have one hash."""
+    """Return True for keys with a cheap hash; integers beyond 60 bits can be chosen to collide."""
     if type(item) is tuple:
         return len(item) <= 16 and all(type(part) is not tuple and is_cheap_key(part) for part in item)
     return type(item) in (str, bytes, bool, float, type(None)) or (type(item) is int and abs(item) < 1 << 60)
@@ -226,7 +225,7 @@ def _deque(args: _Args) -> DequePickle:
 
 
 def made_of(name: str, build: Callable[[_Args], Any]) -> Constructor:
-    """Return a function ``build`` of checked arguments; CheckpointFormatError where they are wrong."""
+    """Return a constructor ``build`` of checked arguments; CheckpointFormatError for invalid arguments."""
 
     def reduce(args: _Args) -> Any:
         try:
@@ -273,16 +272,16 @@ def _globals() -> dict[tuple[str, str], Any]:
 
 
 STDLIB_GLOBALS: Final = _globals()
-"""Names of the standard library that a pickle may use, as functions of this package."""
+"""Allowed names of the standard library, as functions of this package."""
 
 
 # -- numpy ---------------------------------------------------------------------------------------------------
 
 
 class DtypePickle(Instance):
-    """A dtype, None where it is not plain: then ``kind`` says what it needs.
+    """Dtype, or None if not plain; ``kind`` then names the missing feature.
 
-    ``fields`` counts those of a structure, nested ones too, in ``nesting`` levels.
+    ``fields`` counts the fields of a structure with nested ones, in ``nesting`` levels.
     """
 
     __slots__ = ("dtype", "fields", "nesting")
@@ -294,7 +293,7 @@ class DtypePickle(Instance):
         self.nesting = 0
 
     def build(self, state: Any) -> None:
-        """Set byte order, unit, sub-array or fields from what `dtype.__reduce__` gives."""
+        """Set byte order, unit, sub-array or fields from the state of `dtype.__reduce__`."""
         if self.dtype is None:
             return
         if type(state) is not tuple or len(state) not in (8, 9) or state[1] not in _ORDERS:
@@ -313,7 +312,7 @@ class DtypePickle(Instance):
             self.dtype = self.dtype.newbyteorder(order)
 
     def _repeat(self, base: Any) -> None:
-        """Repeat the type of a field that is an array."""
+        """Set an array field type."""
         if type(base) is not tuple or len(base) != 2:
             raise _malformed("numpy.dtype of a field that is an array")
         if self._contains([base[0]]):
@@ -341,8 +340,9 @@ class DtypePickle(Instance):
             self.dtype = np.dtype(layout)
 
     def _contains(self, parts: list[Any]) -> bool:
-        """Return whether all are plain dtypes. Few: numpy walks a structure whenever it compares or prints
-        one, shared parts each time."""
+        """Return True if all parts are plain dtypes. The number is limited, because numpy walks structures
+        on comparison.
+        """
         foreign = next((part for part in parts if getattr(part, "dtype", None) is None), None)
         if foreign is not None:
             self._refuse(_name_of(foreign))
@@ -358,8 +358,9 @@ class DtypePickle(Instance):
 
 
 class ArrayPickle(Instance):
-    """An array; ``array`` is a read-only view of the pickle's bytes, None as long as they are missing, and
-    for what is not plain: then ``kind`` says what it needs."""
+    """Array; ``array`` is a read-only view of the pickle's bytes, None before the bytes are set or if not
+    plain; ``kind`` then names the missing feature.
+    """
 
     __slots__ = ("array",)
 
@@ -368,14 +369,14 @@ class ArrayPickle(Instance):
         self.array: Array | None = None
 
     def build(self, state: Any) -> None:
-        """Set shape, dtype and bytes from what `ndarray.__reduce__` gives."""
+        """Set shape, dtype and bytes from the state of `ndarray.__reduce__`."""
         if type(state) is not tuple or len(state) != 5:
             raise _malformed("numpy.ndarray")
         _, shape, dtype, is_fortran, data = state
         self.fill(shape, dtype, "F" if is_fortran else "C", data)
 
     def fill(self, shape: Any, dtype: Any, order: Any, data: Any) -> None:
-        """Set the array, or what its dtype needs."""
+        """Set the array, or the missing feature of its dtype."""
         if getattr(dtype, "dtype", None) is None:
             self.kind = _name_of(dtype)
         else:
@@ -383,7 +384,7 @@ class ArrayPickle(Instance):
 
 
 def is_plain_dtype(dtype: Dtype) -> bool:
-    """Return whether arrays of ``dtype`` are loaded from a pickle."""
+    """Return True if arrays of ``dtype`` can be loaded from a pickle."""
     if dtype.metadata or dtype.itemsize == 0:
         return False
     if dtype.subdtype is not None:
@@ -413,7 +414,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _of_unit(dtype: Dtype, state: Any) -> Dtype:
-    """Return a datetime64 or timedelta64 of a unit; ``state`` is ``(None or {}, (unit, count, 1, 1))``."""
+    """Return a datetime64 or timedelta64 with a unit; ``state`` is ``(None or {}, (unit, count, 1, 1))``."""
     if type(state) is not tuple or len(state) != 2 or state[0] or type(state[1]) is not tuple:
         raise _malformed("numpy.dtype with a unit")
     unit, *numbers = state[1] or (None,)
@@ -425,7 +426,7 @@ def _of_unit(dtype: Dtype, state: Any) -> Dtype:
 
 
 def _array(shape: Any, dtype: Any, order: Any, data: Any) -> Array:
-    """Return a view of ``data``, whose length has to be exactly what shape and dtype ask for."""
+    """Return a view of ``data`` with exactly the length of shape and dtype."""
     is_known = type(dtype) is DtypePickle and order in ("C", "F") and type(data) in (bytes, bytearray)
     if not is_known or dtype.dtype is None:
         raise _malformed("numpy.ndarray")
@@ -440,14 +441,14 @@ def _array(shape: Any, dtype: Any, order: Any, data: Any) -> Array:
 
 
 def _name_of(value: Any) -> str:
-    """Return what a dtype that is not plain needs."""
+    """Return the missing feature of a dtype that is not plain."""
     if not isinstance(value, Instance):
         raise _malformed("numpy.ndarray of such a dtype")
     return value.kind
 
 
 def _dtype(args: _Args) -> DtypePickle:
-    """Make a dtype from a type string; byte order, fields and units come as its state."""
+    """Return a dtype from a type string; byte order, fields and units follow as state."""
     text, *flags = args
     if len(flags) != 2 or not all(type(flag) in (bool, int) for flag in flags):
         raise ValueError("no flags")
@@ -466,7 +467,7 @@ def _reconstruct(args: _Args) -> ArrayPickle | Ignored:
 
 
 def _from_buffer(args: _Args) -> ArrayPickle:
-    """Return what protocol 5 has for contiguous arrays."""
+    """Return a contiguous array of protocol 5."""
     data, dtype, shape, order = args
     array = ArrayPickle()
     array.fill(shape, dtype, order, data)
@@ -498,4 +499,4 @@ NUMPY_GLOBALS: Final = {
         )
     },
 }
-"""Names that a pickle of arrays may use, as functions of this package."""
+"""Allowed names in pickles of arrays, as functions of this package."""

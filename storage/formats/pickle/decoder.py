@@ -1,17 +1,16 @@
-"""Reads pickles without running them: an interpreter of pickle opcodes in which names have no power.
+"""Pickle decoder: an interpreter of pickle opcodes that runs no code from the file.
 
-Nothing is imported and no attribute is looked up by a name from the file. A global is what the caller's
-``find`` returns for its module and name: an inert value, or a `Constructor`, the only thing REDUCE and
-NEWOBJ call. BUILD works on an `Instance` alone and merely keeps the state. The opcodes are those of protocols
-0 to 5, specified in the standard library's `pickletools`; object loading by INST and OBJ, the extension
-registry and out-of-band buffers are refused: neither Python 3 nor torch writes them for checkpoints.
+Nothing is imported, and no attribute is looked up by name. The caller's ``find`` maps the module and name
+of a global to an inert value or a `Constructor`, the only callable of REDUCE and NEWOBJ. BUILD applies to
+an `Instance` and only keeps the state. Supported are the opcodes of protocols 0 to 5 (see the standard
+library's `pickletools`), except INST, OBJ, the extension registry and out-of-band buffers, which
+checkpoints do not use.
 
-Work and memory are linear in the length of the pickle: containers and memo entries per byte, values copied by
-constructors, integers, nesting of marks, and the keys of dicts and sets, which must be cheap to hash, are
-bounded. `pickle.Unpickler` with a ``find_class`` of its own is four times as fast and cannot do that: nine
-bytes that put a value into the memo at 200,000,000 take 3 GB of memory, and a key made of 40 nested pairs
-takes 2**40 steps to hash. The result may still be a deep, shared or self-referring structure made of few
-bytes: who walks it must bound the walk.
+Work and memory are linear in the length of the pickle: containers and memo entries, values copied by
+constructors, integers, nesting of marks, and hashes of keys are limited. `pickle.Unpickler` with
+``find_class`` is four times faster but unbounded: nine bytes that set memo entry 200,000,000 take 3 GB of
+memory, and a key of 40 nested pairs takes 2**40 steps to hash. The result may be deep, shared or
+self-referential; callers must bound their traversal.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 _DTYPE_NAME: Final = re.compile(r"q?u?(int|bits|b?float|b?complex)\d[a-z0-9_]{0,40}")
 
 Find: TypeAlias = Callable[[str, str], Any]
-"""(module, name) -> the inert value or `Constructor` that stands for the global, or UnsafeObjectError."""
+"""Function (module, name) -> inert value or `Constructor` of a global; raises UnsafeObjectError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constructor:
-    """A global that may be called: by REDUCE as a function, by NEWOBJ as a class; None where it may not.
+    """Callable global: as a function by REDUCE, as a class by NEWOBJ; None if not allowed.
 
-    The functions are ours. They get the arguments as the file gives them, as one tuple, and must check them,
-    raising CheckpointFormatError.
+    The functions belong to this package. They receive the arguments as a tuple, check them, and raise
+    CheckpointFormatError.
     """
 
     name: str
@@ -54,9 +53,9 @@ class Constructor:
 
 
 class Instance:
-    """An object of a foreign class, not made: its class's name and the state that BUILD gave it.
+    """Object of a foreign class, not instantiated: class name and state of BUILD.
 
-    Compared and hashed by identity, so that it can be a key whatever its state.
+    Compared and hashed by identity, and therefore usable as a key.
     """
 
     __slots__ = ("kind", "state")
@@ -66,15 +65,15 @@ class Instance:
         self.state: Any = None
 
     def build(self, state: Any) -> None:
-        """Do what BUILD does."""
+        """Set the state."""
         self.state = state
 
 
 class Ignored(Instance):
-    """In place of what a class or function outside the list would have made, where that is allowed to spoil
-    one entry alone: takes whatever the pickle does to it, and keeps nothing.
+    """Placeholder for a value of a disallowed class that spoils a single entry: accepts all operations and
+    keeps nothing.
 
-    ``kind`` names the class or function; ``is_tensor`` is set where a tensor would stand.
+    ``kind`` names the class or function; ``is_tensor`` is set in place of a tensor.
     """
 
     __slots__ = ("is_tensor",)
@@ -84,11 +83,11 @@ class Ignored(Instance):
         self.is_tensor = is_tensor
 
     def build(self, state: Any) -> None:
-        """Keep nothing."""
+        """Ignore the state."""
 
 
 class BuiltDict(dict[Any, Any]):
-    """A dict of the subclass ``kind`` ("collections.OrderedDict"), with the state that BUILD gave it."""
+    """Dict of the subclass ``kind`` ("collections.OrderedDict") with the state of BUILD."""
 
     __slots__ = ("kind", "state")
 
@@ -98,13 +97,12 @@ class BuiltDict(dict[Any, Any]):
         self.state: Any = None
 
     def build(self, state: Any) -> None:
-        """Do what BUILD does."""
+        """Set the state."""
         self.state = state
 
 
 def instances(name: str, make: Callable[[str], Instance] = Instance) -> Constructor:
-    """Return a class whose objects are kept as what ``make`` makes; NEWOBJ without arguments makes one,
-    REDUCE is refused."""
+    """Return a class whose objects are made by ``make``; NEWOBJ takes no arguments, REDUCE is refused."""
 
     def new(args: tuple[Any, ...]) -> Instance:
         if args:
@@ -117,9 +115,10 @@ def instances(name: str, make: Callable[[str], Instance] = Instance) -> Construc
 
 
 def allow_list(allowed: Mapping[tuple[str, str], Any], *, what: str) -> Find:
-    """Return a ``find`` which knows ``allowed`` alone; ``what`` names the file's kind in the error.
+    """Return a ``find`` for the names in ``allowed``; ``what`` names the file in errors.
 
-    It raises UnsafeObjectError for other names, UnsupportedFormatError for what can only be a dtype of torch.
+    The function raises UnsafeObjectError for other names, UnsupportedFormatError for unknown dtypes of
+    torch.
     """
 
     def find(module: str, name: str) -> Any:
@@ -146,18 +145,19 @@ Handler: TypeAlias = "Callable[[_Machine], Any]"
 
 _MAX_PICKLE_BYTES: Final = 1 << 30
 _CONTAINERS_PER_BYTE: Final = 0.5
-"""Lists, dicts, tuples, sets and instances and, apart, memo entries: real pickles have one in ten bytes, and
-a hostile one makes 64 bytes out of one."""
+"""Maximum number of containers (lists, dicts, tuples, sets, instances), and separately of memo entries, per
+byte. Real pickles have one in ten bytes.
+"""
 _COPIED_PER_BYTE: Final = 4
-"""Lengths of what constructors return and of keys that are tuples."""
+"""Maximum copied length per byte: results of constructors, and tuple keys."""
 _FREE: Final = 1 << 12
-"""The shortest pickle may have so much of each."""
+"""Minimum allowance for short pickles."""
 _MAX_MARKS: Final = 1 << 10
 _MAX_INTEGER_BYTES: Final = 1 << 10
 _MAX_KEY_PARTS: Final = 1 << 8
 _TOO_MANY: Final = "it makes more objects than a pickle of its length holds"
 _MAX_LARGE_KEYS: Final = 1 << 12
-"""Integer keys beyond 60 bits, which can be made to collide."""
+"""Maximum number of integer keys beyond 60 bits, which can be chosen to collide."""
 
 _UINT16: Final = struct.Struct("<H")
 _INT32: Final = struct.Struct("<i")
@@ -168,7 +168,7 @@ _DOUBLE: Final = struct.Struct(">d")
 _CHEAP_KEYS: Final = frozenset((str, bytes, bool, float, type(None)))
 _COPIES: Final = frozenset((str, bytes, bytearray, list, dict, set, frozenset, BuiltDict))
 _OWN_HASH: Final = 1 << 60
-"""Below it an int is its own hash; larger ones can be chosen to collide (hashes are modulo 2**61 - 1)."""
+"""Integers below are their own hash; larger ones can be chosen to collide (hashes are modulo 2**61 - 1)."""
 
 
 def decode_pickle(
@@ -179,13 +179,15 @@ def decode_pickle(
     limit_bytes: int = _MAX_PICKLE_BYTES,
     containers_per_byte: float = _CONTAINERS_PER_BYTE,
 ) -> Any:
-    """Return the value of one pickle that fills ``data``, with globals as ``find`` gives them.
+    """Return the value of a pickle that fills ``data``, with globals from ``find``.
 
-    ``limit_bytes`` bounds all that it costs, which grows linearly with the data.
+    ``limit_bytes`` bounds the cost, which is linear in the data.
 
-    Raises UnsafeObjectError for a global, call or persistent id that the caller did not allow,
-    UnsupportedFormatError for protocols above 5 and out-of-band buffers, CheckpointFormatError for whatever
-    else no pickler writes: truncated, malformed, trailing bytes, a key twice in one dict, above the limits.
+    Raises:
+        UnsafeObjectError: For a global, call or persistent id that is not allowed.
+        UnsupportedFormatError: For protocols above 5 and out-of-band buffers.
+        CheckpointFormatError: For other invalid data: truncated, malformed, trailing bytes, duplicate keys,
+            above the limits.
     """
     if len(data) > limit_bytes:
         raise CheckpointFormatError(
@@ -195,11 +197,11 @@ def decode_pickle(
 
 
 class _Stop(Exception):
-    """Execute STOP was reached; control flow only."""
+    """Signal of the STOP opcode."""
 
 
 class _Machine:
-    """One pickle being decoded; each method that is named after an opcode does what that opcode does."""
+    """State of one pickle; methods named after opcodes execute them."""
 
     __slots__ = (
         *("containers", "copied", "data", "find", "large_keys", "marks", "memo", "memo_limit"),
@@ -247,7 +249,7 @@ class _Machine:
             raise self.malformed(f"{type(error).__name__}") from error
 
     def malformed(self, reason: str) -> CheckpointFormatError:
-        """Return the error for bytes that no pickler writes; ``reason`` completes the sentence."""
+        """Return the error for invalid bytes; ``reason`` completes the sentence."""
         return CheckpointFormatError(
             f"the pickle is malformed at byte {self.pos} of {len(self.data)}: {reason}", position=self.pos
         )
@@ -278,20 +280,21 @@ class _Machine:
     # -- bounds --------------------------------------------------------------------------------------------
 
     def contain(self) -> None:
-        """Count a container about to be made."""
+        """Count a new container."""
         self.containers -= 1
         if self.containers < 0:
             raise self.malformed(_TOO_MANY)
 
     def copy(self, length: int) -> None:
-        """Count the length of a value that is not the file's own bytes."""
+        """Count the length of a copied value."""
         self.copied -= length
         if self.copied < 0:
             raise self.malformed("it repeats values to many times its own length")
 
     def key(self, key: Any) -> Any:
-        """Return ``key``, or what stands for it: hashing must take time linear in the file, and must not
-        collide at the file's will. Numbers and strings of numpy's are plain ones, other types `Ignored`."""
+        """Return ``key`` or a replacement with a cheap, collision-free hash. numpy numbers and strings
+        become plain, other types `Ignored`.
+        """
         if isinstance(key, np.generic) and (plain := plain_key(key)) is not NO_PLAIN_KEY:
             key = plain
         pending = [key]
@@ -331,7 +334,7 @@ class _Machine:
         self.stack = []
 
     def push_container(self, value: Any, count: int = 1) -> None:
-        """Push a new container; of larger ones ``count`` are as large as others."""
+        """Push a new container; a large one counts as ``count`` containers."""
         self.containers -= count
         if self.containers < 0:
             raise self.malformed(_TOO_MANY)
@@ -377,7 +380,7 @@ class _Machine:
     # -- memo ----------------------------------------------------------------------------------------------
 
     def put(self, number: int) -> None:
-        """Execute BINPUT and LONG_BINPUT; a dict, so that a huge number costs no more than a small one."""
+        """Execute BINPUT and LONG_BINPUT; the memo is a dict, because numbers may be huge."""
         memo = self.memo
         memo[number] = self.stack[-1]
         if len(memo) > self.memo_limit:
@@ -427,7 +430,7 @@ class _Machine:
         self.stack.append(str(codecs.escape_decode(line[1:-1])[0], "utf-8"))
 
     def decimal(self) -> None:
-        """Execute INT, which also has the booleans of protocol 0."""
+        """Execute INT, including the booleans of protocol 0."""
         line = self.line()
         fixed = {b"00": False, b"01": True}
         self.stack.append(fixed[line] if line in fixed else int(line))
@@ -508,7 +511,7 @@ class _Machine:
             raise UnsupportedFormatError(f"pickle protocol {version} is newer than 5", protocol=version)
 
     def frame(self) -> None:
-        """Execute FRAME, a hint for buffering only."""
+        """Execute FRAME, a buffering hint."""
         if self.number(_UINT64) > len(self.data) - self.pos:
             raise self.malformed("a frame reaches beyond the end")
 
@@ -524,7 +527,7 @@ class _Machine:
             self.pop_mark()
 
     def unknown(self) -> NoReturn:
-        """Refuse a byte that is no opcode."""
+        """Refuse an unknown opcode."""
         code = self.data[self.pos - 1]
         raise self.malformed(f"no opcode is {code:#04x}")
 

@@ -1,5 +1,4 @@
-"""Formats that torch writes: stock's `.metadata` (`metadata`), and the zip files of `torch.save`. Imports no
-torch.
+"""Formats of torch: stock's `.metadata` (`metadata`) and zip files of `torch.save`. Imports no torch.
 
-Pickles in general are in `dcp.storage.formats.pickle`.
+`dcp.storage.formats.pickle` decodes pickles.
 """

@@ -1,16 +1,13 @@
-"""Reads zips as `torch.save` writes them: stored entries, with zip64 where needed. Of records, also the
-safetensors blobs of stock, the places of tensors' bytes are found by three small reads.
+"""Archives of `torch.save`: stored zip entries, with zip64 if needed, and records with a zip or a
+safetensors blob.
 
-Reads little (a record of torch is opened with two small reads) and trusts nothing: every position is checked
-against the record before it is used, sizes against named caps. Torch-free, and without zipfile, which reads
-and builds more per archive than a whole record costs here.
+A record needs two or three small reads. Input is untrusted: every position is checked against the record,
+and sizes against limits. Torch-free, and without zipfile, which is slower.
 
-Of a file of its own the directory says where an entry's local header is, not how long that header is: torch
-pads it, so that storages begin at multiples of 64 bytes (or of what ``.storage_alignment`` says). Where the
-entry ends is known from the next header, and what stands between (a data descriptor) from the zip format, so
-the place follows without a read: it is taken if it is the only one that is aligned, and compared with two
-real headers. Entries of which that does not hold are in the files of other writers; then their headers are
-read, neighbours together.
+The directory of a file names the local header of an entry but not the header's length, because torch pads
+headers to align storages to 64 bytes (or ``.storage_alignment``). The end of an entry follows from the next
+header and the possible data descriptors. If exactly one position is aligned, it is used without a read,
+after a comparison with two real headers. Otherwise local headers are read, neighbors together.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from dcp.storage.formats.torch.python_values import python_value
 from dcp.storage.geometry.strides import c_strides
 
 MAX_DIRECTORY_BYTES: Final = 1 << 20
-"""A record of one tensor has some 500 bytes of directory."""
+"""Maximum directory size of a record; a tensor takes about 500 bytes."""
 
 LOCAL_SIGNATURE: Final = b"PK\3\4"
 
@@ -59,10 +56,10 @@ _END64: Final = struct.Struct("<4s28xQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
 _NAME_LENGTHS: Final = struct.Struct("<HH")
 _FACT_BYTES: Final = 16
-"""Of entries such as the version."""
+"""Maximum size of small entries such as the version."""
 
 _NEWEST_VERSION: Final = 10
-"""What torch's reader takes at most; its writer has written 3 since torch 1.6."""
+"""Newest version of torch's reader; torch has written 3 since 1.6."""
 
 _ZIP64_FIELD: Final = 1
 _UNSET_16: Final = 0xFFFF
@@ -70,7 +67,7 @@ _UNSET_32: Final = 0xFFFFFFFF
 
 
 class Window:
-    """One record of a file: ``get(at, count)`` counts from the record's begin, and refuses to leave it."""
+    """Record of a file: ``get(at, count)`` is relative to the record and refuses to leave it."""
 
     def __init__(
         self, read: Callable[[int, int], bytes], offset: int, length: int, *, edge_bytes: int = _EDGE_BYTES
@@ -105,7 +102,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """A stored entry: ``header_at`` is the position of its local header in the record, ``size`` in bytes."""
+    """Stored entry: ``header_at`` is the position of its local header in the record, ``size`` is in bytes."""
 
     header_at: int
     size: int
@@ -115,8 +112,11 @@ class ZipEntry:
 def read_directory(
     window: Window, *, limit_bytes: int = MAX_DIRECTORY_BYTES, limit_entries: int = MAX_DIRECTORY_BYTES
 ) -> dict[bytes, ZipEntry]:
-    """Return the entries by name, in the directory's order. Raises CheckpointFormatError above the limits,
-    before it is read."""
+    """Return the entries by name, in directory order.
+
+    Raises:
+        CheckpointFormatError: Above the limits, before the directory is read.
+    """
     count, directory_bytes, directory_at = _find_directory(window)
     if directory_bytes > limit_bytes or count > limit_entries or count * _CENTRAL_BYTES > directory_bytes:
         raise CheckpointFormatError(
@@ -151,7 +151,7 @@ def read_directory(
 
 
 def _find_directory(window: Window) -> tuple[int, int, int]:
-    """Return the number of entries, size and position of the directory, from the record at the zip's end."""
+    """Return the number of entries, size and position of the directory."""
     end_at = window.length - _END.size
     signature, disk, directory_disk, disk_count, count, directory_bytes, directory_at, comment_bytes = (
         _END.unpack(window.get(end_at, _END.size))
@@ -172,8 +172,7 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
 
 
 def _zip64_values(extra: bytes, size: int, packed: int, header_at: int) -> tuple[int, int, int]:
-    """Return the fields that do not fit in 32 bits, in the order in which the zip64 extra field lists those
-    it has."""
+    """Return the fields beyond 32 bits from the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
         field, length = _NAME_LENGTHS.unpack_from(extra, at)
@@ -193,13 +192,12 @@ def _zip64_values(extra: bytes, size: int, packed: int, header_at: int) -> tuple
 
 
 def entry_start(window: Window, entry: ZipEntry) -> int:
-    """Return the position of an entry's bytes in the record, behind its local header."""
+    """Return the position of an entry's bytes in the record."""
     return _start(entry, window.get(entry.header_at, _LOCAL_BYTES), window.length)
 
 
 def _start(entry: ZipEntry, header: bytes, end: int) -> int:
-    """Return where the bytes of an entry begin, whose local header is ``header`` and whose room ends at
-    ``end``."""
+    """Return the start of the bytes of an entry with local header ``header`` that ends before ``end``."""
     if not header.startswith(LOCAL_SIGNATURE):
         raise CheckpointFormatError("an entry of the zip has no header where the directory says")
     name_bytes, extra_bytes = _NAME_LENGTHS.unpack_from(header, 26)
@@ -210,7 +208,7 @@ def _start(entry: ZipEntry, header: bytes, end: int) -> int:
 
 
 def check_names(entries: dict[bytes, ZipEntry]) -> None:
-    """Raise CheckpointFormatError unless the names are torch.save's: one folder with a pickle in it."""
+    """Raise CheckpointFormatError unless the names are those of torch.save: a folder with a pickle."""
     folders = {name.partition(b"/")[0] for name in entries}
     folder = folders.pop() if len(folders) == 1 else b""
     needed = {folder + b"/data.pkl", folder + b"/version"}
@@ -219,15 +217,19 @@ def check_names(entries: dict[bytes, ZipEntry]) -> None:
 
 
 class TorchZip:
-    """The zip of one object or tensor: its entries by name, without the archive's folder."""
+    """Zip of an object or tensor: entries by name, without the archive's folder."""
 
     _damage: type[CheckpointError] = CheckpointFormatError
     _ends: Mapping[int, int] = MappingProxyType({})
-    """Where the room of an entry ends, by where its header is; at the end of the record if not there."""
+    """End of each entry's space by its header's position; the end of the record by default."""
 
     def __init__(self, window: Window, **limits: int) -> None:
-        """Raise UnsupportedFormatError for the zip of a newer torch, CheckpointFormatError for what is none
-        of torch's. ``limits`` are those of `read_directory`."""
+        """Read the directory; ``limits`` are those of `read_directory`.
+
+        Raises:
+            UnsupportedFormatError: For a newer torch.
+            CheckpointFormatError: For other zips.
+        """
         self.window = window
         entries = read_directory(window, **limits)
         folder = next(iter(entries), b"").partition(b"/")[0] + b"/"
@@ -245,7 +247,7 @@ class TorchZip:
             )
 
     def check_byte_order(self) -> None:
-        """Raise unless the entry ``byteorder`` is absent or says little-endian."""
+        """Raise an error unless the entry ``byteorder`` is absent or says little-endian."""
         order = self.content(b"byteorder", _FACT_BYTES)
         if order == b"big":
             raise UnsupportedFormatError("it was saved on a big-endian machine; convert it there first")
@@ -253,8 +255,7 @@ class TorchZip:
             raise CheckpointFormatError(f"its zip names an unknown byte order {order!r}")
 
     def content(self, name: bytes, limit_bytes: int) -> bytes:
-        """Return the bytes of an entry, compared with its CRC-32 (a flipped bit in the strides would be
-        another tensor); b"" if there is none of that name."""
+        """Return the bytes of an entry after a CRC-32 check; b"" if absent."""
         entry = self.entries.get(name)
         if entry is None:
             return b""
@@ -276,9 +277,10 @@ class TorchZip:
 
 
 def check_entries(data: bytes) -> None:
-    """Compare the entries of a zip in memory with their checksums, which torch can leave out.
+    """Check the checksums of a zip in memory; torch can omit them.
 
-    Raises CheckpointFormatError for bytes that differ, and for what is no zip of torch's.
+    Raises:
+        CheckpointFormatError: For differences and for other zips.
     """
     window = Window.of(data)
     check_names(read_directory(window))
@@ -291,38 +293,42 @@ def check_entries(data: bytes) -> None:
 
 
 MAX_FILE_DIRECTORY_BYTES: Final = 32 << 20
-"""200,000 storages have some 15 MB of directory."""
+"""Maximum directory size of a file; 200,000 storages take about 15 MB."""
 
 MAX_FILE_ENTRIES: Final = 400_000
 
 _FILE_EDGE_BYTES: Final = 64 << 10
-"""Read at both ends of the file at once: all of a small file, the pickle of most, the directory of many."""
+"""Bytes read at both ends of a file: all of a small file, the pickle or directory of many."""
 
 _DESCRIPTOR_BYTES: Final = (16, 24, 12, 20, 0)
-"""A data descriptor, with or without zip64 and signature; none."""
+"""Possible sizes of a data descriptor, with or without zip64 and signature, or absent."""
 
 _DEFAULT_ALIGNMENT: Final = 64
 _LEAST_ALIGNMENT: Final = 32
-"""Below it, two lengths of a descriptor could both give an aligned place."""
+"""Minimum alignment; below, two descriptor sizes may give aligned positions."""
 _LONGEST_FIELD_BYTES: Final = 64
-"""More than torch's padding field and the zip64 field have without the padding."""
+"""Maximum size of extra fields without padding."""
 
 _WINDOW_BYTES: Final = 256 << 10
 _SAMPLES: Final = 2
 
 _LEGACY_MAGIC: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The pickled number which torch's format of before 1.6 begins with."""
+"""Pickled number at the start of torch's format before 1.6."""
 _TAR_MAGIC_AT: Final = 257
 
 
 class TorchArchive(TorchZip):
-    """The entries of one file, by name without the archive's folder."""
+    """Entries of a file by name, without the archive's folder."""
 
     _damage = CorruptCheckpointError
 
     def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
-        """Read the directory. Raises UnsupportedFormatError for torch's formats before 1.6 and TorchScript,
-        CheckpointFormatError for whatever else is no zip of torch.save."""
+        """Read the directory.
+
+        Raises:
+            UnsupportedFormatError: For formats of torch before 1.6 and TorchScript.
+            CheckpointFormatError: For other files.
+        """
         window = Window(read, 0, size_bytes, edge_bytes=_FILE_EDGE_BYTES)
         head = window.get(0, min(size_bytes, 1024))
         if not head.startswith(LOCAL_SIGNATURE):
@@ -345,7 +351,7 @@ class TorchArchive(TorchZip):
                 )
 
     def places(self, names: Collection[bytes]) -> dict[bytes, int]:
-        """Return where the bytes of the entries ``names`` begin in the file."""
+        """Return the file positions of the entries ``names``."""
         text = self.content(b".storage_alignment", _FACT_BYTES)
         alignment = int(text) if text.isdigit() and int(text) > 0 else _DEFAULT_ALIGNMENT
         computed = {name: self._computed(name, alignment) for name in names}
@@ -360,7 +366,7 @@ class TorchArchive(TorchZip):
         return self.entries[name].header_at
 
     def _computed(self, name: bytes, alignment: int) -> int | None:
-        """Return the place if it follows from the neighbours, else None."""
+        """Return the position if it follows from the neighbors, else None."""
         entry = self.entries[name]
         least = entry.header_at + _LOCAL_BYTES + self._folder_bytes + len(name)
         last = self._ends[entry.header_at] - entry.size
@@ -372,7 +378,7 @@ class TorchArchive(TorchZip):
         return places[0] if len(places) == 1 and places[0] >= least + 4 else None
 
     def _read_places(self, names: Collection[bytes]) -> dict[bytes, int]:
-        """Return where contents begin, read from the local headers; near ones are read together."""
+        """Return positions from the local headers, read together if near."""
         found: dict[bytes, int] = {}
         data, data_at = b"", 0
         for name in sorted(names, key=self._header_at):
@@ -410,11 +416,15 @@ def locate_payload(
     read: Callable[[int, int], bytes], record_offset: int, record_length: int, *, fqn: str
 ) -> TensorPickle:
     """Return the tensor in the record at ``record_offset``, with ``payload_offset`` and ``crc32``;
-    ``read(offset, length)`` takes absolute file offsets.
+    ``read(offset, length)`` takes file offsets.
 
-    A record that is no zip is what stock writes with SerializationFormat.SAFETENSORS: all tensors of the file
-    in one safetensors blob at that offset, this one under ``fqn``; ``record_length`` is then its size.
-    Raises CheckpointFormatError, UnsafeObjectError or UnsupportedFormatError, with ``fqn``.
+    A record without a zip is a safetensors blob of ``record_length`` bytes with all tensors of the file
+    (stock's SerializationFormat.SAFETENSORS), with the tensor ``fqn``.
+
+    Raises:
+        CheckpointFormatError: For an invalid record.
+        UnsafeObjectError: For a disallowed class.
+        UnsupportedFormatError: For unsupported tensors.
     """
     try:
         if read(record_offset, min(record_length, 4)) == LOCAL_SIGNATURE:
@@ -445,7 +455,7 @@ def _locate_in_zip(window: Window, record_offset: int) -> TensorPickle:
 
 @lru_cache(maxsize=4096)
 def _decode_cached(pickled: bytes) -> TensorPickle:
-    """Decode each pickle once: checkpoints repeat few shapes, and equal shapes have equal pickles."""
+    """Decode a pickle, cached because equal shapes have equal pickles."""
     return decode_tensor_pickle(pickled)
 
 
@@ -462,30 +472,29 @@ def _locate_in_safetensors(read: Callable[[int, int], bytes], record_offset: int
 
 MAX_BLOB_BYTES: Final = 1 << 30
 _MAX_CONTAINERS: Final = 6_000_000
-"""Of a list of numpy's scalars each takes four."""
+"""Maximum number of containers; each numpy scalar takes four."""
 
 _EXPANSION: Final = 64
 _FREE_BYTES: Final = 1 << 20
 
 
 class ObjectBlob:
-    """A blob that `torch.save` wrote."""
+    """Blob written by `torch.save`."""
 
     def __init__(self, blob: bytes) -> None:
-        """Raise CheckpointFormatError where it is no such zip, or damaged."""
+        """Raise CheckpointFormatError for other or damaged data."""
         self._archive = TorchZip(Window.of(blob))
         self._archive.check_byte_order()
         self._left = _EXPANSION * len(blob) + _FREE_BYTES
 
     def value(self, special: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
-        """Return the value, as `python_value` makes it."""
+        """Return the value of `python_value`."""
         pickled = self._archive.content(b"data.pkl", MAX_BLOB_BYTES)
         decoded = decode_torch_pickle(pickled, limit_bytes=MAX_BLOB_BYTES, max_containers=_MAX_CONTAINERS)
         return python_value(decoded, len(pickled), special)
 
     def elements(self, tensor: TensorPickle) -> npt.NDArray[Any]:
-        """Return the elements of ``tensor`` in C order, as unsigned integers or pairs of them of its
-        itemsize."""
+        """Return the elements of ``tensor`` in C order, as unsigned integers or pairs."""
         data = self._archive.content(
             b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"), MAX_BLOB_BYTES
         )

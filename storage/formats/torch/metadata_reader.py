@@ -1,8 +1,8 @@
-"""The allow-list of classes in stock's `.metadata`, kept as inert values; torch-free.
+"""Reader of stock's `.metadata` with an allow-list of classes, kept as inert values. Torch-free.
 
-Layouts of torch 2.0 to 2.15 differ in where a class lives (`TensorProperties` moved, `pathlib` was split) and
-in which fields an object has; an absent field is its default. Seen in files of torch 2.13; for others
-taken from torch's sources and pull requests: `storage_meta` came with 2.4, its `modules` with 2.7.
+Layouts of torch 2.0 to 2.15 differ in the modules of classes (`TensorProperties`, `pathlib`) and in fields;
+absent fields have defaults. Torch 2.13 was checked with files, other versions with torch's sources:
+`storage_meta` came with 2.4, its `modules` with 2.7.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ FIELDS = {
     INFO: frozenset(("relative_path", "offset", "length", "transform_descriptors")),
     HF_INFO: frozenset(("relative_path", "shape", "dtype", "offset", "length")),
 }
-"""What the classes have up to torch 2.15; those of `StorageMeta` say nothing of what is stored.
-
-``all_local_plans`` is Megatron-Core's: how the ranks planned, for its next save."""
+"""Fields of the classes up to torch 2.15. ``all_local_plans`` is Megatron-Core's, for its next save."""
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -52,17 +50,18 @@ _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRES
 
 
 class _TorchName(str):
-    """A torch.layout, ``torch.strided``, or a dtype of torch that no checkpoint can hold: quantised, or
-    narrower than a byte."""
+    """torch.layout, ``torch.strided``, or a dtype that no checkpoint can hold: quantized or narrower than a
+    byte.
+    """
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether ``value`` may be a torch.Size; its values are checked where they are used."""
+    """Return True if ``value`` may be a torch.Size; values are checked on use."""
     return type(value) in (tuple, list) and len(value) <= MAX_DIMENSIONS
 
 
 def _checked(what: str, is_right: Callable[[Any], bool], make: Callable[[Any], Any]) -> Constructor:
-    """Return a constructor of one argument, of which ``make`` makes the value if it ``is_right``."""
+    """Return a constructor with an argument checked by ``is_right`` and converted by ``make``."""
 
     def reduce(args: tuple[Any, ...]) -> Any:
         if len(args) != 1 or not is_right(args[0]):
@@ -73,14 +72,14 @@ def _checked(what: str, is_right: Callable[[Any], bool], make: Callable[[Any], A
 
 
 def _member(args: tuple[Any, ...]) -> int:
-    """Return ``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; nothing else of getattr."""
+    """Return ``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; other uses are refused."""
     if len(args) == 2 and args[0] in _MEMORY_FORMAT_CLASSES and args[1] in _MEMORY_FORMATS:
         return _MEMORY_FORMATS.index(args[1])
     raise CheckpointFormatError("a pickle asks for an attribute that is not a memory format")
 
 
 def _path(args: tuple[Any, ...]) -> str:
-    """Return a path of `pathlib`, as text."""
+    """Return a path of `pathlib` as text."""
     if not all(type(part) is str for part in args):
         raise CheckpointFormatError("a pickled path has a part that is not text")
     if args and args[0].endswith(("/", "\\")):
@@ -135,27 +134,29 @@ find_metadata_class = allow_list(_ALLOWED, what=".metadata")
 
 
 MAX_METADATA_BYTES = 1 << 34
-"""Some 60 million chunks; who reads the file from a store sets the limit that matters."""
+"""Maximum size, about 60 million chunks; callers set lower limits."""
 
 MAX_PLAIN_DEPTH = 64
 MAX_TEXT_CHARACTERS = 1 << 14
-"""Of a fully qualified name, which goes into error messages, and of the ids in ``provenance``."""
+"""Maximum length of a name, and of ids in ``provenance``."""
 
 _Box = tuple[int, ...]
 
 
 def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
-    """Return the index of a checkpoint of stock torch, format ``torch_dcp``, checked.
+    """Return the checked index of a checkpoint of stock torch, format ``torch_dcp``.
 
-    Payload offsets, file sizes and checksums are UNKNOWN or absent: stock records none. Tensors and objects
-    keep the order of the file. ``provenance`` has those of ``save_id``, ``checkpoint_id`` and
-    ``torch_metadata_version``; if a custom planner left other than plain data, ``planner_data`` is None and
-    ``planner_data_dropped`` says why.
+    Payload offsets, file sizes and checksums are UNKNOWN or absent. Tensors and objects keep the file's
+    order. ``provenance`` may have ``save_id``, ``checkpoint_id`` and ``torch_metadata_version``. If a
+    custom planner left data other than plain data, ``planner_data`` is None and ``planner_data_dropped``
+    gives the reason.
 
-    Raises UnsafeObjectError for a class that does not belong into such a file, UnsupportedFormatError for
-    what is recognised and cannot be read (stream transforms, sparse or quantised tensors, what a newer torch
-    has added), CorruptCheckpointError for an entry whose bytes the file does not locate (stock publishes such
-    a file when a writer thread fails), CheckpointFormatError for the rest.
+    Raises:
+        UnsafeObjectError: For a class that does not belong into the file.
+        UnsupportedFormatError: For unreadable known contents: stream transforms, sparse or quantized
+            tensors, additions of newer torch.
+        CorruptCheckpointError: For an entry without stored bytes, as after a failed writer thread of stock.
+        CheckpointFormatError: For other invalid data.
     """
     metadata = decode_pickle(data, find=find_metadata_class, limit_bytes=MAX_METADATA_BYTES)
     state = _fields(metadata, METADATA, "the file")
@@ -207,8 +208,7 @@ def _check_version(version: Any) -> None:
 
 
 def _integers(value: Any, what: str, fqn: str) -> tuple[int, ...]:
-    """Return a shape or position, of exact ints only: it gets hashed, and a hostile tuple is costly to
-    hash."""
+    """Return a shape or position of exact ints, because hashing other tuples may be expensive."""
     if not _is_short(value) or not _INT_ONLY.issuperset(map(type, value)):
         raise CheckpointFormatError(f"{what} of {fqn!a} is not a tuple of integers", fqn=fqn)
     return tuple(value)
@@ -220,7 +220,7 @@ _Places = dict[str, dict[_Box | None, dict[str, Any]]]
 
 
 def _locate(storage_data: Any) -> _Places:
-    """Return where each entry's bytes are: the storage info's fields by name and offset in the tensor."""
+    """Return the storage info's fields by name and offset in the tensor."""
     if type(storage_data) is not dict:
         raise UnsupportedFormatError(
             f"storage_data is a {type(storage_data).__name__}: the checkpoint was written by another storage "
@@ -260,7 +260,7 @@ def _info(info: Any, fqn: str) -> dict[str, Any]:
 
 
 class _Columns:
-    """The columns of an index, grown entry by entry. ``array`` refuses whatever is not an int64."""
+    """Columns of an index under construction. ``array`` refuses values outside of int64."""
 
     def __init__(self, places: _Places, *, most_chunks: int) -> None:
         self._places = places
@@ -384,10 +384,10 @@ def _missing(fqn: str, offsets: _Box | None) -> NoReturn:
 
 
 def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
-    """Return (dtype, requires_grad) from the state that TensorProperties pickles: its five fields in order.
+    """Return (dtype, requires_grad) from the pickled state of TensorProperties with five fields.
 
-    torch 2.15 has added a sixth, the strides of the tensor that was saved; those of what was stored are in
-    its record.
+    torch 2.15 added a sixth field, the strides of the saved tensor; strides of stored bytes are in the
+    record.
     """
     where = f"the properties of {fqn!a}"
     state = value.state if isinstance(value, Instance) and value.kind == PROPERTIES else None
@@ -423,8 +423,8 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
 def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
     """Return (offsets, sizes) of the chunks, each offset once.
 
-    A record is found by its offset alone, so of two chunks at one offset one is a repetition (replicas that
-    were not deduplicated), or empty (the shard of a rank beyond the end).
+    A record is found by offset alone; a second chunk at the same offset is a replica, or the empty shard of
+    a rank beyond the end.
     """
     boxes: dict[_Box, _Box] = {}
     for chunk in chunks:
@@ -456,9 +456,9 @@ def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
 def plain_problem(
     value: Any, parts_left: list[int] | None = None, depth: int = 0
 ) -> tuple[str, dict[str, Any]] | None:
-    """Return why planner data are not plain data, as "holds a set", and the facts of that; None if they are.
+    """Return the reason why planner data is not plain, such as "holds a set", with facts; None if plain.
 
-    ``parts_left`` is how many parts may be looked at: shared parts make a small file that is long to walk.
+    ``parts_left`` limits the number of visited parts, because shared parts make traversal long.
     """
     kind = type(value)
     if kind in _SCALARS:

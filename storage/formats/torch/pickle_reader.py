@@ -1,10 +1,10 @@
-"""The `data.pkl` of a torch.save file: nested containers of tensors and plain values; nothing of it is run.
+"""Reader of the `data.pkl` of torch.save files: nested containers of tensors and plain values, without
+running code.
 
-Decoded is what `torch.load(weights_only=True)` knows: tensors to `TensorPickle`, an OrderedDict or Counter to
-`BuiltDict`, torch.Size to `SizePickle`, the rest to what it is; so are the classes of
-`dcp.storage.formats.pickle.classes`. Everything else (sparse and quantised tensors, tensor subclasses, any
-class or function outside the list) becomes an `Ignored` value, which spoils the entry that needs it and no
-other. Torch-free.
+Decodes the types of `torch.load(weights_only=True)`: tensors to `TensorPickle`, OrderedDict and Counter to
+`BuiltDict`, torch.Size to `SizePickle`, other values to themselves, and the classes of
+`dcp.storage.formats.pickle.classes`. Everything else (sparse and quantized tensors, tensor subclasses,
+other classes and functions) becomes `Ignored`, which affects a single entry. Torch-free.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dcp.storage.formats.pickle.decoder import (
 from dcp.storage.geometry.strides import extent
 
 MAX_TENSOR_PICKLE_BYTES: Final = 1 << 20
-"""A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
+"""Maximum pickle size of a tensor; usual pickles have 200 bytes plus attributes."""
 
 MAX_FILE_PICKLE_BYTES: Final = 64 << 20
-"""200,000 tensors take some 25 MB."""
+"""Maximum pickle size of a file; 200,000 tensors take about 25 MB."""
 
 ORDERED_DICT: Final = "collections.OrderedDict"
 COUNTER: Final = "collections.Counter"
@@ -41,17 +41,17 @@ DEVICE: Final = "torch.device"
 LAYOUT: Final = "torch.layout"
 
 _CONTAINERS_PER_BYTE: Final = 0.25
-"""A view with a name of one letter takes 50 bytes and needs seven."""
+"""Containers per byte; a view with a short name takes 50 bytes and seven containers."""
 
 MAX_CONTAINERS: Final = 1_500_000
-"""Enough for 200,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
+"""Maximum number of containers, enough for 200,000 tensors."""
 
 _MAX_FOREIGN_NAMES: Final = 1000
 _MAX_NAME_CHARACTERS: Final = 200
 _MAX_KEY_CHARACTERS: Final = 64
 
 _PYTHON2_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""torch.save writes protocol 2, in which modules have the names of Python 2."""
+"""Python 2 module names, which torch.save writes in protocol 2."""
 
 _QUANTISED: Final = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage")
 
@@ -59,7 +59,7 @@ _Args = tuple[Any, ...]
 
 
 class SizePickle(tuple[int, ...]):
-    """A torch.Size."""
+    """Value of torch.Size."""
 
     __slots__ = ()
     kind: ClassVar[str] = SIZE
@@ -67,7 +67,7 @@ class SizePickle(tuple[int, ...]):
 
 @dataclass(frozen=True, slots=True)
 class DevicePickle:
-    """A torch.device."""
+    """Value of torch.device."""
 
     type: str
     index: int | None
@@ -76,13 +76,13 @@ class DevicePickle:
 
 @dataclass(frozen=True, slots=True)
 class TensorPickle:
-    """One tensor of a torch.save archive; its bytes are the archive's entry ``data/{storage_key}``.
+    """Tensor of a torch.save archive with bytes in the archive's entry ``data/{storage_key}``.
 
-    Element ``(i, j, ...)`` stands at element ``storage_offset + i * strides[0] + j * strides[1] + ...`` of
-    the storage, which has ``storage_bytes`` bytes, and all elements were checked to lie inside it.
+    Element ``(i, j, ...)`` is element ``storage_offset + i * strides[0] + j * strides[1] + ...`` of the
+    storage of ``storage_bytes`` bytes. All elements were checked to be inside.
 
-    Of a record also: the storage begins at ``payload_offset`` of the file, and ``crc32`` covers it; None
-    where none was computed.
+    For a record, the storage begins at ``payload_offset`` of the file, and ``crc32`` covers it; None if not
+    computed.
     """
 
     dtype_code: int
@@ -98,7 +98,7 @@ class TensorPickle:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A storage that a persistent id names."""
+    """Storage named by a persistent id."""
 
     dtype: dtypes.Dtype | None
     key: str
@@ -108,11 +108,13 @@ class _Storage:
 def decode_torch_pickle(
     data: bytes, *, limit_bytes: int = MAX_FILE_PICKLE_BYTES, max_containers: int = MAX_CONTAINERS
 ) -> Any:
-    """Return the value of ``data``, in time and memory linear in its length; it may be deep, shared or
-    self-referring.
+    """Return the value of ``data`` in linear time and memory; the value may be deep, shared or
+    self-referential.
 
-    Raises UnsafeObjectError and UnsupportedFormatError for opcodes and persistent ids that no state dict
-    needs, CheckpointFormatError for what no pickler writes and for tensors that reach outside their storages.
+    Raises:
+        UnsafeObjectError: For disallowed opcodes and persistent ids.
+        UnsupportedFormatError: For unsupported pickles.
+        CheckpointFormatError: For malformed pickles and tensors outside of their storages.
     """
     per_byte = min(_CONTAINERS_PER_BYTE, max_containers / max(1, len(data)))
     return decode_pickle(
@@ -125,11 +127,12 @@ def decode_torch_pickle(
 
 
 def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
-    """Return the tensor that a record's pickle holds, if it is a dense tensor and nothing else.
+    """Return the dense tensor of a record's pickle.
 
-    Raises UnsafeObjectError where it needs anything that a plain tensor does not, UnsupportedFormatError for
-    sparse, quantised, nested and conjugated tensors, CheckpointFormatError for whatever torch.save does not
-    write.
+    Raises:
+        UnsafeObjectError: If the pickle needs more than a plain tensor.
+        UnsupportedFormatError: For sparse, quantized, nested and conjugated tensors.
+        CheckpointFormatError: For other pickles.
     """
     value = decode_pickle(
         data, find=_find_in_record, persistent_load=_load_storage, limit_bytes=MAX_TENSOR_PICKLE_BYTES
@@ -149,7 +152,7 @@ def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
 
 
 class _Globals:
-    """Meanings of the globals of one pickle."""
+    """Allowed globals of a pickle."""
 
     def __init__(self) -> None:
         self._foreign: dict[str, Constructor] = {}
@@ -190,7 +193,7 @@ def _require(is_right: bool, what: str) -> None:
 
 
 def _load_storage(value: Any) -> _Storage:
-    """Return what the persistent id ``value`` names."""
+    """Return the storage of the persistent id ``value``."""
     if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
         raise _malformed("storage")
     _, kind, key, _, elements = value
@@ -253,7 +256,7 @@ def _rebuild_parameter(args: _Args) -> TensorPickle:
 
 
 def _foreign_in(args: _Args) -> str | None:
-    """Return the name of the first argument that is nothing a dense tensor is made of."""
+    """Return the name of the first argument that does not belong to a dense tensor."""
     for value in args:
         if isinstance(value, Ignored):
             return value.kind
@@ -263,7 +266,7 @@ def _foreign_in(args: _Args) -> str | None:
 
 
 def _readable(name: str, rebuild: Callable[[_Args], Any]) -> Constructor:
-    """Return ``rebuild``, with tensors that cannot be read ignored."""
+    """Return ``rebuild`` with unreadable tensors as `Ignored`."""
 
     def reduce(args: _Args) -> Any:
         foreign = _foreign_in(args)
@@ -273,7 +276,7 @@ def _readable(name: str, rebuild: Callable[[_Args], Any]) -> Constructor:
 
 
 def _from_type(args: _Args) -> Any:
-    """Return a tensor with attributes, or of a subclass: only the tensor itself is a checkpoint's."""
+    """Return the plain tensor of a tensor with attributes or of a subclass."""
     _require(len(args) == 4, "tensor of a class")
     function, kind, inner, _ = args
     foreign = _foreign_in((kind, function))
@@ -305,7 +308,7 @@ def _device(args: _Args) -> DevicePickle:
 
 def _mapping(kind: str) -> Constructor:
     def build(args: _Args) -> BuiltDict:
-        """Make it from nothing, a dict, or pairs."""
+        """Build from nothing, a dict, or pairs."""
         given = args[0] if len(args) == 1 else () if args else []
         if not isinstance(given, dict | list) or isinstance(given, BuiltDict):
             raise _malformed(kind)
@@ -320,7 +323,7 @@ def _mapping(kind: str) -> Constructor:
 
 
 def _bytes(args: _Args) -> bytes:
-    """Return bytes in the form that protocol 2 has."""
+    """Return bytes in the form of protocol 2."""
     text, encoding = args
     _require(type(text) is str and encoding == "latin1", "bytes")
     return str(text).encode("latin1")
@@ -337,10 +340,10 @@ _STORAGES: Final[dict[str, dtypes.Dtype | None]] = {
     **dict.fromkeys(f"torch.{name}" for name in _QUANTISED),
     **{f"torch.{name}": dtype for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
 }
-"""Classes of storages; None for one whose elements are bytes."""
+"""Storage classes; None for bytes."""
 
 _TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-"""Classes of which the plain tensor data is all that a checkpoint needs."""
+"""Tensor classes whose plain data suffices."""
 
 _OWN: Final[dict[tuple[str, str], Any]] = {
     **{

@@ -1,11 +1,11 @@
-"""Python values of decoded pickles, and which values need no trust to be loaded. Torch-free.
+"""Python values of decoded pickles, and the harmless values that load without trust. Torch-free.
 
-*Harmless* are plain data (`dcp.storage.formats.plain`), the containers of the standard library, numpy's
-arrays, scalars and dtypes of plain types, and values of `dcp.storage.formats.pickle.classes`. All are made by
-this package, or by constructors that were given checked arguments.
+*Harmless* are plain data (`dcp.storage.formats.plain`), containers of the standard library, numpy's arrays,
+scalars and dtypes of plain types, and values of `dcp.storage.formats.pickle.classes`. All are made by this
+package or by constructors with checked arguments.
 
-A value of an index is its plain encoding or, for what only a torch.save file can have, HARMLESS_MARK and a
-pickle, which is decoded as any pickle here. No manifest has the latter.
+A value of an index is its plain encoding or, only for torch.save files, HARMLESS_MARK and a pickle, decoded
+like all pickles here. Manifests never have the latter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, NUMBER_HEADS, dec
 from dcp.storage.formats.torch.pickle_reader import COUNTER, decode_torch_pickle
 
 HARMLESS_MARK: Final = b"\xc1"
-"""A byte that msgpack never uses."""
+"""Byte that msgpack never uses."""
 
 MAX_DEPTH: Final = 64
 
@@ -61,19 +61,19 @@ _FIXED: Final = (
     types.EllipsisType,
     types.NotImplementedType,
 )
-"""Types whose values the decoder has made as they are."""
+"""Types that the decoder returns unchanged."""
 
 _KEYS: Final = frozenset({type(None), bool, int, float, str, bytes})
-"""Of these a pickle cannot make many that have one hash: the decoder sees to large integers."""
+"""Key types without many colliding hashes; the decoder limits large integers."""
 
 _LEAVES: Final = frozenset((*_FIXED, uuid.UUID, bytearray, io.BytesIO))
 _FREE_BYTES: Final = 1 << 20
 _HEAD_BYTES: Final = 64
-"""About what names and shape of an array take."""
+"""Approximate size of an array's names and shape."""
 
 
 def is_harmless_leaf(value: Any) -> bool:
-    """Return whether a value that is neither plain data nor a container is loaded without trust."""
+    """Return True for values that load without trust and are neither plain data nor containers."""
     kind = type(value)
     if kind in _LEAVES:
         zone = getattr(value, "tzinfo", None)
@@ -84,9 +84,9 @@ def is_harmless_leaf(value: Any) -> bool:
 
 
 def harmless_pickle(value: Any) -> bytes | None:
-    """Return the pickle of a harmless leaf, a frozenset, a deque or a defaultdict of harmless values in
-    protocol 2, without its first two bytes and its last: it can stand inside another pickle. None for any
-    other value."""
+    """Return the protocol 2 pickle of a harmless leaf, frozenset, deque or defaultdict, without its first
+    two and last bytes, to embed in a pickle. None for other values.
+    """
     return pickle.dumps(value, protocol=2)[2:-1] if _is_harmless(value, 0) else None
 
 
@@ -112,7 +112,7 @@ def _is_key(value: Any) -> bool:
 
 
 def value_text(value: Any) -> str:
-    """Return what is shown of a value: its repr, which of a buffer would be an address."""
+    """Return the repr of a value, with the content of buffers."""
     return f"BytesIO({value.getvalue()!r})" if type(value) is io.BytesIO else repr(value)
 
 
@@ -120,8 +120,9 @@ def value_text(value: Any) -> str:
 
 
 def encode_value(value: Any, *, limit_bytes: int = MAX_FOREIGN_PLAIN_BYTES) -> bytes | None:
-    """Return ``value`` as an index of a torch.save file has it; None where it is not harmless, or too
-    large."""
+    """Return the encoding of ``value`` for an index of a torch.save file; None if not harmless or too
+    large.
+    """
     encoded = encode_plain(value, limit_bytes=limit_bytes)
     if encoded is not None or not _is_harmless(value, 0):
         return encoded
@@ -130,8 +131,7 @@ def encode_value(value: Any, *, limit_bytes: int = MAX_FOREIGN_PLAIN_BYTES) -> b
 
 
 def decode_value(data: bytes) -> Any:
-    """Return the value of `encode_value`; CheckpointFormatError for bytes that it does not write. Runs
-    nothing."""
+    """Return the value of `encode_value` without running code; CheckpointFormatError for other bytes."""
     if data[:1] != HARMLESS_MARK:
         return decode_plain(data, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
     if len(data) > MAX_FOREIGN_PLAIN_BYTES:
@@ -140,7 +140,7 @@ def decode_value(data: bytes) -> Any:
 
 
 def decode_values(encoded: Sequence[bytes]) -> list[Any]:
-    """Decode many as `decode_value` does; numbers, None and booleans without a Python call for each."""
+    """Decode many values like `decode_value`; numbers, None and booleans are decoded in bulk."""
     unpack, heads = msgpack.unpackb, NUMBER_HEADS
     try:
         return [unpack(data) if data and data[0] in heads else decode_value(data) for data in encoded]
@@ -151,8 +151,7 @@ def decode_values(encoded: Sequence[bytes]) -> list[Any]:
 
 
 def leaf_bytes(decoded: Any) -> int | None:
-    """Return about how many bytes the encoding of a decoded value has that is neither plain nor a container
-    that may hold any value; None where it is not harmless."""
+    """Return the approximate encoded size of a decoded leaf; None if not harmless."""
     kind = type(decoded)
     if kind is ArrayPickle:
         return None if decoded.array is None else _HEAD_BYTES + int(decoded.array.nbytes)
@@ -181,18 +180,20 @@ def _length(value: Any) -> int:
 def python_value(
     decoded: Any, pickle_bytes: int, special: Mapping[type, Callable[[Any], Any]] | None = None
 ) -> Any:
-    """Return the value of what `decode_torch_pickle` made of ``pickle_bytes``; shared parts stay shared.
+    """Return the value of the result of `decode_torch_pickle`; shared parts stay shared.
 
-    ``special`` makes values of what torch alone has, by the type of what stands for it.
+    ``special`` makes values of torch by the placeholder's type. ``pickle_bytes`` is the pickle's size.
 
-    Raises UnsafeObjectError, which names the class, for a value that is not harmless, CheckpointFormatError
-    for one that contains itself, is nested too deeply, or has many times the bytes of its pickle.
+    Raises:
+        UnsafeObjectError: For a class that is not harmless, with its name.
+        CheckpointFormatError: For values that contain themselves, are nested too deeply, or are much larger
+            than the pickle.
     """
     return _PythonValues(pickle_bytes, special or {}).of(decoded, 0)
 
 
 def kind_of(decoded: Any) -> str:
-    """Return what a decoded value that is not harmless needs."""
+    """Return the class needed by a decoded value that is not harmless."""
     if isinstance(decoded, Dtype):
         return f"torch.{decoded.name}"
     name = getattr(decoded, "kind", None) or getattr(decoded, "name", None)

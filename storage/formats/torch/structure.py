@@ -59,7 +59,7 @@ from dcp.storage.formats.torch.python_values import encode_value, kind_of, leaf_
 from dcp.storage.geometry.strides import dense_order, extent, is_c_ordered
 
 MAX_NESTING: Final = 64
-"""Levels of containers; deeper ones are hostile, or contain themselves."""
+"""Maximum nesting; deeper containers are hostile or contain themselves."""
 
 MAX_ENTRIES: Final = 400_000
 
@@ -74,8 +74,7 @@ _NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
 
 class _Facts(NamedTuple):
-    """Facts of a container: it ``opens`` in a list that has it, ``must_open`` even in a tuple; its bytes at
-    least."""
+    """Container facts: it ``opens`` in a list, ``must_open`` even in a tuple; minimum size in bytes."""
 
     opens: bool
     must_open: bool
@@ -83,12 +82,13 @@ class _Facts(NamedTuple):
 
 
 class _FileFlattener:
-    """Entries of a file in its order: ``tensors`` and ``paths`` by name, ``values`` by `encode_value`.
+    """Entries of a file in order: ``tensors`` and ``paths`` by name, ``values`` by `encode_value`.
 
-    ``refused`` maps the names of entries that cannot be read to what they need.
+    ``refused`` maps the names of unreadable entries to the class they need. Work is linear in
+    ``pickle_bytes``.
 
-    `run` raises CheckpointFormatError for a pickle that contains itself or is nested beyond MAX_NESTING
-    levels, and UnsupportedFormatError where two entries get one name. Work is linear in ``pickle_bytes``.
+    `run` raises CheckpointFormatError for a pickle that contains itself or exceeds MAX_NESTING, and
+    UnsupportedFormatError for duplicate names.
     """
 
     def __init__(self, pickle_bytes: int) -> None:
@@ -99,7 +99,7 @@ class _FileFlattener:
         self.structure: dict[str, Any] = {"version": STRUCTURE_VERSION, "containers": [], "values": {}}
         self._facts: dict[int, _Facts | None] = {}
         self._needs: dict[int, str] = {}
-        """The first thing in a container that is not harmless, where there is one."""
+        """First value in a container that is not harmless."""
         self._empty: dict[int, bool] = {}
         self._entries_left = min(_ENTRIES_PER_BYTE * pickle_bytes + _FREE_ENTRIES, MAX_ENTRIES)
         self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
@@ -114,7 +114,7 @@ class _FileFlattener:
             self._visit(name, (name,), root, 0)
 
     def _facts_of(self, value: Any, depth: int) -> _Facts:
-        """Return the facts of a container, found once each."""
+        """Return the facts of a container, computed once."""
         if id(value) not in self._facts:
             self._facts[id(value)] = None
             self._facts[id(value)] = self._find_facts(value, depth)
@@ -217,7 +217,7 @@ class _FileFlattener:
             self.values[fqn] = encoded
 
     def _encoded(self, value: Any, size_bytes: int) -> bytes | None:
-        """Return the encoding of a leaf; None if it is too large."""
+        """Return the encoding of a leaf; None if too large."""
         if size_bytes > self._bytes_left:
             raise CheckpointFormatError("the pickle repeats its values to many times its own length")
         encoded = encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
@@ -249,7 +249,7 @@ class _FileFlattener:
             self.structure["containers"].append({"path": list(path), "kind": "dict", **note})
 
     def _is_empty(self, value: Any, depth: int = 0) -> bool:
-        """Return whether a container leaves no entry behind: an empty list is a value of its own."""
+        """Return True if a container leaves no entry; an empty list is a value."""
         if not isinstance(value, dict) or depth > MAX_NESTING:
             return False
         known = self._empty.get(id(value))
@@ -260,8 +260,7 @@ class _FileFlattener:
         return known
 
     def _metadata(self, state: Any) -> dict[str, Any]:
-        """Return the note of a module's ``_metadata``, which BUILD sets on an OrderedDict; empty without
-        one."""
+        """Return the note of a module's ``_metadata`` on an OrderedDict; empty without metadata."""
         metadata = state.get("_metadata") if isinstance(state, dict) else None
         if not isinstance(metadata, dict):
             return {}
@@ -283,7 +282,7 @@ def _collision(fqn: str) -> UnsupportedFormatError:
 
 
 def _key_name(key: Any) -> str | None:
-    """Return the part of a name that a dict's key gives; None for a key that no entry can have."""
+    """Return the name part of a dict key; None for keys that no entry can have."""
     if type(key) is str:
         return key
     parts = key if type(key) is tuple else (key,)
@@ -299,12 +298,14 @@ def _key_name(key: Any) -> str | None:
 
 
 def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> Any:
-    """Return the nested value of entries: ``paths`` by name in order, ``value_of(fqn)`` is asked once for
-    each.
+    """Return the nested value of entries: ``paths`` by name in order, ``value_of(fqn)`` is called once per
+    entry.
 
-    ``structure`` is what flattening noted, or None: then containers are dicts and lists. Types of values
-    are the caller's to restore. Raises CheckpointFormatError for notes that are malformed, and for an entry
-    whose path does not fit the others.
+    ``structure`` is the note of flattening, or None for plain dicts and lists. The caller restores value
+    types.
+
+    Raises:
+        CheckpointFormatError: For malformed notes, and for paths that do not fit.
     """
     notes = notes_by_path(structure)
     if notes.get((), {}).get("kind") in ("tensor", "value"):
@@ -325,11 +326,11 @@ def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Calla
 
 
 class _Node(dict[Any, Any]):
-    """A container that is being made; what is none is a value."""
+    """Container under construction."""
 
 
 def _node_at(tree: _Node, path: Path) -> _Node:
-    """Return the container for what is at ``path``, made where there is none."""
+    """Return the container at ``path``, created if missing."""
     node = tree
     if not 0 < len(path) <= MAX_NESTING + 1:
         raise CheckpointFormatError(f"a path of {len(path)} parts in the structure of the checkpoint")
@@ -370,18 +371,20 @@ def _build(tree: _Node, path: Path, notes: Mapping[Path, Mapping[str, Any]]) -> 
 
 _EXPANDED_BYTES: Final = 16 << 30
 _EXPANSION: Final = 1024
-"""How much more than its own size a file's tensors may have: expanded masks and views of one buffer do."""
+"""Maximum ratio of tensor bytes to file size; expanded masks and views exceed 1."""
 
 
 def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name: str) -> CheckpointIndex:
-    """Return the index of the file ``name``, of which ``read(offset, length)`` reads exactly that.
+    """Return the index of the file ``name``, read by ``read(offset, length)``.
 
-    A chunk is a whole tensor: its record is the storage's bytes, its payload those from the tensor's first
-    element to its last. Tied tensors and views share records; ``record_crcs`` has the checksums.
+    A chunk is a whole tensor: the record is the storage, the payload spans the first to the last element.
+    Tied tensors and views share records; ``record_crcs`` has the checksums.
 
-    Raises UnsupportedFormatError for torch's older formats, TorchScript, big-endian files and a file that is
-    one object of another class, CheckpointFormatError for damaged and hostile ones, CorruptCheckpointError
-    where the pickle differs from its checksum.
+    Raises:
+        UnsupportedFormatError: For older formats of torch, TorchScript, big-endian files and files of a
+            single foreign object.
+        CheckpointFormatError: For damaged and hostile files.
+        CorruptCheckpointError: If the pickle's checksum differs.
     """
     archive = TorchArchive(read, size_bytes)
     archive.check_byte_order()
@@ -399,8 +402,9 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
 
 
 def _check_expansion(flat: _FileFlattener, size_bytes: int) -> None:
-    """Refuse too large tensors: views that overlap and tensors that repeat their elements cost what they
-    describe, wherever they are read or converted: a kilobyte must not ask for a petabyte."""
+    """Refuse tensors much larger than the file: overlapping views and expanded tensors cost their full size
+    on read.
+    """
     views = {
         (one.storage_key, one.storage_offset, one.sizes, one.dtype_code): one for one in flat.tensors.values()
     }
@@ -414,7 +418,7 @@ def _check_expansion(flat: _FileFlattener, size_bytes: int) -> None:
 
 
 def _storages(flat: _FileFlattener, archive: TorchArchive) -> dict[str, bytes]:
-    """Return the entries of the zip that tensors refer to, by storage key."""
+    """Return the zip entries of tensors by storage key."""
     found: dict[str, bytes] = {}
     for fqn, tensor in flat.tensors.items():
         key = tensor.storage_key

@@ -1,8 +1,8 @@
-"""Files of torch.save, written without torch: their `data.pkl` and the layout of their zip.
+"""Writer of torch.save files without torch: `data.pkl` and the zip layout.
 
-The pickle has nested containers, plain values and tensors, in protocol 2 without memo, as
-`torch.load(weights_only=True)` reads it. A tensor is a `TensorRef`: its storage is an entry of the zip, named
-by a persistent id.
+The pickle has nested containers, plain values and tensors in protocol 2 without memo, readable by
+`torch.load(weights_only=True)`. A tensor is a `TensorRef` to a storage, a zip entry named by a persistent
+id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dcp.storage.formats.torch.python_values import harmless_pickle
 from dcp.storage.geometry.strides import Int64, c_strides
 
 MAX_DEPTH: Final = 256
-"""Nesting above this is refused: torch's own pickler stops at Python's recursion limit."""
+"""Maximum nesting, because torch's pickler stops at Python's recursion limit."""
 
 _FACTORIES: Final[Mapping[Any, bytes]] = {None: b"N"} | {
     kind: f"c__builtin__\n{kind.__name__}\n".encode() for kind in FACTORIES.values()
@@ -42,11 +42,11 @@ _AROUND_ITEMS: Final[Mapping[type, tuple[bytes, bytes]]] = {
 }
 
 _SHORT_TEXTS: Final = [b"X" + size.to_bytes(4, "little") for size in range(256)]
-"""How texts begin: there are as many as tensors."""
+"""Cached heads of short texts, as frequent as tensors."""
 
 
 class TensorRef(NamedTuple):
-    """A C-ordered tensor that fills a prefix of storage ``key`` of ``storage_elements``."""
+    """C-ordered tensor that fills a prefix of storage ``key`` of ``storage_elements``."""
 
     dtype_code: int
     key: str
@@ -57,7 +57,7 @@ class TensorRef(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PickledTensor:
-    """A C-ordered tensor with its bytes, which are a storage of its own; compared by identity."""
+    """C-ordered tensor with bytes in its own storage; compared by identity."""
 
     dtype_code: int
     sizes: tuple[int, ...]
@@ -66,17 +66,20 @@ class PickledTensor:
 
 
 Storages = dict[str | PickledTensor, str]
-"""Names of storages, by the key of `TensorRef`s, or the tensor that one is of alone."""
+"""Storages by the key of `TensorRef`s, or the tensor of a single storage."""
 
 
 def encode_torch_pickle(value: Any, storages: Storages) -> bytes:
-    """Return the pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
-    None, bool, int, float, complex, str, bytes, `SizePickle` and `TensorRef`, nested, torch's dtypes and
-    devices as `Dtype` and `DevicePickle`, deques and defaultdicts of all these, and what is harmless
-    (`python_values`). PlanError for anything else.
+    """Return the pickle of ``value``.
 
-    ``storages`` gets those of all `TensorRef`s and `PickledTensor`s, numbered as torch.load comes across
-    them, which may compute their places from that."""
+    Supported are dict, OrderedDict (with ``_metadata``), Counter, list, tuple, set, None, bool, int, float,
+    complex, str, bytes, `SizePickle` and `TensorRef`, nested; torch's dtypes and devices as `Dtype` and
+    `DevicePickle`; deques and defaultdicts of these; and harmless values (`python_values`). ``storages``
+    receives the storages of all `TensorRef`s and `PickledTensor`s, numbered in the order of torch.load.
+
+    Raises:
+        PlanError: For other values.
+    """
     writer = _PickleWriter(storages)
     writer.write(value, 0)
     return b"\x80\x02" + b"".join(writer.parts) + b"."
@@ -171,7 +174,7 @@ def _text(value: str) -> bytes:
 
 
 def _binary(value: bytes) -> bytes:
-    """Pickle bytes as Python's own pickler does in protocol 2, which has no opcode for bytes."""
+    """Pickle bytes like Python's pickler in protocol 2, which has no opcode for bytes."""
     if not value:
         return b"c_codecs\nencode\n(X\0\0\0\0X\6\0\0\0latin1tR"
     return b"c_codecs\nencode\n(" + _text(value.decode("latin1")) + _text("latin1") + b"tR"
@@ -196,8 +199,7 @@ _ATOMS: Final[Mapping[type, Callable[[Any], bytes]]] = {
 def _tensor_parts(
     dtype_code: int, storage_elements: int, sizes: tuple[int, ...], requires_grad: bool
 ) -> tuple[bytes, bytes]:
-    """Return what stands before and after the key of a storage: a checkpoint has many tensors of few
-    shapes."""
+    """Return the parts before and after the storage key of a tensor, cached by shape."""
     numbers = (b"".join(map(record.pickled_integer, row)) for row in (sizes, c_strides(sizes)))
     geometry = b"".join(b"(" + row + b"t" for row in numbers)
     return record.tensor_pickle_parts(dtype_code, storage_elements, geometry, requires_grad=requires_grad)
@@ -207,7 +209,7 @@ _UNSET_16: Final = 0xFFFF
 _UTF8_FLAG: Final = 1 << 11
 _FIELD: Final = struct.Struct("<HH")
 _CENTRAL: Final = struct.Struct("<4sHHHHIIIIHH10xI")
-"""Without a comment, on the first disk, without attributes."""
+"""Central directory entry without comment and attributes, on the first disk."""
 _CENTRAL_CRC_AT: Final = 16
 _DESCRIPTORS: Final = (struct.Struct("<4sIII"), struct.Struct("<4sIQQ"))
 _DESCRIPTOR_CRC_AT: Final = 4
@@ -216,10 +218,10 @@ _NOTHING: Final[Mapping[int, bytes]] = MappingProxyType({})
 
 
 class ZipLayout:
-    """Grows by `add` (contents known now) and `reserve` (contents to come); `finish` ends it.
+    """Zip layout, extended by `add` (known contents) and `reserve` (later contents), ended by `finish`.
 
-    ``offsets`` and ``parts`` are all bytes but those of reserved entries, in the order of the file, and where
-    each part begins. ``crc_holes`` are (key of the entry, offset in the file) of CRC-32s that are to come.
+    ``parts`` and ``offsets`` are all bytes outside of reserved entries, in file order, with their
+    positions. ``crc_holes`` are (entry key, file offset) of pending CRC-32s.
     """
 
     def __init__(self, folder: str) -> None:
@@ -237,10 +239,10 @@ class ZipLayout:
     def reserve(
         self, folder: str, sizes: Int64, keys: Int64, crcs: Int64, contents: Mapping[int, bytes] = _NOTHING
     ) -> Int64:
-        """Reserve entries of ``sizes`` bytes that the caller writes; return where each begins in the file.
+        """Reserve entries of ``sizes`` bytes for the caller to write; return their file positions.
 
-        They are called ``folder/0`` and so on. ``keys`` (not negative) name them in ``crc_holes``; -1 where
-        the one of ``crcs`` is right, as that of nothing is. Those in ``contents``, by number, are known now.
+        Entries are named ``folder/0`` and so on. ``keys`` (not negative) name entries in ``crc_holes``; -1
+        uses the CRC in ``crcs``. Entries in ``contents`` (by number) are known.
         """
         begins = []
         rows = zip(sizes.tolist(), keys.tolist(), crcs.tolist(), strict=True)
@@ -249,8 +251,7 @@ class ZipLayout:
         return np.array(begins, np.int64)
 
     def add(self, name: str, data: bytes | None, size: int = 0, key: int = -1, crc: int = 0) -> int:
-        """Add an entry whose contents are ``data`` or, where these are None, ``size`` bytes to come, as of
-        `reserve`. Return where they begin."""
+        """Add an entry with contents ``data``, or reserve ``size`` bytes if None; return the position."""
         if data is not None:
             size, crc = len(data), crc32(data)
         elif not size:
@@ -293,7 +294,7 @@ class ZipLayout:
         return begin
 
     def finish(self) -> None:
-        """Add the central directory, and the end of the zip."""
+        """Add the central directory and the end of the zip."""
         begin, count, size = self.size_bytes, self._count, self._directory_bytes
         end = b""
         if count >= _UNSET_16 or size >= record.UNSET_32 or begin >= record.UNSET_32:
