@@ -22,7 +22,7 @@ SHARD ?=
 PYTEST = $(BIN)/python -m pytest $(WORKERS) $(if $(SHARD),--shard=$(SHARD))
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages format pictures client reference generated clean
+.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages sbom format pictures client reference generated clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -37,6 +37,7 @@ help:
 	@echo "make check     ruff, mypy, import contracts, plain English; alone: make lint, types, contracts, english"
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
+	@echo "make sbom      wheel, sdist and SBOM (CycloneDX) of the extra all, in dist/; checks licences"
 	@echo "make format    what ruff can repair by itself"
 	@echo "make pictures  the screenshots of docs/tutorial/pages.md, of what the demo trains"
 	@echo "make client    write the generated parts of the typed client"
@@ -137,6 +138,11 @@ bench: $(BENCH_STAMP)
 
 packages: $(STAMP)
 	$(BIN)/python -m tests.support.packages $(PACKAGES_ARGS)
+
+SBOM_EXTRA ?= all
+
+sbom: $(STAMP)
+	$(BIN)/python -m tests.support.packages --dist dist --python $(BIN)/python --extra $(SBOM_EXTRA) $(PACKAGES_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

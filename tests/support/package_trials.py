@@ -1,6 +1,6 @@
-"""What the extras of an installed package promise, tried with that package: the standard library is all else.
+"""Try the extras of an installed dcphub with the standard library alone.
 
-``python -I package_trials.py EXTRA...`` in an environment with these extras, and nothing of a checkout.
+Run ``python -I package_trials.py EXTRA...`` in an environment with these extras, outside a checkout.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import urllib.request
 from pathlib import Path
 
 _DCP = Path(sys.executable).with_name("dcp")
-_SECONDS = 900.0  # for whatever is waited for; the demo takes a minute on a machine with nothing else to do
-_SILENT = "127.0.0.1:9"  # nobody listens there
+_SECONDS = 900.0  # for each wait; the demo takes a minute on an idle machine
+_SILENT = "127.0.0.1:9"  # no process listens there
 _MODULES = {
     "accelerate": ["accelerate", "dcp.integrations.accelerate"],
     "bench": ["torch_checkpointing"],
@@ -34,12 +34,13 @@ _MODULES = {
     "torchdata": ["dcp.integrations.torchdata"],
     "torchtitan": ["torchtitan", "dcp.integrations.torchtitan"],
     "transformers": ["transformers", "dcp.integrations.huggingface"],
+    "wandb": ["wandb", "dcp.server.features.handover"],
 }
-"""What can be imported with an extra; trainings with it are in tests/trainers."""
+"""Modules to import by extra; tests/trainers trains with each."""
 
 
 def dcp(*arguments: object, fails: bool = False) -> str:
-    """What the command says; on standard error where it is expected to fail."""
+    """Run the command; return its standard output, or its standard error if it must fail."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "AWS_ENDPOINT_URL": f"http://{_SILENT}"}
     environment |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     command = [str(_DCP), *map(str, arguments)]
@@ -50,10 +51,11 @@ def dcp(*arguments: object, fails: bool = False) -> str:
 
 
 def try_commands(folder: Path, extras: set[str]) -> None:
-    """Weights of others are converted, listed, shown, verified and compared, with torch or without; what
-    needs another extra names it."""
+    """Convert, list, show, verify and compare weights without torch; errors name a missing extra."""
     from dcp import version
 
+    heavy = "import sys, dcp.cli; assert not {'msgpack', 'numpy', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-I", "-c", heavy], check=True)  # the command line starts without them
     assert version.__version__ == importlib.metadata.version("dcphub")
     assert Path(version.__file__).is_relative_to(sys.prefix)
     header = {"w": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}}
@@ -77,7 +79,7 @@ def try_commands(folder: Path, extras: set[str]) -> None:
 
 
 def try_torch(folder: Path) -> None:
-    """Saved, loaded, also by stock torch what was converted without it."""
+    """Save and load; stock torch loads the converted checkpoint."""
     import torch
     import torch.distributed.checkpoint as stock
 
@@ -92,7 +94,7 @@ def try_torch(folder: Path) -> None:
 
 
 def try_server(folder: Path) -> None:
-    """It gets ready, shows the checkpoint, and ends when it is told to."""
+    """Start the service, ask for the checkpoint by API and page, and stop it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -120,7 +122,7 @@ def _page(url: str) -> str:
 
 
 def main() -> None:
-    """Every trial of these extras; the first that fails ends it."""
+    """Try these extras; the first failure ends the program."""
     extras = set(sys.argv[1:])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
