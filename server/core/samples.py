@@ -1,6 +1,6 @@
 """Metrics of the database: samples of catalog, jobs and scans at one moment.
 
-Each statement is bounded whatever the catalog's size: sums over runs, ranges of an index, the newest rows.
+The cost of each statement is bounded: sums over runs, index ranges, the newest rows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dcp.server.database.tables import (
 )
 
 WINDOW_SECONDS: Final = 3600.0
-"""How far back "recent" goes."""
+"""The time window of "recent" samples."""
 
 REGULAR_SCHEDULE: Final = "clean-up"
-"""What workers do from time to time, also where nothing else is to be done."""
+"""A schedule that runs regularly, even without work."""
 
 _NEWEST_VERIFICATIONS: Final = 10_000
 _RARE_STATES: Final = ("incomplete", "unreadable", "vanished", "deleted")
@@ -37,7 +37,7 @@ Rows = Iterable[tuple[tuple[str, ...], float]]
 
 
 def read_state(connection: Connection, now: float) -> list[Metric]:
-    """Read all samples, at ``now`` (seconds since the epoch)."""
+    """Return all samples at ``now`` (seconds since the epoch)."""
     return [
         *_catalog(connection),
         *_roots(connection),
@@ -49,7 +49,7 @@ def read_state(connection: Connection, now: float) -> list[Metric]:
 
 
 def gauge(name: str, help_text: str, labels: list[str], rows: Rows) -> Metric:
-    """Make a metric of its samples: values of ``labels``, and the number."""
+    """Return a metric with its samples: label values, and the number."""
     family = GaugeMetricFamily(name, help_text, labels=labels)
     for values, value in rows:
         family.add_metric(list(values), float(value))
@@ -59,7 +59,7 @@ def gauge(name: str, help_text: str, labels: list[str], rows: Rows) -> Metric:
 def counts(
     connection: Connection, names: Iterable[str], statement: Select[str, int]
 ) -> list[tuple[tuple[str, ...], float]]:
-    """Run a query that counts by name. Those of ``names`` without any are 0, so that their series stay."""
+    """Run a query that counts by name; absent ``names`` become 0, so their series continue."""
     counts = dict.fromkeys(names, 0) | {
         str(name): int(count) for name, count in connection.execute(statement)
     }
@@ -141,7 +141,7 @@ def _jobs(connection: Connection, now: float) -> Iterator[Metric]:
         ["kind", "state"],
         rows,
     )
-    # A job that waits for its next attempt is not kept waiting by us.
+    # Excludes jobs that wait for their next attempt.
     oldest = connection.execute(
         select(func.min(jobs.c.created_seconds)).where(
             jobs.c.state == "queued", jobs.c.not_before_seconds <= now
@@ -179,7 +179,7 @@ def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
     ]
     help_text = "Events that a consumer, such as webhooks, has not processed yet"
     yield gauge("dcp_events_behind", help_text, ["consumer"], rows)
-    # Others have nothing to do at times, and are late then.
+    # Other schedules can be idle and would appear late.
     due = connection.execute(
         select(schedules.c.due_seconds).where(schedules.c.name == REGULAR_SCHEDULE)
     ).scalar()
@@ -188,7 +188,7 @@ def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
 
 
 def age(name: str, help_text: str, since: float | None, now: float) -> Metric:
-    """Make a metric of the seconds since a moment; 0 without one."""
+    """Return a metric of the seconds since a moment; 0 without one."""
     return gauge(name, help_text, [], [((), max(now - since, 0.0) if since is not None else 0.0)])
 
 

@@ -1,7 +1,7 @@
-"""Settings of the operator: in a file, in the environment, by flags; the later wins.
+"""Settings of the operator from flags, environment and file, in this order of precedence.
 
-Environment: ``DCP_SERVER_`` and the name in capitals, ``__`` between the levels
-(``DCP_SERVER_ROOTS__PROD__URL=s3://bucket/runs``). File: TOML with the same names, named by
+A variable is ``DCP_SERVER_`` and the name in capitals, with ``__`` between levels
+(``DCP_SERVER_ROOTS__PROD__URL=s3://bucket/runs``). The file is TOML with the same names, named by
 ``DCP_SERVER_CONFIG``, or `dcp-server.toml` in the current folder.
 """
 
@@ -44,11 +44,10 @@ WebhookKey = Annotated[SecretStr, Field(min_length=32, max_length=1024)]
 
 
 class RootSettings(BaseModel):
-    """One root: checkpoints are found below ``url``, a folder or an object store's prefix.
+    """One root: the checkpoints below ``url``, a folder or a prefix of an object store.
 
-    ``storage_options`` are those of `dcp.load`. ``readonly``: nothing is deleted, and nothing converted to
-    it; always so where its store can only be read. ``scan_seconds``: how often it is looked through; 0 is
-    only on demand.
+    ``storage_options`` are options of `dcp.load`. ``readonly`` forbids deletion and conversion, and is
+    always set for read-only stores. ``scan_seconds`` is the scan interval; 0 scans only on request.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,11 +70,11 @@ class RootSettings(BaseModel):
     @field_validator("readonly")
     @classmethod
     def _as_its_store(cls, readonly: bool, info: ValidationInfo) -> bool:
-        from dcp.storage.stores import open_store  # imports numpy, which counting and webhooks do without
+        from dcp.storage.stores import open_store  # imports numpy, which some tasks do not need
 
         try:
             store = open_store(info.data["url"], info.data["storage_options"])
-        except (CheckpointError, KeyError):  # an error of whatever uses the root
+        except (CheckpointError, KeyError):  # the user of the root reports the error
             return readonly
         return readonly or not store.capabilities.is_writable
 
@@ -152,7 +151,7 @@ class Settings(BaseSettings):
         default=15.0, description="Time for requests in progress when the service stops."
     )
 
-    # -- who may --
+    # -- access --
     auth: Literal["keys", "off"] = Field(
         default="off",
         description="`keys` requires an API key or a session. `off` allows everything to everyone, on "
@@ -290,7 +289,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then the file."""
+        """Return the sources: flags, then the environment, then the file."""
         path = Path(os.environ.get(CONFIG_VARIABLE, DEFAULT_CONFIG))
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)
 

@@ -1,2 +1,1 @@
-"""The bytes of checkpoints for requests: open checkpoints, and
-answers whose bodies are read while they are sent."""
+"""Bytes of checkpoints for requests: open checkpoints, and streamed answers."""

@@ -1,7 +1,7 @@
-"""Checkpoints of the catalog, found and opened in their storage for callers who may see them.
+"""Access to the contents of catalog checkpoints for callers with the right to see them.
 
-Each is opened once, and kept while it is in use and has not changed: values that are expensive to make are
-made once for all requests, and the last ones are kept.
+Each checkpoint is opened once and kept while in use and unchanged. Expensive values are computed once for
+all requests, and the most recent ones are kept.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from dcp.storage.formats.opening import SourcePlace
 
 Wanted = Callable[[], None]
-"""Called between the steps of making a value; raises `AbandonedError` once no request waits for it."""
+"""Callback between the steps of a computation; raises `AbandonedError` once no request waits."""
 
 
 class AbandonedError(Exception):
-    """No request waits for the value any more."""
+    """No request waits for the value."""
 
 
 class _Sized(Protocol):
@@ -64,10 +64,9 @@ class _Making(Generic[V]):
 
 
 class SharedValues(Generic[K, V]):
-    """Values by a key that names the content, so that no replaced content is returned. Thread-safe.
+    """Values by a key that identifies the content, so replaced content is never returned. Thread-safe.
 
-    Up to ``count`` of them are kept, of ``kept_bytes`` together. Larger ones are shared while a request has
-    them.
+    Keeps up to ``count`` values and ``kept_bytes`` in total. Larger values are shared while in use.
     """
 
     def __init__(self, *, count: int, kept_bytes: int) -> None:
@@ -81,22 +80,21 @@ class SharedValues(Generic[K, V]):
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a value now, including those that make one."""
+        """The number of requests waiting for a value, including computing ones."""
         return self._waiting
 
     def __contains__(self, key: K) -> bool:
-        """Check whether a value is kept, or being made."""
+        """Return True if a value is kept or being computed."""
         with self._lock:
             return self._known(key) is not None or key in self._making
 
     def find(self, key: K) -> V | None:
-        """Return the value, if it is kept."""
+        """Return the value if kept."""
         with self._lock:
             return self._known(key)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value; without one that which ``make`` returns in this thread, and raises what it
-        raises."""
+        """Return the value, or compute it with ``make`` in this thread."""
         making, is_new = self._join(key)
         try:
             if is_new:
@@ -106,7 +104,7 @@ class SharedValues(Generic[K, V]):
             self._leave(key, making)
 
     async def get_from(self, executor: Executor, key: K, make: Callable[[Wanted], V]) -> V:
-        """As `get`, made by ``executor``. Cancelled with the last request that waits for the value."""
+        """Return the value like `get`, computed by ``executor``. Cancelled with the last waiting request."""
         making, is_new = self._join(key)
         try:
             if is_new:
@@ -142,7 +140,7 @@ class SharedValues(Generic[K, V]):
             self._waiting -= 1
             making.waiting -= 1
             if not making.waiting and self._making.get(key) is making:
-                del self._making[key]  # a later request begins anew
+                del self._making[key]  # a later request starts again
 
     def _make(self, key: K, making: _Making[V], make: Callable[[Wanted], V]) -> None:
         def check() -> None:
@@ -188,17 +186,17 @@ _KEPT_BYTES: Final = 64 << 20
 _KEPT: Final = 16
 _LARGE_BYTES: Final = 4 << 20
 _MAX_WAITING: Final = 24
-"""Threads that may wait for large checkpoints; the others stay free for other requests."""
+"""Maximum threads waiting for large checkpoints; the others stay available."""
 
 _NAME_BYTES: Final = 400
-"""Memory of a name: the text, its place in a dict, and its path, which is a tuple of texts."""
+"""Memory per name: the text, its dict entry, and its path as tuple."""
 _MOVING: Final = frozenset({"notes.msgpack"})
-"""Files of a checkpoint that change without its data."""
+"""Files of a checkpoint that change independently of its data."""
 
 
 @dataclass(frozen=True)
 class Stamped:
-    """A state of a checkpoint. ``stamp`` changes whenever the name, size or time of one of its files does."""
+    """A state of a checkpoint. ``stamp`` changes with the name, size or time of any file."""
 
     root: str
     key: str
@@ -212,7 +210,7 @@ class Stamped:
 
 @dataclass(frozen=True)
 class FoundCheckpoint(Stamped):
-    """A checkpoint whose files are listed, and whose index is not read. ``is_large``: its index is."""
+    """A checkpoint with listed files and unread index. ``is_large``: the index is large."""
 
     place: SourcePlace
     is_large: bool
@@ -238,15 +236,19 @@ class OpenCheckpoint(Stamped):
 
     @cached_property
     def whole_index(self) -> CheckpointIndex:
-        """The index with all that its format stores outside of it, such as values that are no tensors; read
-        once. Raises errors of the formats and the storage."""
-        from dcp.storage.formats.opening import complete_index  # only here, as all that reads tensors
+        """The complete index, including data stored outside of it such as non-tensor values; read once.
+
+        Raises errors of formats and storage.
+        """
+        from dcp.storage.formats.opening import (
+            complete_index,
+        )  # imported late, like all modules that read tensors
 
         return complete_index(self.store, self.index)
 
     def row(self, fqn: str) -> int:
-        """Return the row in the index of the tensor ``fqn``, or of that which the catalog, which shortens
-        very long names, lists as ``fqn``. Raises NotFoundError."""
+        """Return the index row of the tensor ``fqn``, also for a name shortened by the catalog. Raises
+        NotFoundError."""
         row = self.index.position.get(fqn)
         if row is None and ("..." in fqn or "\\" in fqn):
             row = next((at for at, name in enumerate(self.index.fqns) if short_name(name) == fqn), None)
@@ -258,10 +260,10 @@ class OpenCheckpoint(Stamped):
 
 
 class _OpenCheckpoints:
-    """The open checkpoints that were used last. Thread-safe; large ones are not kept, but shared.
+    """The recently used open checkpoints. Thread-safe; large ones are shared, not kept.
 
-    Each is read once, however many requests need it; those with large indexes one at a time, because reading
-    them takes ten times their memory.
+    Each checkpoint is read once for all requests. Large indexes are read one at a time, since reading takes
+    ten times their memory.
     """
 
     def __init__(self) -> None:
@@ -269,8 +271,10 @@ class _OpenCheckpoints:
         self._large = threading.Lock()
 
     def open(self, found: FoundCheckpoint) -> OpenCheckpoint:
-        """Return the checkpoint with its index. Raises UnavailableError where very many requests wait for
-        one, and errors of the formats and the storage."""
+        """Return the checkpoint with its index.
+
+        Raises UnavailableError if too many requests wait, and errors of formats and storage.
+        """
         known = self._values.find(found.state)
         if known is not None:
             return known
@@ -288,7 +292,7 @@ class _OpenCheckpoints:
 
 
 def _find_checkpoint(root: StorageRoot, key: str) -> FoundCheckpoint:
-    """List the files of a checkpoint. Raises CheckpointNotFoundError if there are none."""
+    """List the files of a checkpoint. Raises CheckpointNotFoundError without files."""
     from dcp.storage.commit_names import is_commit_object
 
     place = root.place(key)
@@ -313,7 +317,7 @@ def _find_checkpoint(root: StorageRoot, key: str) -> FoundCheckpoint:
 def _size_bytes(index: CheckpointIndex) -> int:
     import numpy as np
 
-    values = vars(index).values()  # not by name: members that are decoded on demand stay undecoded
+    values = vars(index).values()  # via vars: lazily decoded members stay undecoded
     total = sum(array.nbytes for array in values if isinstance(array, np.ndarray))
     total += sum(map(len, index.fqns)) + _NAME_BYTES * (len(index.fqns) + len(index.objects))
     return total + sum(len(value) for value in index.objects.values)
@@ -324,7 +328,7 @@ def _size_bytes(index: CheckpointIndex) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """A checkpoint as the catalog has it, its root, and its index as the storage has it now."""
+    """A checkpoint of the catalog with its root and its current index."""
 
     row: CheckpointDetail
     root: StorageRoot
@@ -332,13 +336,13 @@ class Readable:
 
     @contextmanager
     def problems(self) -> Iterator[None]:
-        """Turn errors of reading it into problems."""
+        """Translate read errors to problems."""
         with _problems(self.root):
             yield
 
 
 class _Shared:
-    """State that requests for bytes share in one process."""
+    """State shared by byte requests of one process."""
 
     def __init__(self, service: Service) -> None:
         settings = service.settings
@@ -352,7 +356,7 @@ def streams_of(service: Service) -> Streams:
 
 
 class Data:
-    """The bytes of checkpoints, for one caller."""
+    """The bytes of checkpoints for one caller."""
 
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service
@@ -365,14 +369,16 @@ class Data:
         return self._shared.streams
 
     def open(self, checkpoint_id: int) -> Readable:
-        """Return the checkpoint, ready to be read. Raises MissingError, GoneError and ConflictError (by its
-        state), and problems of the storage."""
+        """Return the checkpoint ready for reading.
+
+        Raises MissingError, GoneError and ConflictError (by its state), and problems of the storage.
+        """
         row, root = self._place(checkpoint_id)
         with _problems(root):
             return Readable(row, root, self._shared.checkpoints.open(_find_checkpoint(root, row.key)))
 
     def find(self, checkpoint_id: int) -> FoundCheckpoint:
-        """Return the checkpoint, whose index is not read. Raises as `open` does."""
+        """Return the checkpoint without reading its index. Raises like `open`."""
         row, root = self._place(checkpoint_id)
         with _problems(root):
             return _find_checkpoint(root, row.key)
@@ -387,7 +393,7 @@ class Data:
         headers: Mapping[str, str] = MappingProxyType({}),
         share: Share | None = None,
     ) -> BodyResponse:
-        """Return the answer with the range of ``body`` that the request wants, as a file called ``name``."""
+        """Return the requested range of ``body`` as a file called ``name``."""
         return BodyResponse(
             body,
             choose_range(request.headers, body.size_bytes, etag),
@@ -398,7 +404,7 @@ class Data:
         )
 
     def share(self, found: Readable) -> Share:
-        """Return the part of the downloads that the caller may have, of this root."""
+        """Return the caller's share of the downloads of this root."""
         subjects = subjects_of(self._caller.owner, self._caller.key_id, found.root.name)
 
         def find() -> Mapping[LimitSubject, Allowance] | None:
@@ -410,7 +416,7 @@ class Data:
         return Share(find)
 
     def _is_allowed(self, connection: Connection) -> bool:
-        """Check whether the caller's key or session still has its rights."""
+        """Return True if the key or session of the caller still has its rights."""
         if not self._caller.is_admitted:
             return True
         return bool(self._service.callers.still_admitted(connection, [self._caller]))

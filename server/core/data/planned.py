@@ -1,6 +1,6 @@
-"""Bodies made of tensors while they are read: files of a conversion, and slices.
+"""Bodies generated from tensors during reading: converted files, and slices.
 
-Imports modules that read tensors, so import it only when it is needed: a service starts quickly.
+Import this module late: its imports slow down the start of the service.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dcp.storage.geometry.boxes import range_boxes
 from dcp.storage.stores.base import Store
 
 _TURNED_PART_BYTES: Final = 16 << 20
-"""Bytes of a part where payloads are stored in another order than they are sent in."""
+"""Part size if payloads are stored in another order than sent."""
 
 _ARRAY_PART_BYTES: Final = 8 << 20
 
@@ -34,17 +34,17 @@ _HOLE_BYTES: Final = 150
 
 
 _WINDOW_COPIES: Final = 2_048
-"""Tensors in memory at a time at most: the objects of a small one take more than its bytes."""
+"""Maximum tensors in memory: small tensors need more memory for objects than for bytes."""
 
 _dense: Final = threading.Semaphore(1)
-"""Held while a window with so many tensors is read, which keeps the interpreter busy."""
+"""Held while reading a window of many tensors, which occupies the interpreter."""
 
 
 class PlannedBody(Body):
-    """The one file of a conversion's layout, made while it is read. May be read by several at once.
+    """The single file of a conversion layout, generated during reading. Supports several concurrent readers.
 
-    ``engine`` is of the source, and only needed while this is made. Raises errors of the storage, and of
-    records that are opened to find payloads.
+    ``engine`` belongs to the source and is needed for construction only. Raises errors of the storage and of
+    opened records.
     """
 
     def __init__(self, engine: ReadEngine, layout: TargetLayout) -> None:
@@ -67,8 +67,8 @@ class PlannedBody(Body):
         return held + _HOLE_BYTES * len(task.holes)
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
-        """Read the parts. Source checksums are compared as soon as a block is complete; blocks read in part
-        are completed before the last part is handed out."""
+        """Read the parts. Source checksums are compared per complete block; partially read blocks are
+        completed before the last part."""
         with ExitStack() as stack:
             engine = stack.enter_context(ReadEngine(self._store, self._index, verify="blocks"))
             first = begin if self._can_seek else 0
@@ -82,7 +82,7 @@ class PlannedBody(Body):
             checks = SourceChecks(engine)
             while reader.position < end:
                 at = reader.position
-                # a checksum that the source does not have needs all bytes before it
+                # a checksum missing in the source needs all earlier bytes
                 stop = min(at + self._window_bytes, end if at >= begin else begin)
                 limit = copies.end_of(at, _WINDOW_COPIES)
                 is_dense = limit is not None and at < limit < stop
@@ -101,8 +101,7 @@ class PlannedBody(Body):
 
 
 def _is_sequential(sources: SourceColumns) -> bool:
-    """Return whether rows of each copy follow one another in the stored payloads, so that a range of a copy
-    is a few ranges of payloads."""
+    """Return True if the rows of each copy are consecutive in the stored payloads, so ranges stay few."""
     counts = np.diff(sources.axis_start)
     wide = sources.axes[:, 0] > 1
     rows = np.repeat(np.arange(len(counts)), counts)[wide]
@@ -111,7 +110,7 @@ def _is_sequential(sources: SourceColumns) -> bool:
 
 
 class ArrayBody(Body):
-    """``head``, then the elements of a slice in C order, which ``convert`` makes ``itemsize`` bytes each."""
+    """``head``, then the elements of a slice in C order, converted by ``convert`` to ``itemsize`` bytes."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class ArrayBody(Body):
                 yield data[max(0, begin - first * size) : end - first * size]
 
     def _read(self, reader: TensorReader, first: int, last: int) -> memoryview:
-        """Elements ``first`` to ``last`` of the result."""
+        """Read elements ``first`` to ``last`` of the result."""
         arrays = []
         for box in range_boxes(self.shape, first, last):
             array = reader.read(self._row, self._slices, box.slices)

@@ -1,9 +1,8 @@
-"""Answers whose bodies are read while they are sent: ranges, entity tags, and the end if one side stops.
+"""Streamed answers: ranges, entity tags, and termination from both sides.
 
-A body has a known Content-Length, and is read in parts, front to back. Checksums are compared before the last
-part is handed out. If reading fails after the head has gone out, the connection is closed before the last
-byte, so that a part is never taken for the whole. If the client goes away, or takes less than a minimum rate
-for a long time, reading stops.
+A body has a known Content-Length and is read front to back in parts. Checksums are compared before the last
+part is sent. A read error after the head closes the connection before the last byte, so no client mistakes a
+part for the whole. Reading stops if the client disconnects or stays below a minimum rate.
 """
 
 from __future__ import annotations
@@ -38,35 +37,35 @@ from dcp.storage.stores.base import Store
 NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {
     304: {"description": "Nothing has changed (If-None-Match)."}
 }
-"""For ``responses=`` of a route that calls `Ask.tag`."""
+"""``responses=`` of routes that call `Ask.tag`."""
 
 CACHE: Final = "private, no-cache"
-"""Clients keep the answer, and revalidate it by its entity tag."""
+"""Cache header: clients keep the answer and revalidate it by entity tag."""
 
 STALL_SECONDS: Final = 60.0
-"""Time by which a client may fall behind the minimum rate; one that pauses for longer is disconnected."""
+"""Maximum time by which a client may lag behind the minimum rate."""
 
 KEY_SECONDS: Final = 2.0
-"""Time between two checks of the key while a body is sent."""
+"""Interval of key checks during a download."""
 
 PART_BYTES: Final = 2 << 20
-"""Bytes that are read, checked and sent at a time; three parts are in memory at once."""
+"""Bytes read, checked and sent at a time; three parts are in memory."""
 
 _REMOTE_PART_BYTES: Final = 8 << 20
-"""Bytes of a part where requests are expensive: pieces of it are fetched at once."""
+"""Part size for storage with expensive requests: pieces are fetched concurrently."""
 
 SMALL_BYTES: Final = 4 << 20
-"""Bodies up to this size need no place among the downloads."""
+"""Maximum size of bodies that do not count as downloads."""
 
 _TINY_BYTES: Final = 64 << 10
-"""The same where bytes a second are limited: whoever waits for them holds memory."""
+"""The same limit under a rate limit, since waiting bodies hold memory."""
 
 _RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
 _log = structlog.get_logger(__name__)
 
 
 def binary(description: str) -> dict[int | str, dict[str, Any]]:
-    """Return the ``responses=`` of a route that answers with bytes: all, a range, or that nothing changed."""
+    """Return ``responses=`` of a route that answers bytes: complete, a range, or not modified."""
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {
         200: {"description": description, "content": content},
@@ -76,7 +75,7 @@ def binary(description: str) -> dict[int | str, dict[str, Any]]:
 
 
 class NotModifiedError(Exception):
-    """The client has the answer with this entity tag already."""
+    """The client already has the answer with this entity tag."""
 
     def __init__(self, etag: str) -> None:
         super().__init__(etag)
@@ -84,33 +83,34 @@ class NotModifiedError(Exception):
 
 
 class Body(ABC):
-    """``size_bytes`` bytes. Every call of `parts` reads anew, so that several requests may use a body."""
+    """``size_bytes`` bytes. Each call of `parts` reads again, so requests can share a body."""
 
     size_bytes: int
 
     @abstractmethod
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
-        """Bytes ``begin`` to ``end``, in order; close it to stop early. Raises errors of the storage.
+        """Yield bytes ``begin`` to ``end`` in order; close the iterator to stop early. Raises errors of the
+        storage.
 
-        Parts belong to the caller: their memory is not used again.
+        Parts belong to the caller; their memory is not reused.
         """
 
 
 def empty_part(size: int) -> memoryview:
-    """Memory for a part: not zeroed, and from numpy, whose blocks the C library reuses, since new pages for
-    each part would cost a tenth of the time."""
-    import numpy as np  # only here: a service is to answer soon after its start
+    """Return memory for a part, from numpy: not zeroed and reused, since new pages would cost a tenth of the
+    time."""
+    import numpy as np  # imported late for a fast start
 
     return np.empty(size, np.uint8).data
 
 
 def part_bytes_of(store: Store) -> int:
-    """Return the size of parts that are read from ``store``."""
+    """Return the size of parts read from ``store``."""
     return _REMOTE_PART_BYTES if store.read_profile.scatter else PART_BYTES
 
 
 class FileBody(Body):
-    """A file of a store as it is."""
+    """A file of a store, unchanged."""
 
     def __init__(self, store: Store, name: str, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -119,7 +119,7 @@ class FileBody(Body):
         self._part_bytes = part_bytes_of(store)
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
-        """Read the parts one by one. Raises CorruptCheckpointError if the file has become shorter."""
+        """Read the parts in order. Raises CorruptCheckpointError for a shortened file."""
         with self._store.open_read(self._name, expected_bytes=self.size_bytes) as handle:
             for at in range(begin, end, self._part_bytes):
                 part = empty_part(min(self._part_bytes, end - at))
@@ -129,7 +129,7 @@ class FileBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes ``begin`` to ``end`` of ``size``; ``is_part``: requested as a range, even if it is all."""
+    """Bytes ``begin`` to ``end`` of ``size``; ``is_part``: requested as a range, even if complete."""
 
     begin: int
     end: int
@@ -138,9 +138,9 @@ class ByteRange:
 
 
 def choose_range(headers: Mapping[str, str], size: int, etag: str) -> ByteRange:
-    """Choose the range of a GET by ``Range`` and ``If-Range`` (RFC 9110, section 14).
+    """Return the range of a GET by ``Range`` and ``If-Range`` (RFC 9110, section 14).
 
-    Several ranges, and invalid ones, are answered by the whole. Raises RangeError.
+    Multiple and invalid ranges select the whole. Raises RangeError.
     """
     text = headers.get("range")
     if text is None or headers.get("if-range", etag).strip() != etag:
@@ -163,8 +163,8 @@ def choose_range(headers: Mapping[str, str], size: int, etag: str) -> ByteRange:
 
 
 def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
-    """Check whether ``If-None-Match`` names ``etag``. Raises PreconditionFailedError if ``If-Match`` names
-    others."""
+    """Return True if ``If-None-Match`` names ``etag``. Raises PreconditionFailedError if ``If-Match``
+    differs."""
     wanted = headers.get("if-match")
     if wanted is not None and not _names(wanted, etag, is_weak=False):
         raise PreconditionFailedError("the content is not the one that If-Match names")
@@ -173,7 +173,7 @@ def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
 
 
 def not_modified(etag: str) -> Response:
-    """Return the answer 304: the client has the present content."""
+    """Return the answer 304."""
     return Response(None, 304, {"ETag": etag, "Cache-Control": CACHE})
 
 
@@ -185,8 +185,7 @@ def _names(text: str, etag: str, *, is_weak: bool) -> bool:
 
 
 def disposition(name: str) -> str:
-    """Return the ``Content-Disposition`` of a file called ``name`` (RFC 6266), whatever characters that
-    has."""
+    """Return the ``Content-Disposition`` of a file called ``name`` (RFC 6266), with any characters."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[-128:] or "download"
     return (
         f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name[-512:], safe='', errors='replace')}"
@@ -194,9 +193,9 @@ def disposition(name: str) -> str:
 
 
 class BodyResponse(Response):
-    """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent.
+    """The ``chosen`` bytes of ``body``, read by a thread one part ahead.
 
-    Sent as fast as ``share`` allows, which is read again every other second; it ends with its key.
+    The rate follows ``share``, which is refreshed every other second. The answer ends with its key.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ class BodyResponse(Response):
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
+        """Send the answer (ASGI). Raises a ProblemError before the first byte, later `BrokenBodyError`."""
         await PlannedResponse(self._itself, self._streams, self._share, lambda: False)(scope, receive, send)
 
     async def _itself(self) -> BodyResponse:
@@ -231,12 +230,12 @@ class BodyResponse(Response):
 
     @property
     def is_small(self) -> bool:
-        """Check whether it is small enough to need no place among the downloads."""
+        """Return True if the answer does not count as a download."""
         most = SMALL_BYTES if self._share.rate is None else _TINY_BYTES
         return self._chosen.end - self._chosen.begin <= most
 
     async def answer(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
-        """Send the answer, with a place if it needs one; ``gone`` ends when the client leaves."""
+        """Send the answer with a download place if needed; ``gone`` completes when the client disconnects."""
         if scope["method"] == "HEAD":
             await self._send_head(send)
         else:
@@ -258,7 +257,7 @@ class BodyResponse(Response):
             reader.read_ahead()
             while left > 0:
                 part = await reader.part()
-                if not has_begun:  # an error before this is an answer of its own
+                if not has_begun:  # earlier errors become a normal answer
                     has_begun = True
                     await self._start(send)
                 left -= len(part)
@@ -289,7 +288,7 @@ class BodyResponse(Response):
 
 
 class _Sender:
-    """Sends parts at the pace of a share, to a client that takes them, while its key is valid."""
+    """Sends parts at the rate of a share while the client receives and the key is valid."""
 
     def __init__(
         self, send: Send, streams: Streams, share: Share, stall_seconds: float, gone: asyncio.Future[None]
@@ -302,8 +301,8 @@ class _Sender:
         self._asked = time.monotonic()
 
     async def send_part(self, part: memoryview, *, more: bool) -> None:
-        """Send it, unless the client goes away. Raises `NotAllowedError`, and TimeoutError for a client that
-        is too slow."""
+        """Send a part unless the client disconnects. Raises `NotAllowedError`, and TimeoutError for a slow
+        client."""
         at = 0
         while at < len(part) and not self._gone.done():
             piece = part[at : at + self._share.piece_bytes(len(part))]
@@ -327,9 +326,9 @@ class _Sender:
 
 
 class PlannedResponse(Response):
-    """An answer that is planned first; where ``is_costly``, only with a place among the downloads.
+    """An answer planned before sending; if ``is_costly``, with a download place.
 
-    ``plan`` is cancelled if the client goes away.
+    ``plan`` is cancelled if the client disconnects.
     """
 
     def __init__(
@@ -346,7 +345,8 @@ class PlannedResponse(Response):
         self._is_costly = is_costly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
+        """Plan and send the answer (ASGI). Raises a ProblemError before the first byte, later
+        `BrokenBodyError`."""
         with contextlib.ExitStack() as place:
             has_place = self._is_costly()
             if has_place:
@@ -384,12 +384,11 @@ class _PartsReader:
         self._ahead: Future[memoryview | None] | None = None
 
     def read_ahead(self) -> None:
-        """Begin to read the next part."""
+        """Start reading the next part."""
         self._ahead = self._pool.submit(next, self._parts, None)
 
     async def part(self) -> memoryview:
-        """Return the part that is being read. Raises errors of reading, and CorruptCheckpointError at the
-        end."""
+        """Return the part being read. Raises read errors, and CorruptCheckpointError at the end."""
         if self._ahead is None:
             raise RuntimeError("nothing is being read")
         part = await asyncio.wrap_future(self._ahead)
@@ -398,7 +397,7 @@ class _PartsReader:
         return part
 
     def close(self) -> None:
-        """Stop reading: at once, or when the part that is under way has been read."""
+        """Stop reading, after the current part if one is being read."""
         if self._ahead is None:
             self._parts.close()
         else:

@@ -1,4 +1,4 @@
-"""Downloads share a process: its threads, a bounded number of places, and bytes a second, by allowances."""
+"""Sharing of downloads in a process: threads, places, and rates by allowance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _MOST_BUCKETS: Final = 4096
 
 
 class NotAllowedError(Exception):
-    """The key of the request is not valid any more."""
+    """The key of the request is no longer valid."""
 
 
 class Streams:
-    """Threads that read the bodies of a process, and places for a bounded number of downloads.
+    """Threads that read bodies, and places for a bounded number of downloads.
 
-    Accounts, keys and roots hold as many places, and are sent as many bytes a second, as their allowances
-    say. A client that takes fewer than ``min_bytes_per_second`` for long is disconnected.
+    Allowances bound the places and rates of accounts, keys and roots. Clients below ``min_bytes_per_second``
+    for long are disconnected.
     """
 
     def __init__(self, max_downloads: int, min_bytes_per_second: int = 0) -> None:
@@ -46,16 +46,16 @@ class Streams:
 
     @property
     def running(self) -> int:
-        """The places that are taken."""
+        """The number of places in use."""
         return self._running
 
     def running_of(self, subject: LimitSubject) -> int:
-        """Return the places that are taken for an account, a key or a root."""
+        """Return the places used by an account, key or root."""
         return self._places[subject]
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """The threads, started when they are first needed in each process."""
+        """The threads, started on first use in each process."""
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="dcp-body")
@@ -64,8 +64,7 @@ class Streams:
 
     @contextlib.contextmanager
     def slot(self, allowances: Mapping[LimitSubject, Allowance]) -> Generator[None]:
-        """One of the places. Raises UnavailableError where all are taken, and TooManyRequestsError where one
-        of the account, key and root has its share of them."""
+        """Take a place. Raises UnavailableError if all are in use, TooManyRequestsError above a share."""
         with self._lock:
             if self._running >= self.max_downloads:
                 raise UnavailableError(
@@ -86,10 +85,10 @@ class Streams:
             with self._lock:
                 self._running -= 1
                 self._places.subtract(allowances.keys())
-                self._places += Counter()  # forgets those that have none
+                self._places += Counter()  # drops zero entries
 
     def wait_seconds(self, allowances: Mapping[LimitSubject, Allowance], count: int) -> float:
-        """Take ``count`` bytes from the bytes a second of each, and return how long to wait for them."""
+        """Take ``count`` bytes from each rate, and return the waiting time."""
         now_seconds = time.monotonic()
         rates = [
             (subject, allowance.download_bytes_per_second)
@@ -110,7 +109,7 @@ class Streams:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Bytes a second that several downloads share: ``until`` is when all that were taken are due."""
+    """A rate shared by several downloads: ``until`` is the time when all taken bytes are due."""
 
     until: float = 0.0
 
@@ -120,7 +119,7 @@ class _Bucket:
 
 
 class Share:
-    """The allowances that one download counts for: ``find`` reads them, or None once its key has ended."""
+    """The allowances of one download; ``find`` reads them, or None once the key has ended."""
 
     def __init__(self, find: Callable[[], Mapping[LimitSubject, Allowance] | None] = dict) -> None:
         self._find = find
@@ -128,13 +127,12 @@ class Share:
 
     @property
     def rate(self) -> int | None:
-        """The least bytes a second of these; None for no limit."""
+        """The smallest rate; None for no limit."""
         rates = (one.download_bytes_per_second for one in self.allowances.values())
         return min((rate for rate in rates if rate is not None), default=None)
 
     def piece_bytes(self, part_bytes: int) -> int:
-        """Return the number of bytes to send at a time: few where they are slow, so that something comes
-        always."""
+        """Return the bytes to send at a time: few at low rates, for steady progress."""
         if self.rate is None:
             return part_bytes
         return min(part_bytes, max(_LEAST_PIECE_BYTES, int(self.rate * _PIECE_SECONDS)))

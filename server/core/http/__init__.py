@@ -1,4 +1,4 @@
-"""Shared parts of all requests: who asks and may, errors as problem documents, a POST that is done once.
+"""HTTP layer: authentication, errors as problem documents, idempotent POSTs.
 
-Each module of `middleware` is a step before the route. What is asked for is in features.
+Each module of `middleware` is a step before the route. Features define the operations.
 """

@@ -1,9 +1,9 @@
-"""Admission of requests: by the names of the service, by its own pages, then by key or session, and by rates.
+"""Admission of requests: by host name and origin, then by key or session, and by rate.
 
-A browser can be made to ask ``127.0.0.1`` by any page on the Internet: by a name that now resolves to it (DNS
-rebinding), by a form sent across sites, or, where no keys are needed, by an image whose address is a download
-that costs seconds. None of them passes. Below ``/api/`` every request needs a valid key, whatever a route
-says of itself; a key that is not valid is refused everywhere, so that a wrong one is noticed.
+Any page on the Internet can make a browser request ``127.0.0.1``: through DNS rebinding, a form sent across
+sites, or, without keys, an image with the address of a slow download. All of these are refused. Below
+``/api/`` every request needs a valid key, whatever the route declares. An invalid key is refused everywhere,
+so that it is noticed.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ FOREIGN: Final = frozenset({"cross-site", "same-site"})
 
 
 class MisdirectedError(ProblemError):
-    """Not a name of this host."""
+    """421: the host name is not allowed."""
 
     status, slug, title = 421, "misdirected", "Not a name of this host"
 
 
 class HostMiddleware:
-    """Lets requests pass whose Host is in ``allowed`` (names without port; ``*`` for all, ``*.name``).
+    """Accepts requests with an ``allowed`` Host (names without port; ``*`` for all, ``*.name``).
 
-    ``is_keyless``: whoever asks is answered, so that reading is for its own pages alone as well. Links from
-    elsewhere lead to its pages, not below `API_PREFIX`.
+    ``is_keyless``: no key is needed, so reading is limited to the own pages. External links may lead to
+    pages, not below `API_PREFIX`.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], *, is_keyless: bool = False) -> None:
@@ -57,7 +57,7 @@ class HostMiddleware:
         self._allowed = frozenset(name.lower().strip("[]") for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Check the host and origin (ASGI)."""
         if scope["type"] == "http":
             problem = self._problem(scope)
             if problem is not None:
@@ -100,12 +100,12 @@ def _is_foreign(headers: Headers, host: str) -> bool:
         return False
     try:
         return urlsplit(origin).netloc.lower() != host.strip().lower()
-    except ValueError:  # it is no origin, and so not this one
+    except ValueError:  # not an origin
         return True
 
 
 def _is_link(headers: Headers, scope: Scope) -> bool:
-    """Return whether a link leads to a page of this service, as the whole window (Fetch Metadata, W3C)."""
+    """Return True for top-level navigation to a page of this service (Fetch Metadata, W3C)."""
     is_page = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return is_page and not scope["path"].startswith(API_PREFIX)
 
@@ -113,20 +113,20 @@ def _is_link(headers: Headers, scope: Scope) -> bool:
 SESSION_COOKIE: Final = "dcphub_session"
 
 STATIC_PREFIX: Final = "/static/"
-"""Of files that are the same for all, and answered from memory."""
+"""Prefix of public static files, answered from memory."""
 _UNCOUNTED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
-"""Asked by machines, often, and answered from memory or nearly so."""
+"""Paths polled by machines, without rate limits."""
 
 
 class AuthenticationMiddleware:
-    """Sets ``state.principal``: who asks, or None without a key."""
+    """Sets ``state.principal``: the caller, or None without a key."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Authenticate the request (ASGI)."""
         if scope["type"] == "http":
             try:
                 scope["state"]["principal"] = await self._principal(scope)
@@ -165,7 +165,7 @@ class AuthenticationMiddleware:
     async def _in_time(self, find: Callable[[str], Principal | None], secret: str) -> Principal | None:
         seconds = self._service.settings.request_seconds
         try:
-            # The thread is left to itself, should the database hang.
+            # Abandon the thread if the database hangs.
             looking = to_thread.run_sync(self._look, find, secret, abandon_on_cancel=True)
             return await asyncio.wait_for(looking, seconds)
         except TimeoutError:
@@ -177,8 +177,11 @@ class AuthenticationMiddleware:
 
 
 def session_token(scope: Scope) -> str | None:
-    """Return the token in the session's cookie. Below ``/api/`` a session only reads, and only for pages of
-    this service: requests that change something need the key, which no page of another site has."""
+    """Return the token of the session cookie.
+
+    Below ``/api/`` a session only reads, and only for pages of this service: changes need a key, which no
+    foreign page has.
+    """
     headers = Headers(scope=scope)
     if scope["path"] == "/healthz" or scope["path"].startswith(STATIC_PREFIX):
         return None

@@ -1,4 +1,4 @@
-"""The parts of a process of the service, made once from the settings and shared by all of its requests."""
+"""Shared objects of a service process, made once from the settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Service:
-    """The parts; safe to use from many threads. ``clock`` gives seconds since the epoch."""
+    """The shared objects of a process. Thread-safe. ``clock`` returns seconds since the epoch."""
 
     settings: Settings
     database: Database
@@ -48,7 +48,8 @@ class Service:
         allowances: Callable[[Settings], Allowances] = Allowances,
         roles: RoleSettings = NO_ROLES,
     ) -> Service:
-        """Opens nothing yet: a database or a storage that is away fails the requests that need it."""
+        """Create the service without opening anything: an unreachable database or storage fails single
+        requests."""
         database = Database(settings.database_url.get_secret_value(), pool_size=settings.database_pool_size)
         return cls(
             settings=settings,
@@ -62,14 +63,14 @@ class Service:
         )
 
     def count_request(self, caller: Principal) -> None:
-        """Count a request of a key's caller. Raises `TooManyRequestsError` where it is one too many."""
+        """Count a request of the caller. Raises `TooManyRequestsError` above the rate limit."""
         for subject, allowance in self.allowances.of(subjects_of(caller.owner, caller.key_id)).items():
             if allowance.requests is not None:
                 self.rates.count(subject.text, allowance.requests)
 
     def own(self, kind: Callable[[Service], T]) -> T:
-        """Return the object that a feature keeps for all requests of this process: made of the service by
-        calling ``kind``, a class or a function, on first use."""
+        """Return the object of a feature shared by all requests of the process, created by ``kind(service)``
+        on first use."""
         with self._lock:
             if kind not in self._owned:
                 self._owned[kind] = kind(self)

@@ -1,8 +1,8 @@
-"""Dependencies of routes: their access, preconditions and pages.
+"""Dependencies of routes: access, preconditions and paging.
 
-Every route declares its access: ``dependencies=[requires("read")]``, or ``dependencies=[public]``.
-`create_app` refuses an application with a route that does not. Below ``/api/`` a valid key is needed in any
-case (`dcp.server.core.http.admission`), so that `public` is for other paths.
+Every route declares its access: ``dependencies=[requires("read")]`` or ``dependencies=[public]``.
+`create_app` refuses undeclared routes. Below ``/api/`` a valid key is always needed
+(`dcp.server.core.http.admission`); `public` is for other paths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dcp.server.core.problems import (
 )
 from dcp.server.core.security.principal import Principal, Scope
 
-# All are coroutines, because FastAPI sends other functions to a thread, each by itself.
+# Coroutines, because FastAPI runs each other function in a thread.
 
 
 async def _caller(request: Request) -> Principal:
@@ -45,14 +45,16 @@ _Caller = Annotated[Principal, Depends(_caller)]
 
 @dataclass(frozen=True, slots=True)
 class Requires:
-    """The dependency behind `requires`; the walk over all routes looks for it."""
+    """The dependency behind `requires`, found by the check of all routes."""
 
     scope: Scope | None
     all_roots: bool = False
 
     async def __call__(self, caller: _Caller, request: Request) -> None:
-        """Let the caller be one of the roots where it has the scope. Raises `ForbiddenError`, and
-        `UnprocessableError` for a query that is unknown or twice there."""
+        """Restrict the caller to the roots with the scope.
+
+        Raises `ForbiddenError`, and `UnprocessableError` for unknown or repeated query parameters.
+        """
         _check_query(request)
         if self.scope is None:
             return
@@ -78,13 +80,12 @@ class Public:
     """The dependency behind `public`."""
 
     async def __call__(self, request: Request) -> None:
-        """Check the query. Raises `UnprocessableError` for a parameter that is unknown or given twice."""
+        """Check the query. Raises `UnprocessableError` for unknown or repeated parameters."""
         _check_query(request)
 
 
 def _check_query(request: Request) -> None:
-    """Refuse a parameter that is given twice, unless it is a list, and one that the API does not know. Pages
-    check theirs themselves."""
+    """Refuse unknown parameters of the API and repeated parameters except lists. Pages check their own."""
     counts = Counter(name for name, _ in request.query_params.multi_items())
     if not counts:
         return
@@ -100,7 +101,7 @@ def _check_query(request: Request) -> None:
 
 
 def _parameters_of(route: APIRoute) -> dict[str, bool]:
-    """Return the query parameters of a route, and which of them may be given several times."""
+    """Return the query parameters of a route, and the repeatable ones."""
     found: dict[str, bool] = {}
     for field in _query_fields(route.dependant):
         model = field.field_info.annotation
@@ -126,39 +127,39 @@ def _is_list(annotation: Any) -> bool:
 
 
 def requires(scope: Scope | None, *, all_roots: bool = False) -> Any:
-    """In a route's ``dependencies``: only for keys with this scope (or "admin"); None: for each valid one.
+    """Return a dependency for keys with this scope (or "admin"); None admits every valid key.
 
-    ``all_roots``: not for a key that is restricted to some, since what it does concerns all of them.
+    ``all_roots`` refuses keys limited to some roots, since the operation affects all.
     """
     return Depends(Requires(scope, all_roots))
 
 
 public: Final[Any] = Depends(Public())
-"""In a route's ``dependencies``: no key is needed."""
+"""Dependency of routes without keys."""
 
 
 def check_visible(caller: Principal, root: str) -> None:
-    """Raises `NotFoundError` if the key is not for this root: it learns nothing of other roots, not even
-    names."""
+    """Raise `NotFoundError` if the key does not include this root; other roots, even their names, stay
+    hidden."""
     if not caller.may_see(root):
         raise NotFoundError(f"there is no root {root!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """The ``If-Match`` of a request: None without the header, ``*`` for whatever is there."""
+    """The ``If-Match`` of a request: None without the header, ``*`` for any version."""
 
     header: str | None
 
     @property
     def is_given(self) -> bool:
-        """Return whether the request has the header."""
+        """Return True if the request has the header."""
         return self.header is not None
 
     def version(self, prefix: str) -> int | None:
-        """Return the version that is expected of the resource whose tags are ``"{prefix}-{version}"``.
+        """Return the expected version of the resource with tags ``"{prefix}-{version}"``; None accepts any.
 
-        None: any will do. Raises `PreconditionFailedError` if none of the tags can be one of the resource.
+        Raises `PreconditionFailedError` if no tag can belong to the resource.
         """
         if self.header is None or self.header.strip() == "*":
             return None
@@ -169,12 +170,12 @@ class Precondition:
         raise PreconditionFailedError("If-Match names no state of this resource; read it again")
 
     def nothing(self, detail: str) -> None:
-        """Refuse any tag, since the resource does not exist. Raises `PreconditionFailedError`."""
+        """Raise `PreconditionFailedError` for any tag, since the resource does not exist."""
         if self.is_given:
             raise PreconditionFailedError(detail)
 
     def required(self) -> None:
-        """Raises `PreconditionRequiredError` if the request has no ``If-Match``."""
+        """Raise `PreconditionRequiredError` without ``If-Match``."""
         if not self.is_given:
             raise PreconditionRequiredError("send If-Match with the ETag of what you have read, or *")
 
@@ -193,7 +194,7 @@ IfMatch = Annotated[Precondition, Depends(_precondition)]
 
 @dataclass(frozen=True, slots=True)
 class PageParams:
-    """``limit`` rows after ``cursor``, which is the ``next_cursor`` of the page before."""
+    """``limit`` rows after ``cursor``, the ``next_cursor`` of the previous page."""
 
     limit: int
     cursor: str | None

@@ -1,4 +1,4 @@
-"""Errors as problem documents: of the service, the framework, the database, and unexpected ones."""
+"""Conversion of errors to problem documents: service, framework, database and unexpected errors."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _log = structlog.get_logger(__name__)
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Let ``app`` answer errors of routes so. What escapes them is for the outermost middleware."""
+    """Install the error handlers of ``app``. The outermost middleware handles escaped errors."""
     of_routes = (ProblemError, RequestValidationError, HTTPException, CatalogError)
     for kind in (*of_routes, DatabaseUnavailableError, CheckpointError, OSError):
         app.add_exception_handler(kind, _answer)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    # the framework names the methods of the first route of the path only
+    # the framework names only the methods of the first route
     is_method = isinstance(error, HTTPException) and error.status_code == 405
     problem = method_problem(request.scope) if is_method else problem_of(error)
     return problem_response(_of_role(problem, request), request.scope)
 
 
 def _of_role(problem: ProblemError, request: Request) -> ProblemError:
-    """Say of what was not found that it may be in a root where the role lacks the scope of the route."""
+    """Add to a not-found error that the role may lack the scope in the root."""
     caller = getattr(request.state, "principal", None)
     is_narrow = isinstance(caller, Principal) and caller.rights is not None and caller.roots is not None
     if isinstance(problem, NotFoundError) and is_narrow:
@@ -66,13 +66,13 @@ def _of_role(problem: ProblemError, request: Request) -> ProblemError:
 
 
 def method_problem(scope: Any) -> ProblemError:
-    """405, with the methods that the path has."""
+    """Return the 405 problem with the allowed methods of the path."""
     allowed = scope["app"].state.paths.methods(scope["path"])
     return problem_of(HTTPException(405, headers={"Allow": ", ".join(sorted(allowed))}))
 
 
 def problem_of(error: Exception) -> ProblemError:
-    """Return the problem that ``error`` is to whoever asked."""
+    """Return the problem document for ``error``."""
     if isinstance(error, ProblemError):
         return error
     if isinstance(error, RequestValidationError):
@@ -107,7 +107,7 @@ def _catalog_problem(error: CatalogError) -> ProblemError:
 
 
 def problem_response(problem: ProblemError, scope: Any) -> Response:
-    """Return the answer: a document, or for a browser the page that ``app.state.problem_page`` makes."""
+    """Return the answer: a document, or for a browser the page made by ``app.state.problem_page``."""
     as_page = getattr(getattr(scope.get("app"), "state", None), "problem_page", None)
     if as_page is not None and wants_page(scope):
         return cast(Response, as_page(problem, scope))
@@ -120,7 +120,7 @@ def problem_response(problem: ProblemError, scope: Any) -> Response:
 
 
 def wants_page(scope: Any) -> bool:
-    """Return whether a browser asks for a page: it accepts HTML by name, while programs accept anything."""
+    """Return True if a browser requests a page: HTML by name, while programs accept anything."""
     return not scope["path"].startswith("/api/") and "text/html" in Headers(scope=scope).get("accept", "")
 
 
@@ -144,7 +144,7 @@ def _place(part: Any) -> str | int:
 
 
 def _shown(text: str) -> str:
-    # names of members come from whoever asked, and half a surrogate pair cannot be sent back
+    # member names are foreign input; a lone surrogate cannot be encoded
     return text[:500].encode("utf-8", "replace").decode()
 
 

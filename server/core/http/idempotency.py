@@ -1,10 +1,9 @@
-"""``Idempotency-Key``: a POST that is sent again, because its answer was lost, is done once.
+"""``Idempotency-Key``: a repeated POST, whose first answer was lost, takes effect once.
 
-The answer of the first is kept for a day and given again. A route that writes to the database keeps its
-answer in the same transaction (`transact`), so that no crash comes between; of the
-others the answer is kept afterwards (`settle`). A request that is still at work, or that ended with the
-process it was in, answers 409 to a second one; after ``taken_seconds`` the second takes the place of the
-first, which then has no effect any more.
+The first answer is kept for a day and returned again. A route that writes to the database stores its answer
+in the same transaction (`transact`); other answers are stored afterwards (`settle`). While the first request
+is running or after its process died, a second request gets 409. After ``taken_seconds`` the second request
+replaces the first, which then has no effect.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class KeptAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A key that a request has: whose it is, and since when."""
+    """A key reserved by a request, with owner and time."""
 
     actor: str
     key: str
@@ -59,7 +58,8 @@ class Reservation:
 
 
 def hash_of(method: str, path: str, query: bytes, body: bytes, rights: object) -> bytes:
-    """Hash a request, to compare two. A caller who has other rights since gets no answer of before."""
+    """Hash a request for comparison, including the rights of the caller: changed rights get no earlier
+    answer."""
     digest = hashlib.sha256()
     for part in (method.encode(), path.encode("utf-8", "replace"), query, body, repr(rights).encode()):
         digest.update(len(part).to_bytes(8, "little"))
@@ -70,9 +70,9 @@ def hash_of(method: str, path: str, query: bytes, body: bytes, rights: object) -
 def begin(
     database: Database, wanted: Reservation, request_hash: bytes, taken_seconds: float = TAKEN_SECONDS
 ) -> KeptAnswer | None:
-    """Reserve the key for this request, or return the answer that there is.
+    """Reserve the key for this request, or return the existing answer.
 
-    Raises ConflictError while the first is at work, UnprocessableError if the key was another request's.
+    Raises ConflictError while the first request is running, and UnprocessableError for another request.
     """
     actor, key = wanted.actor, wanted.key
 
@@ -102,7 +102,7 @@ def begin(
     try:
         return database.transact(act)
     except IntegrityError:
-        # another one was quicker; it is at work now
+        # another request was faster and is running
         raise _at_work() from None
 
 
@@ -113,9 +113,9 @@ def _at_work() -> ConflictError:
 
 
 def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -> None:
-    """Keep what is answered, with what else is done in this transaction.
+    """Store the answer in the transaction of the effects.
 
-    Raises ConflictError if another request has taken the key since, and does it in place of this one.
+    Raises ConflictError if another request has taken over the key.
     """
     values = {"status_code": answer.status, "headers": dict(answer.headers), "body": answer.body}
     changed = connection.execute(update(idempotency).where(*_unanswered(reservation)).values(values))
@@ -124,8 +124,8 @@ def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -
 
 
 def settle(database: Database, reservation: Reservation, answer: KeptAnswer | None) -> None:
-    """Keep what was answered, or free the key of a request that changed nothing; neither where another
-    request has taken the key since."""
+    """Store the answer, or free the key of a request without effect, unless another request took over the
+    key."""
 
     def act(connection: Connection) -> None:
         if answer is None:
@@ -147,11 +147,11 @@ def _unanswered(reservation: Reservation) -> tuple[ColumnElement[bool], ...]:
 
 
 def forget_old(database: Database, now_seconds: float) -> None:
-    """Drop what has been kept for long enough."""
+    """Delete expired answers."""
     is_old = idempotency.c.created_seconds < now_seconds - KEPT_SECONDS
     with database.read() as connection:
         found = connection.execute(select(idempotency.c.key).where(is_old).limit(1)).first()
-    if found is not None:  # so that no request waits for a writer that has nothing to write
+    if found is not None:  # no write transaction without a write
         database.transact(lambda connection: connection.execute(delete(idempotency).where(is_old)))
 
 
@@ -161,10 +161,10 @@ _log = structlog.get_logger(__name__)
 
 
 def transact(database: Database, request: Request, response: Response, act: Callable[[Connection], T]) -> T:
-    """Run ``act`` in a transaction that also keeps its answer, a record, a model or None, with the headers
-    that it sets in ``response``.
+    """Run ``act`` in a transaction that also stores its answer, with the headers set in ``response``.
 
-    Raises ConflictError, and has no effect, if another request has taken the key since.
+    The answer is a record, a model or None. Raises ConflictError without effect if another request took over
+    the key.
     """
     reservation = getattr(request.state, "reservation", None)
     if not isinstance(reservation, Reservation):
@@ -190,14 +190,14 @@ def _kept(request: Request, response: Response, answer: object) -> KeptAnswer:
 
 
 class IdempotencyMiddleware:
-    """Answers that say that something was done are kept; after others the request may be tried again."""
+    """Stores answers of successful requests; failed requests can be repeated."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle the ``Idempotency-Key`` (ASGI)."""
         key = Headers(scope=scope).get("idempotency-key") if _is_post(scope) else None
         principal = scope.get("state", {}).get("principal")
         if key is None or not isinstance(principal, Principal):
@@ -206,7 +206,7 @@ class IdempotencyMiddleware:
         try:
             if not _KEY.fullmatch(key):
                 raise BadRequestError("Idempotency-Key has 1 to 128 visible ASCII characters")
-            message = await receive()  # whole, since the limits are kept outside of this
+            message = await receive()  # complete, since an outer middleware enforces the limits
             reservation = Reservation(principal.identity, key, self._service.clock())
             answer = await self._begin(scope, reservation, message.get("body", b""))
         except (ProblemError, DatabaseUnavailableError) as error:
@@ -229,14 +229,14 @@ class IdempotencyMiddleware:
         self, scope: Scope, message: Message, receive: Receive, send: Send, reservation: Reservation
     ) -> None:
         state = scope["state"]
-        state["reservation"] = reservation  # for routes that keep their answer themselves
+        state["reservation"] = reservation  # for routes that store their answer themselves
         recorder = _Recorder(message, receive, send)
         try:
             await self.app(scope, recorder.receive, recorder.send)
         except Exception:
             await self._keep(reservation, None)
             raise
-        # When it is cancelled, a thread may still do what was asked for, so that the key stays taken.
+        # After a cancellation a thread may still run the request, so the key stays reserved.
         if not state.get("is_kept", False):
             await self._keep(reservation, None if state.get("is_secret", False) else recorder.answer())
         await recorder.release()
@@ -249,7 +249,7 @@ class IdempotencyMiddleware:
 
 
 class _Recorder:
-    """The last part of the answer is sent once it has been kept, so that whoever has it can rely on that."""
+    """Sends the last part of the answer after storing it, so a received answer is always stored."""
 
     def __init__(self, message: Message, receive: Receive, send: Send) -> None:
         self._message: Message | None = message

@@ -1,13 +1,12 @@
 """Metrics for operators: counters and durations of requests, and samples of the database.
 
-A process of the API counts requests and statements itself: an ASGI middleware, and listeners of the
-engines. All else is read from the database when it is asked for (`dcp.server.core.samples`), because it has
-to be right whichever process answers, and for workers that listen on no port.
+API processes count requests and statements in an ASGI middleware and in listeners of the engines. Other
+metrics are read from the database on demand (`dcp.server.core.samples`): they are correct on any process and
+include workers without a port.
 
-Metrics are added up over the processes of one API, which count in files of one folder: the multi-process
-mode of prometheus_client, whose folder is named by an environment variable that has to be set before the
-processes start. One process needs none of it. Readiness is `dcp.server.core.http.readiness`; the route is a
-feature's.
+The processes of one API add up their counts with the multi-process mode of prometheus_client, in files of a
+folder named by an environment variable set before the start. A single process does not need this. See
+`dcp.server.core.http.readiness` for readiness; a feature has the route.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _STATEMENT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 
 @dataclass(frozen=True)
 class Instruments:
-    """Counters and histograms of a service, in a registry of its own.
+    """Counters and histograms of a service, in a separate registry.
 
     ``route`` is the template of the path (``/api/v1/checkpoints/{checkpoint_id}``), or "(none)".
     """
@@ -66,8 +65,8 @@ class Instruments:
 
     @classmethod
     def create(cls) -> Instruments:
-        """Create all at zero."""
-        # A series more for each counter, which Prometheus has no use for.
+        """Create all metrics at zero."""
+        # Prometheus does not use the additional series of each counter.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = CollectorRegistry()
         return cls(
@@ -116,18 +115,18 @@ class Instruments:
 
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _STARTED: Final = "dcp_statement_started"
-_WRITES: Final = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")  # the last one waits for other writers
+_WRITES: Final = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")  # BEGIN IMMEDIATE waits for other writers
 
 
 class MeasureMiddleware:
-    """Counts requests, their time to the first byte, and the bytes sent; the outermost middleware."""
+    """Counts requests, their time to the first byte, and sent bytes; the outermost middleware."""
 
     def __init__(self, app: ASGIApp, instruments: Instruments) -> None:
         self.app = app
         self.instruments = instruments
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and look."""
+        """Measure the request (ASGI)."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -147,7 +146,7 @@ class _MeasuredAnswer:
         self._scope = scope
         self._began = time.perf_counter()
         self._first_byte_seconds: float | None = None
-        self._status = 500  # what the server makes of an exception that was not handled
+        self._status = 500  # status of an unhandled exception
         self._sent_bytes = 0
         self._is_whole = False
 
@@ -173,9 +172,9 @@ class _MeasuredAnswer:
 
 
 def watch_database(database: Database, instruments: Instruments) -> None:
-    """Measure every statement of ``database`` from now on."""
+    """Measure every statement of ``database``."""
     engines = [database.writer]
-    if database.dialect == "sqlite":  # on PostgreSQL the reader is the writer with an option
+    if database.dialect == "sqlite":  # on PostgreSQL both share one engine
         engines.append(database.reader)
     for engine in engines:
         _watch(engine, instruments)
@@ -210,9 +209,9 @@ FOLDER_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Yield a folder for the counts of all processes that are started inside; removed at the end.
+    """Yield a folder for the counts of all processes started inside; removed at the end.
 
-    A folder that the environment names already is taken as it is, and stays.
+    A folder named by the environment is used as it is, and stays.
     """
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
@@ -227,7 +226,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def living_processes(folder: Path | None) -> set[int]:
-    """Return the processes that count in ``folder`` and run, this one among them."""
+    """Return the running processes that count in ``folder``, including this one."""
     found = {os.getpid()}
     if folder is not None:
         numbers = {path.stem.rpartition("_")[2] for path in folder.glob("*_*.db")}
@@ -236,7 +235,7 @@ def living_processes(folder: Path | None) -> set[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that is not swapped out; 0 where it, or ``/proc``, is not there."""
+    """Return the resident memory of a process; 0 without the process or ``/proc``."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -256,15 +255,15 @@ def _is_alive(pid: int) -> bool:
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT_SECONDS: Final = 5.0
-"""How old the state of the database may be: many that scrape cost no more than one."""
+"""Maximum age of database samples: many scrapers cost no more than one."""
 
 
 Samples = Callable[[Connection, Service], Iterable[Metric]]
-"""Reads metrics of the database, for a feature."""
+"""Function of a feature that reads metrics from the database."""
 
 
 class Monitoring:
-    """All metrics of one service; `text` may be called by many threads."""
+    """All metrics of one service. Thread-safe."""
 
     def __init__(self, service: Service, instruments: Instruments, samples: Sequence[Samples]) -> None:
         named = os.environ.get(FOLDER_VARIABLE)
@@ -274,8 +273,11 @@ class Monitoring:
         self._processes = _ProcessCollector(self.folder)
 
     def text(self, roots: Mapping[str, bool]) -> bytes:
-        """In Prometheus' text format; if the database is away, ``dcp_database_up`` 0 in place of its part.
-        ``roots``: whether each answers."""
+        """Return the metrics in the text format of Prometheus.
+
+        If the database is unreachable, its metrics are replaced by ``dcp_database_up`` 0. ``roots``:
+        reachability by root.
+        """
         registry = CollectorRegistry()
         registry.register(_RootCollector(roots))
         registry.register(self._state)
@@ -287,7 +289,7 @@ class Monitoring:
         return generate_latest(registry)
 
     def _forget_dead_processes(self, folder: Path) -> None:
-        # What a dead process had in progress is not; what it has counted stays.
+        # Drop gauges of dead processes; keep their counters.
         alive = living_processes(folder)
         for path in folder.glob("gauge_live*_*.db"):
             number = path.stem.rpartition("_")[2]
@@ -296,10 +298,9 @@ class Monitoring:
 
 
 def install_metrics(app: FastAPI, service: Service, samples: Sequence[Samples]) -> Monitoring:
-    """Measure ``app`` and its database; also kept in ``app.state.monitoring``. ``samples`` are those of
-    features.
+    """Measure ``app`` and its database; also sets ``app.state.monitoring``. ``samples`` come from features.
 
-    To be called after all other middlewares were added, so that it sees what they answer.
+    Call after adding all other middleware to measure the final answers.
     """
     instruments = Instruments.create()
     watch_database(service.database, instruments)
@@ -317,7 +318,7 @@ class _StateCollector(Collector):
         self._kept_until = 0.0
 
     def describe(self) -> list[Metric]:
-        return []  # nothing is read to be registered
+        return []  # no query for the registration
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
@@ -334,7 +335,7 @@ class _StateCollector(Collector):
                 found = read_state(connection, time.time())
                 for read in self._samples:
                     found += read(connection, self._service)
-        except (DatabaseUnavailableError, SQLAlchemyError):  # away, or not migrated yet
+        except (DatabaseUnavailableError, SQLAlchemyError):  # unreachable, or not migrated yet
             return [GaugeMetricFamily("dcp_database_up", "1 if the database answers", value=0)]
         seconds = time.perf_counter() - began
         return [

@@ -1,13 +1,13 @@
-"""Middleware of all responses: limits of requests, ids and log lines, security headers, compression.
+"""Middleware of all responses: request limits, ids and log lines, security headers, compression.
 
-Limits are on the size and media type of requests, and on the time until they have arrived and are answered.
+Limits apply to the size and media type of requests, and to the time until the request has arrived and the
+answer begins.
 
-Compressed are answers that are sent at once, for clients that accept gzip: pages, JSON, scripts and styles.
-Streams (events, downloads), ranges, bodies that are compressed or small, and answers with a strong entity
-tag, which names the very bytes, go through untouched. The length of what is compressed reveals its content,
-and so an attacker who makes a browser load pages with chosen words in the address could guess other text of
-the page (the BREACH attack). The secret of a page is the token of its forms: it differs in each page
-(`dcp.server.core.pages.requests`).
+Compression applies to complete answers (pages, JSON, scripts, styles) for clients that accept gzip. Streams,
+ranges, compressed or small bodies, and answers with a strong entity tag pass unchanged. The compressed
+length reveals content: an attacker who makes a browser load pages with chosen words in the address could
+guess other text of the page (BREACH). The only secret of a page is the form token, which differs in each
+page (`dcp.server.core.pages.requests`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dcp.server.core.problems import (
 )
 
 CSP: Final = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-"""For answers that are no pages; a page sets its own."""
+"""Content security policy of answers other than pages; a page sets its own."""
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _QUIET: Final = frozenset({"/healthz", "/readyz", "/metrics"})
@@ -51,16 +51,16 @@ _request_log = structlog.get_logger("dcp.server.requests")
 
 
 class RequestMiddleware:
-    """Gives each request ``state.request_id``: the caller's ``X-Request-ID`` if it is a tame one.
+    """Sets ``state.request_id``, the ``X-Request-ID`` of the caller if it is well-formed.
 
-    Paths are logged, queries and headers are not.
+    Logs paths, but neither queries nor headers.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handle the request (ASGI)."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -130,18 +130,18 @@ _TYPES: Final = frozenset(
 )
 _LEAST_BYTES: Final = 1000
 _OWN_THREAD_BYTES: Final = 256 << 10
-"""From here on compressing takes milliseconds, in which the other requests would wait."""
+"""Size from which compression runs in a thread, because it takes milliseconds."""
 _LEVEL: Final = 5
 
 
 class CompressionMiddleware:
-    """Compresses answers that come in one piece."""
+    """Compresses answers sent in one piece."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Compress the answer (ASGI)."""
         if scope["type"] != "http" or scope["method"] == "HEAD":
             await self.app(scope, receive, send)
             return
@@ -166,7 +166,7 @@ class CompressionMiddleware:
 
 
 async def _compressed(start: Message, message: Message) -> Message:
-    """Return the body, and its headers in ``start``; as they are where it is not worth it."""
+    """Return the compressed body and update the headers in ``start``; unchanged if not worthwhile."""
     body = message.get("body", b"")
     if len(body) < _LEAST_BYTES:
         return message
@@ -191,7 +191,7 @@ def _may_be_compressed(start: Message) -> bool:
 
 
 def _accepts_gzip(said: str) -> bool:
-    """Return whether ``Accept-Encoding`` names gzip with a weight above 0."""
+    """Return True if ``Accept-Encoding`` names gzip with a weight above 0."""
     for one in said.lower().split(","):
         name, _, weight = one.partition(";")
         if name.strip() in ("gzip", "*"):
@@ -215,11 +215,10 @@ class _SlowRequestError(ProblemError):
 
 
 class LimitMiddleware:
-    """Bodies of JSON and of ``max_body_bytes`` at most, answers that begin within ``seconds``.
+    """Accepts JSON bodies up to ``max_body_bytes``, and requires an answer to begin within ``seconds``.
 
-    Outside of the API they may be forms, too. The body is read before anything else is done, so that a slow
-    or lying sender holds no thread and no connection to the database. An answer that has begun takes as long
-    as it takes.
+    Outside of the API, forms are accepted too. The body is read first, so a slow sender holds no thread and
+    no database connection. A started answer has no time limit.
     """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, seconds: float) -> None:
@@ -229,7 +228,7 @@ class LimitMiddleware:
         self._running: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Enforce the limits (ASGI)."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -243,18 +242,18 @@ class LimitMiddleware:
             if body is not None:
                 await self._answer(scope, _Replayed(body, receive), send)
             return
-        # what is left of the body is not read, so the connection is of no use any more
+        # the rest of the body is unread, so the connection cannot be reused
         problem.headers["Connection"] = "close"
         await problem_response(problem, scope)(scope, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Read the whole body; None if the sender disconnected."""
+        """Return the complete body; None if the sender disconnected."""
         if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > _MAX_TARGET_BYTES:
             raise BadRequestError("the address is too long")
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy might go by the other one, and take a part of the body for the next request.
+            # A proxy might use the other length and treat a part of the body as the next request.
             raise BadRequestError("Transfer-Encoding and Content-Length exclude each other")
         if not length.isdecimal():
             raise BadRequestError("Content-Length is not a number")
@@ -296,7 +295,7 @@ class LimitMiddleware:
         if task.done() or answer.begun.is_set():
             await task
             return
-        # A thread cannot be stopped; whatever it will say is not sent, and who asked need not wait for it.
+        # A thread cannot be stopped; its late answer is dropped.
         answer.is_late = True
         task.cancel()
         task.add_done_callback(_retrieve)
@@ -316,7 +315,7 @@ async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None
 
 
 class _Replayed:
-    """Gives the body that has been read, then what the server says, which is that the client went away."""
+    """Delivers the body read before, then messages of the server: the disconnect."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
@@ -343,6 +342,6 @@ class _TimedAnswer:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    # else asyncio complains of an error that was not looked at
+    # otherwise asyncio reports an unretrieved exception
     if not task.cancelled() and task.exception() is not None:
         _log.warning("request failed after its time", error=repr(task.exception()))

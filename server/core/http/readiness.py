@@ -1,10 +1,9 @@
-"""Start and readiness: the lifespan of the application, checks of its database and roots.
+"""Startup and readiness: lifespan of the application, and checks of database and roots.
 
-The database decides whether the service is ready, and the roots do not: a balancer that took a service out
-because of one root would take away the catalog of all of them. Each is checked in a thread of its own, one
-at a time and not more often than every other second: the answer comes in time although a check hangs, and
-says so. A service starts although its database is away, reports that in ``/readyz``, and recovers once it is
-back.
+Only the database decides readiness: a load balancer must not remove the whole catalog because of one root.
+Each check has a separate thread, runs once at a time and at most every other second, so answers arrive in
+time and report a hanging check. The service starts without a database, reports this in ``/readyz``, and
+recovers later.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ OK: Final = "ok"
 _FRESH_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 5.0
 _EMPTY: Final = "empty"
-"""Fine, unless the catalog knows checkpoints in it."""
+"""State of an empty root: fine unless the catalog knows checkpoints in it."""
 _NOT_MOUNTED: Final = "it is empty, and the catalog knows checkpoints in it: is its disk mounted?"
 _OTHER_PLACE: Final = (
     "none of the checkpoints that the catalog knows was found in it; dcp roots list says more"
 )
 _NO_ANSWER: Final = "does not answer"
 _NAME: Final = ".dcp-readiness"
-"""Of a file that there is not: to ask for it is the cheapest question that a storage has to answer."""
+"""Name of a nonexistent file: asking for it is the cheapest request to a storage."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Readiness:
-    """The checks of one service, by name: "ok", or what is wrong, without places and secrets."""
+    """Checks of one service by name: "ok", or the problem without places and secrets."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -64,11 +63,11 @@ class Readiness:
         self._doubts: dict[str, str] = {}
 
     async def check(self) -> dict[str, str]:
-        """Check what the service cannot do without: its database. Waits for no root."""
+        """Check the database, which the service requires. Does not wait for roots."""
         return {"database": await self._database.ask()}
 
     async def check_roots(self) -> dict[str, str]:
-        """Check all roots at one time, by name; then what the catalog knows of them, if it answers."""
+        """Check all roots concurrently, by name, and compare with the catalog if available."""
         found = await asyncio.gather(*(probe.ask() for probe in self._roots.values()))
         results = dict(zip(self._roots, found, strict=True))
         self._empty = frozenset(name for name, result in results.items() if result == _EMPTY)
@@ -80,9 +79,9 @@ class Readiness:
         }
 
     def prepare(self) -> str | None:
-        """Bring the database up to date where the settings allow that; what is missing, or None.
+        """Upgrade the database if the settings allow it, and return the remaining problem or None.
 
-        Raises `DatabaseUnavailableError`. Once all is well nothing more is done.
+        Raises `DatabaseUnavailableError`. Does nothing after the first success.
         """
         with self._lock:
             if not self._is_prepared:
@@ -122,10 +121,10 @@ ReadinessDep = Annotated[Readiness, Depends(_readiness)]
 
 
 def prepare_database(service: Service) -> str | None:
-    """Migrate SQLite if ``migrate`` is set; else only look. Returns the problem to be solved by the operator,
-    or None.
+    """Migrate SQLite if ``migrate`` is set, otherwise only check. Returns the problem for the operator, or
+    None.
 
-    The roots of the settings are made known to the catalog. Raises `DatabaseUnavailableError`.
+    Registers the configured roots in the catalog. Raises `DatabaseUnavailableError`.
     """
     database = service.database
     try:
@@ -162,7 +161,7 @@ def _look_at_root(root: StorageRoot) -> str:
 
 
 class _Probe:
-    """Asks ``look`` in a thread, never in two."""
+    """Runs ``look`` in a thread, one call at a time."""
 
     def __init__(self, name: str, look: Callable[[], str], patience_seconds: float) -> None:
         self._name = name
@@ -176,7 +175,7 @@ class _Probe:
         self._hangs_from_seconds = 0.0
 
     async def ask(self) -> str:
-        """Return the result, at most some seconds old. A check that is known to hang is not waited for."""
+        """Return the result, at most some seconds old. Does not wait for a hanging check."""
         done = asyncio.Event()
         with self._lock:
             if time.monotonic() < self._until_seconds:
@@ -211,7 +210,7 @@ def _wake(waiting: Iterable[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) ->
     for loop, event in waiting:
         try:
             loop.call_soon_threadsafe(event.set)
-        except RuntimeError:  # its loop has ended, and no request waits any more
+        except RuntimeError:  # the loop has ended; no request waits
             continue
 
 
@@ -224,11 +223,11 @@ _FLUSH_SECONDS: Final = 15.0
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Yield the lifespan of the application that `create_app` makes."""
+    """Return the lifespan of the application made by `create_app`."""
     service: Service = app.state.service
     readiness: Readiness = app.state.readiness
     try:
-        # before the first request, where that is possible
+        # before the first request if possible
         problem = await run_in_threadpool(readiness.prepare)
         if problem is not None:
             _log.error("database not ready", problem=problem)

@@ -1,9 +1,9 @@
-"""Routes: prefixes, names, access, methods of paths, threads for large bodies, and the OpenAPI document.
+"""Routes: prefixes, names, access, methods, threads for large bodies, and the OpenAPI document.
 
-Pages show the document without a request to another host.
+The documentation pages load nothing from other hosts.
 
-A router is made with its whole prefix, and `dcp.server.app` takes its routes as they are: FastAPI would make
-each a second time in ``include_router``, and look through all routers twice for every request.
+Routers carry their full prefix, and `dcp.server.app` takes their routes unchanged: FastAPI's
+``include_router`` would duplicate each route and search routers twice per request.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ API: Final = "/api/v1"
 
 
 def operation_id(route: APIRoute) -> str:
-    """Its function's name, which is no other route's (`check_routes`)."""
+    """Return the unique name of the function (`check_routes`)."""
     return route.name
 
 
 def api_router(
     prefix: str = "", *, tags: Sequence[str | Enum] = (), dependencies: Sequence[Any] = ()
 ) -> APIRouter:
-    """For routes below `API` and ``prefix``."""
+    """Return a router below `API` and ``prefix``."""
     return APIRouter(
         prefix=API + prefix,
         tags=[*tags],
@@ -57,12 +57,12 @@ def api_router(
 
 
 def walk_routes(app: FastAPI) -> Iterator[RouteContext]:
-    """Yield all routes, also those of routers in routers."""
+    """Yield all routes, including nested routers."""
     yield from iter_route_contexts(app.routes)
 
 
 def access_of(route: RouteContext) -> Requires | Public | None:
-    """Return who may use the route; None if it declares no access, or two."""
+    """Return the declared access of the route; None without exactly one declaration."""
     dependant = getattr(route, "dependant", None)
     found = [
         dependency.call
@@ -73,7 +73,7 @@ def access_of(route: RouteContext) -> Requires | Public | None:
 
 
 def check_routes(app: FastAPI) -> None:
-    """Raises ValueError for a route that does not say who may use it, or whose name is another one's, too."""
+    """Raise ValueError for a route without declared access or with a duplicate name."""
     names: set[str] = set()
     for route in walk_routes(app):
         if access_of(route) is None:
@@ -87,10 +87,10 @@ def check_routes(app: FastAPI) -> None:
 
 
 class Paths:
-    """The paths of all ``routes``. One that several templates fit is that one's which spells more of it.
+    """The paths of all ``routes``. Of several matching templates the most literal one applies.
 
-    The framework would try the other template where this one has not the method, and take a word for a
-    value: the resource at the path would then depend on the method.
+    The framework would fall back to another template if the method is missing, and treat a literal part as a
+    value: the resource would depend on the method.
     """
 
     def __init__(self, routes: Iterable[RouteContext]) -> None:
@@ -105,30 +105,31 @@ class Paths:
         ]
 
     def methods(self, path: str) -> frozenset[str]:
-        """Return the methods that ``path`` has; none if there is nothing."""
+        """Return the methods of ``path``; empty for an unknown path."""
         fit = [template for template, pattern in self._patterns.items() if pattern.fullmatch(path)]
         own = [template for template in fit if not any(self._spells_more(other, template) for other in fit)]
         return frozenset().union(*(self._methods[template] for template in own))
 
     def is_refused(self, method: str, path: str) -> bool:
-        """Return whether the framework would match ``path``, without ``method``, with another template."""
+        """Return True if the framework would match ``path`` with another template because ``method`` is
+        missing."""
         return any(pattern.fullmatch(path) for pattern in self._spelled) and method not in self.methods(path)
 
     def _spells_more(self, template: str, other: str) -> bool:
-        # "/a/{b}" is itself a path that fits "/a/{c}" and "/{d}/{e}"
+        # "/a/{b}" itself matches "/a/{c}" and "/{d}/{e}"
         return bool(self._patterns[other].fullmatch(template)) and not self._patterns[template].fullmatch(
             other
         )
 
 
 class MethodMiddleware:
-    """Answers 405 where the framework would take a path that is spelled out for a value of another one's."""
+    """Answers 405 instead of matching a literal path as a value of another template."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Check the method (ASGI)."""
         if scope["type"] == "http" and scope["app"].state.paths.is_refused(scope["method"], scope["path"]):
             await problem_response(method_problem(scope), scope)(scope, receive, send)
             return
@@ -144,14 +145,14 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class LargeBodies:
-    """The threads of one application, and how many requests of each account they have; for its event loop."""
+    """Threads for large bodies, with the number of requests of each account; for one event loop."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="dcp-large-body")
         self._of: Counter[str] = Counter()
 
     async def handle(self, request: Request, handler: Handler) -> Response:
-        """Handle the request in a thread. Raises TooManyRequestsError where its account has enough."""
+        """Handle the request in a thread. Raises TooManyRequestsError above the limit of the account."""
         principal = getattr(request.state, "principal", None)
         who = principal.owner if isinstance(principal, Principal) else ""
         if self._of[who] >= _OF_KEY:
@@ -178,10 +179,10 @@ def _call(loop: asyncio.AbstractEventLoop, act: Callable[[str], None], who: str)
 
 
 class LargeBodyRoute(APIRoute):
-    """A route whose large bodies are for `LargeBodies`, which is ``app.state.large_bodies``."""
+    """A route whose large bodies run in the `LargeBodies` of ``app.state.large_bodies``."""
 
     def get_route_handler(self) -> Handler:
-        """FastAPI's handler, which reads and checks the body; in a thread where that is large."""
+        """Return the handler of FastAPI, which reads and validates the body, in a thread for large bodies."""
         handler: Handler = super().get_route_handler()
         if self.body_field is None:
             return handler
@@ -214,13 +215,13 @@ router = APIRouter(dependencies=[public], include_in_schema=False)
 
 @router.get(OPENAPI_PATH)
 async def get_openapi_document(request: Request) -> JSONResponse:
-    """Return the description of the interface."""
+    """Return the OpenAPI document."""
     return JSONResponse(request.app.openapi())
 
 
 @router.get("/docs")
 async def get_docs() -> HTMLResponse:
-    """Return the interface, to try it."""
+    """Return the interactive documentation."""
     page = get_swagger_ui_html(
         openapi_url=OPENAPI_PATH,
         title="dcphub",
@@ -233,7 +234,7 @@ async def get_docs() -> HTMLResponse:
 
 @router.get("/redoc")
 async def get_redoc() -> HTMLResponse:
-    """Return the interface, to read it."""
+    """Return the documentation for reading."""
     page = get_redoc_html(
         openapi_url=OPENAPI_PATH,
         title="dcphub",
@@ -246,7 +247,7 @@ async def get_redoc() -> HTMLResponse:
 
 @router.get("/docs/static/{name}")
 async def get_docs_file(name: str) -> FileResponse:
-    """Scripts and styles of these pages."""
+    """Return a script or style of the documentation pages."""
     if name not in _TYPES:
         raise NotFoundError("there is nothing at this path")
     return FileResponse(
@@ -255,7 +256,7 @@ async def get_docs_file(name: str) -> FileResponse:
 
 
 def _guarded(page: HTMLResponse) -> HTMLResponse:
-    # inline scripts by their hash, so that what is smuggled into the page still does not run
+    # inline scripts by hash, so injected scripts do not run
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"
         for script in _SCRIPT.findall(bytes(page.body))
@@ -269,7 +270,7 @@ def _guarded(page: HTMLResponse) -> HTMLResponse:
 
 
 def install_documentation(app: FastAPI) -> None:
-    """Let ``app.openapi()`` say who may and how a request can fail, which is the same nearly everywhere."""
+    """Extend ``app.openapi()`` with access and common errors."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -290,7 +291,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     }
     for route in walk_routes(app):
         if not getattr(route, "include_in_schema", True):
-            continue  # a page, which may have the path of an operation that others may use
+            continue  # a page, which may share the path of an operation
         for method in getattr(route, "methods", None) or ():
             operation = (
                 document["paths"].get(getattr(route, "path_format", route.path), {}).get(method.lower())

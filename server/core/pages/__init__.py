@@ -1,5 +1,4 @@
-"""The shell of the web pages: rendering, templates and files that features share, forms, errors.
+"""Shell of the web pages: rendering, shared templates and files, forms, errors.
 
-Pages of features use the functions behind the routes of the API, so that they show the same as the JSON, with
-the same scopes.
+Pages of features call the functions behind the API routes, so they show the same data with the same scopes.
 """

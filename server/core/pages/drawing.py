@@ -1,4 +1,4 @@
-"""Small pictures without a script: lines and bars as coordinates, for SVG in templates."""
+"""Small pictures without scripts: lines and bars as coordinates for SVG templates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Final
 _GONE: Final = frozenset({"deleted", "purged"})
 _LOST: Final = frozenset({"unreadable", "vanished"})
 _FLAG_ROOM: Final = 9.0
-"""Per cent of the width that a flag with its name takes."""
+"""Percentage of the width used by a flag with its name."""
 
 
 def polyline(values: Sequence[float], width: float = 100, height: float = 24) -> str:
-    """``points`` of a line from left to right; the greatest value is at the top."""
+    """Return the ``points`` of a line from left to right, with the maximum at the top."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -28,8 +28,11 @@ def polyline(values: Sequence[float], width: float = 100, height: float = 24) ->
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Neighbouring checkpoints: ``x``, ``middle`` and ``width`` in per cent, ``height`` in per cent of the
-    highest. ``kind``: good, plain, bad, open or gone. ``row`` of its flag, if aliases name one of them."""
+    """Neighbouring checkpoints: ``x``, ``middle`` and ``width`` in percent, ``height`` in percent of the
+    maximum.
+
+    ``kind``: good, plain, bad, open or gone. ``row``: the row of its flag, if an alias names one of them.
+    """
 
     x: float
     middle: float
@@ -42,7 +45,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Bars by step; where steps are missing is a gap. ``kinds`` are those that there are."""
+    """Bars by step, with gaps for missing steps. ``kinds`` are the kinds in use."""
 
     bars: tuple[Bar, ...]
     kinds: frozenset[str]
@@ -51,7 +54,7 @@ class Timeline:
 
 
 def timeline(bins: Sequence[Any]) -> Timeline | None:
-    """Return the picture of the bins of a run's timeline, as the API has them; None without any."""
+    """Return the picture of the bins of a run timeline; None without bins."""
     if not bins:
         return None
     first, last = bins[0].first_step, bins[-1].last_step
@@ -59,7 +62,7 @@ def timeline(bins: Sequence[Any]) -> Timeline | None:
     width = max(0.25, min(2.5, 70 / len(bins)))
     largest = max((one.bytes.mean for one in bins if one.bytes), default=0) or 1
     bars: list[Bar] = []
-    ends = [-_FLAG_ROOM, -_FLAG_ROOM]  # of the flags in each row
+    ends = [-_FLAG_ROOM, -_FLAG_ROOM]  # ends of the last flags in each row
     for one in bins:
         x = (100 - width) * ((one.first_step + one.last_step) / 2 - first) / span
         height = 100 * one.bytes.mean / largest if one.bytes else 30
@@ -70,8 +73,10 @@ def timeline(bins: Sequence[Any]) -> Timeline | None:
 
 
 def _row_of_flag(middle: float, ends: list[float]) -> int:
-    """Return a row with room, so that no name covers the line of another: on the left half names begin at
-    their lines, on the right half they end there."""
+    """Return a free row, so no name covers the line of another flag.
+
+    On the left half names begin at their lines; on the right half they end there.
+    """
     first = 0 if middle < 50 else 1
     row = first if middle >= ends[first] + _FLAG_ROOM or ends[first] <= ends[1 - first] else 1 - first
     ends[row] = middle
@@ -79,7 +84,7 @@ def _row_of_flag(middle: float, ends: list[float]) -> int:
 
 
 def _kind(one: Any) -> str:
-    """Return the worst of a bin."""
+    """Return the worst kind of a bin."""
     states = set(one.states)
     if one.verifications.get("damaged") or states & _LOST:
         return "bad"

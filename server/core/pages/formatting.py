@@ -1,4 +1,4 @@
-"""Formatting of sizes, counts, times and durations for people. All return text; templates escape it."""
+"""Formatting of sizes, counts, times and durations. All functions return text; templates escape it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _TIMES: Final = " \N{MULTIPLICATION SIGN} "
 
 
 def visible(value: Any) -> Any:
-    """Text with the characters written out that turn the direction of what follows them (``\\u202e``): a name
-    must not read as another one. What is markup already, and no text, is as it was: ``|e`` keeps a value that
-    a form is to send back."""
+    r"""Return text with bidirectional control characters escaped (``\u202e``), so no name can imitate
+    another.
+
+    Markup stays unchanged: ``|e`` preserves a value that a form sends back.
+    """
     if not isinstance(value, str) or isinstance(value, Markup) or not _TURNING.search(value):
         return value
     return _TURNING.sub(lambda match: f"\\u{ord(match.group()):04x}", value)
 
 
 def bytes_text(size: float | None) -> str:
-    """``1.25 GiB``: three digits, in powers of 1024."""
+    """Format bytes as ``1.25 GiB``: three digits, in powers of 1024."""
     if size is None:
         return _UNKNOWN
     amount, unit = float(size), 0
@@ -46,12 +48,12 @@ def _three(amount: float) -> str:
 
 
 def count_text(count: float | None) -> str:
-    """``12,345``."""
+    """Format a count as ``12,345``."""
     return _UNKNOWN if count is None else f"{count:,}"
 
 
 def large_text(count: float | None) -> str:
-    """``6.74 B``: of elements, in powers of 1000."""
+    """Format a number of elements as ``6.74 B``, in powers of 1000."""
     if count is None:
         return _UNKNOWN
     amount = float(count)
@@ -63,7 +65,7 @@ def large_text(count: float | None) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Return a metric: five digits that count."""
+    """Format a metric with five significant digits."""
     if value is None:
         return _UNKNOWN
     if not math.isfinite(value):
@@ -72,13 +74,13 @@ def number_text(value: float | None) -> str:
 
 
 def metrics_of(one: Any) -> dict[str, float]:
-    """All metrics of a checkpoint as the API has it, by name: also those that are NaN or infinite."""
+    """Return all metrics of a checkpoint by name, including NaN and infinite ones."""
     odd = {name: float(text) for name, text in one.nonfinite_metrics.items()}
     return dict(sorted({**one.metrics, **odd}.items()))
 
 
 def edge_text(value: float) -> str:
-    """Return the edge of a bin: two digits that count, whole powers of two as they are."""
+    """Format the edge of a bin with two significant digits; powers of two stay exact."""
     if math.isinf(value):
         return "-\N{INFINITY}" if value < 0 else "\N{INFINITY}"
     return (
@@ -89,17 +91,17 @@ def edge_text(value: float) -> str:
 
 
 Moment = datetime | str
-"""A time in UTC, or as the API has it."""
+"""A UTC time, or its API form."""
 
 
 def time_text(moment: Moment | None) -> str:
-    """``2026-01-31 12:00:00 UTC``."""
+    """Format a time as ``2026-01-31 12:00:00 UTC``."""
     text = moment.isoformat() if isinstance(moment, datetime) else moment
     return _UNKNOWN if text is None else f"{text[:10]} {text[11:19]} UTC"
 
 
 def ago_text(moment: Moment | None, now_seconds: float) -> str:
-    """``3 h ago``."""
+    """Format an age as ``3 h ago``."""
     if moment is None:
         return "never"
     seconds = now_seconds - _seconds_of(moment)
@@ -123,7 +125,7 @@ def _seconds_of(moment: Moment) -> float:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """``1 h 02 min``, ``3.2 s``, ``40 ms``: how long something takes."""
+    """Format a duration as ``1 h 02 min``, ``3.2 s`` or ``40 ms``."""
     if seconds is None:
         return _UNKNOWN
     if 0 < seconds < 0.0995:
@@ -138,41 +140,41 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def between_text(start: Moment | None, end: Moment | None) -> str:
-    """Return the duration from one time to another."""
+    """Format the duration between two times."""
     if start is None or end is None:
         return _UNKNOWN
     return seconds_text(max(0.0, _seconds_of(end) - _seconds_of(start)))
 
 
 def shape_text(shape: list[int] | None) -> str:
-    """Lengths with a sign between them; of a scalar that it is one."""
+    """Format a shape as lengths separated by a sign, or as scalar."""
     if shape is None:
         return _UNKNOWN
     return _TIMES.join(map(str, shape)) if shape else "scalar"
 
 
 def box_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """``0:512, 128:256``, as a slice has it; of a scalar nothing."""
+    """Format a box as slices, ``0:512, 128:256``; empty for a scalar."""
     return ", ".join(f"{begin}:{begin + size}" for begin, size in zip(offsets, sizes, strict=True))
 
 
 def times_text(ratio: float) -> str:
-    """``1.8``: how many times something is something else."""
+    """Format a ratio as ``1.8``."""
     return f"{ratio:.2f}" if ratio < 1.095 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:,.0f}"
 
 
 def glob_below_text(name: str) -> str:
-    """Return a glob of all that is below a name, whatever signs that has."""
+    """Return a glob of all names below a name with any characters."""
     return f"{glob.escape(name)}.*"
 
 
 def json_text(value: Any) -> str:
-    """Indented, with letters as they are; the template escapes it."""
+    """Format indented JSON without escapes; the template escapes it."""
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def share_text(share: float) -> str:
-    """``0.012 %``: two digits that count, so that what is rare is not none."""
+    """Format a share as ``0.012 %`` with two significant digits, so rare values do not become 0."""
     percent = 100 * share
     if 0 < percent < 0.01:
         return "< 0.01 %"
@@ -180,7 +182,7 @@ def share_text(share: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """``12 %``."""
+    """Format a share as ``12 %``."""
     return f"{100 * share:.0f} %"
 
 
@@ -206,4 +208,4 @@ FILTERS: Final[dict[str, Any]] = {
     "times": times_text,
     "visible": visible,
 }
-"""Of templates."""
+"""Filters of the templates."""

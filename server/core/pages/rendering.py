@@ -1,8 +1,8 @@
 """Rendering of pages: templates, static files, and errors as pages.
 
-All that templates show is escaped, nothing is inline, and each page has a content security policy. Static
-files are in memory, and at addresses that change with their contents: so a browser may keep each for
-ever, and never has a script of another version than the page.
+Templates escape all values, contain nothing inline, and each page has a content security policy. Static
+files are in memory, at addresses that change with their contents: browsers may cache them forever and never
+mix versions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Asset:
 
 
 class Assets:
-    """All files but licences, by their paths below ``static/``; those of a feature with its name before."""
+    """All files except licences, by path below ``static/``; files of a feature are prefixed with its name."""
 
     def __init__(self, features: Iterable[Feature]) -> None:
         own = {f"{one.name}/": one.folder / "static" for one in features if one.is_package}
@@ -87,8 +87,7 @@ def _read(path: Path) -> Asset:
 
 @router.get(STATIC_PREFIX + "{digest}/{name:path}")
 async def get_asset(digest: str, name: str, request: Request) -> Response:
-    """Return a file. By the address that an older page has it is the one of today, which is not to be
-    kept."""
+    """Return a file. An outdated address returns the current file, without caching."""
     asset = request.app.state.assets.find(name)
     if asset is None:
         raise NotFoundError("there is nothing at this path")
@@ -107,16 +106,16 @@ _HEADERS: Final = {
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
     ),
-    # with no-referrer a browser would send its own forms without saying where they come from
+    # with no-referrer a browser would send forms without an origin
     "Referrer-Policy": "same-origin",
-    # kept for the way back, and asked for again; signing out has them forgotten
+    # cached for back navigation with revalidation; sign-out clears the cache
     "Cache-Control": "private, no-cache",
     "Vary": "Accept, Cookie",
 }
 
 
 def environment_of(features: Sequence[Feature], assets: Assets) -> Environment:
-    """Templates: those of the core by their names, those of a feature by its name and a slash before it."""
+    """Return the templates: those of the core by name, those of a feature as ``feature/name``."""
     own = {
         one.name: ChoiceLoader([DictLoader(one.templates), FileSystemLoader(one.folder / "templates")])
         for one in features
@@ -143,7 +142,7 @@ def environment_of(features: Sequence[Feature], assets: Assets) -> Environment:
 
 
 def _compile(environment: Environment, feature: Feature, names: Iterable[str]) -> None:
-    """Compile the templates of another package now: a mistake in one would else show at the first request."""
+    """Compile the templates of a plug-in now, to report errors at the start."""
     for name in names:
         try:
             environment.get_template(name)
@@ -153,8 +152,7 @@ def _compile(environment: Environment, feature: Feature, names: Iterable[str]) -
 
 
 def page(request: Request, template: str, status_code: int = 200, **values: Any) -> HTMLResponse:
-    """Return the page that ``template`` makes of ``values``, and of who asks; ``twin`` is where its JSON
-    is."""
+    """Return the page of ``template`` with ``values`` and the caller; ``twin`` is the address of the JSON."""
     service = request.app.state.service
     caller = getattr(request.state, "principal", None)
     visit = request.cookies.get(VISIT_COOKIE, "")
@@ -180,19 +178,19 @@ def page(request: Request, template: str, status_code: int = 200, **values: Any)
 
 
 def _links(features: Sequence[Feature], place: str, number: int) -> list[tuple[str, str]]:
-    """Labels and paths of the links that features put on a page, such as the one of a run."""
+    """Return labels and paths of the links of features on a page, such as the page of a run."""
     found = [link for feature in features for link in feature.links if link.on == place]
     return [(link.label, link.path.format(id=number)) for link in found]
 
 
 def _here(request: Request) -> str:
-    """Return the address of this page, without what was said once."""
+    """Return the address of this page without one-time parameters."""
     return _link(request, {"done": None})
 
 
 def _link(request: Request, changes: dict[str, Any]) -> str:
-    """Return the address of this page with other values in its query; None removes one, and the cursor always
-    is."""
+    """Return the address of this page with changed query values; None removes a value, and the cursor is
+    always removed."""
     changed = {"cursor": None, "done": None, **changes}
     kept = [pair for pair in request.query_params.multi_items() if pair[0] not in changed]
     given = [(name, value) for name, value in changed.items() if value is not None]
@@ -239,7 +237,7 @@ _LABELS: Final = {
 }
 
 _BELOW: Final = re.compile(r"(/(checkpoint|job|run)s/[1-9][0-9]{0,17})/.")
-"""The path of what is below the page of something, and of forms that change it."""
+"""Pattern of paths below the page of an object, and of its forms."""
 
 
 def problem_page(problem: ProblemError, scope: Any) -> Response:
@@ -265,8 +263,7 @@ def problem_page(problem: ProblemError, scope: Any) -> Response:
 
 
 def _sent(request: Request, problem: ProblemError) -> list[tuple[str, str, str]]:
-    """Return the fields of the form that was refused, so that nothing is to be typed again: names, labels (""
-    of those that are not shown) and values."""
+    """Return the fields of the refused form for repetition: names, labels ("" if hidden) and values."""
     if request.method == "POST" and problem.status in (409, 422):
         form = getattr(request.state, "sent_form", None) or {}
         found = [(name, value) for name, values in form.items() for value in values if name != "token"]
@@ -283,8 +280,7 @@ def _label(name: str) -> str:
 
 
 def _above(request: Request, problem: ProblemError) -> dict[str, str | None]:
-    """Return the page that has what the catalog knows, where one below it cannot be made or a form of it
-    fails."""
+    """Return the parent page in the catalog for a failed page or form."""
     found = None if problem.status in (401, 404) else _BELOW.match(request.url.path)
     return (
         {"above": None, "above_kind": None} if found is None else {"above": found[1], "above_kind": found[2]}
@@ -294,6 +290,6 @@ def _above(request: Request, problem: ProblemError) -> dict[str, str | None]:
 def _to_sign_in(request: Request) -> Response:
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     url = "/sign-in" if path == "/" else f"/sign-in?{urlencode({'next': path})}"
-    if request.headers.get("hx-request"):  # a part of a page: the whole of it goes there
+    if request.headers.get("hx-request"):  # a part of a page: redirect the whole page
         return Response(status_code=401, headers={"HX-Redirect": url})
     return RedirectResponse(url, 303)

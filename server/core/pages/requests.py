@@ -1,7 +1,7 @@
-"""Requests of browsers: routes of pages, queries and forms, cookies, and the token of each form.
+"""Requests of browsers: page routes, queries and forms, cookies, and form tokens.
 
-No page of another site knows the token. It is derived from a cookie, so that the service stores nothing: from
-the session's, or, where there is no sign-in, from one that is set on the first visit.
+The token of a form is unknown to other sites. It is derived from a cookie, so the service stores nothing:
+from the session cookie, or, without sign-in, from a cookie set on the first visit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dcp.server.core.http.handlers import wants_page
 from dcp.server.core.problems import BadRequestError, ForbiddenError, ProblemError, UnprocessableError
 
 Next = Annotated[str, Query(max_length=8192)]
-"""The page to show after a sign-in, for `own_path`."""
+"""The page after a sign-in, for `own_path`."""
 VISIT_COOKIE: Final = "dcphub_visit"
 _VISIT: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 _MAX_FIELDS: Final = 200
@@ -35,19 +35,21 @@ _TOKEN: Final = re.compile(f"[0-9a-f]{{{4 * _TOKEN_BYTES}}}")
 
 
 def own_path(url: str) -> str:
-    """Return ``url`` if it is a path of this service, else "/": a link to a form leads nowhere else."""
+    """Return ``url`` if it is a path of this service, else "/", so links cannot redirect elsewhere."""
     is_path = url.startswith("/") and not url.startswith("//") and "\\" not in url and url.isprintable()
     return url if is_path else "/"
 
 
 def is_visit(value: str) -> bool:
-    """Return whether the value of the cookie was made by this service."""
+    """Return True if this service made the cookie value."""
     return _VISIT.fullmatch(value) is not None
 
 
 def form_token(request: Request, visit: str) -> str:
-    """Return the token that forms of this browser have to send: behind a random mask, so that it differs in
-    each page, since lengths of compressed answers would reveal equal letters."""
+    """Return the form token of this browser behind a random mask.
+
+    The mask differs in each page, since lengths of compressed answers would reveal repeated text.
+    """
     mask = secrets.token_bytes(_TOKEN_BYTES)
     return (mask + _masked(_secret(request, visit), mask)).hex()
 
@@ -72,7 +74,7 @@ def _is_token(given: str, request: Request, visit: str) -> bool:
 def set_cookie(
     request: Request, response: Response, name: str, value: str, lasts_seconds: float | None = None
 ) -> None:
-    """One that scripts do not see, other sites do not send, and plain HTTP does not carry where HTTPS is."""
+    """Set a cookie hidden from scripts and other sites, and limited to HTTPS where used."""
     response.set_cookie(
         name,
         value,
@@ -85,25 +87,25 @@ def set_cookie(
 
 
 class Form:
-    """The fields of a form that was sent; its token was checked."""
+    """The fields of a submitted form with a valid token."""
 
     def __init__(self, fields: Mapping[str, list[str]]) -> None:
         self._fields = fields
 
     def text(self, name: str) -> str:
-        """One field without surrounding blanks; "" if it is missing."""
+        """Return one field without surrounding blanks; "" if missing."""
         return (self._fields.get(name) or [""])[0].strip()
 
     def optional(self, name: str) -> str | None:
-        """One field; None if it is empty or missing."""
+        """Return one field; None if empty or missing."""
         return self.text(name) or None
 
     def all(self, name: str) -> list[str]:
-        """All values of a field, as of check boxes, except empty ones."""
+        """Return all nonempty values of a field, such as check boxes."""
         return [value.strip() for value in self._fields.get(name, ()) if value.strip()]
 
     def is_checked(self, name: str) -> bool:
-        """Return whether the check box is ticked."""
+        """Return True if the check box is ticked."""
         return bool(self.text(name))
 
 
@@ -111,7 +113,7 @@ async def _form(request: Request) -> Form:
     try:
         body = (await request.body()).decode()
         fields = parse_qs(body, keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
-    except ValueError:  # also of bytes that are no text
+    except ValueError:  # also for invalid encodings
         raise BadRequestError("this is no form") from None
     form = Form(fields)
     visit = request.cookies.get(VISIT_COOKIE, "")
@@ -122,7 +124,7 @@ async def _form(request: Request) -> Form:
 
 
 FormDep = Annotated[Form, Depends(_form)]
-"""In a route that changes something."""
+"""Parameter type of routes that change data."""
 
 
 # -- routes of pages -----------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ Q = TypeVar("Q", bound=BaseModel)
 
 
 class MovedError(ProblemError):
-    """Not an error: the page is at another address."""
+    """Redirect to another address of the page."""
 
     status, slug, title = 303, "see-other", "See other"
 
@@ -141,7 +143,7 @@ class MovedError(ProblemError):
 
 
 async def _tidy(request: Request) -> None:
-    """Raises `MovedError` to the same address without what is empty."""
+    """Raise `MovedError` to the same address without empty parameters."""
     given = request.query_params.multi_items()
     kept = [(name, value) for name, value in given if value != ""]
     if len(kept) < len(given) and request.method == "GET":
@@ -158,16 +160,15 @@ def pages_router() -> APIRouter:
 
 
 class BrowserRoute(APIRoute):
-    """A route that matches for browsers alone; programs get JSON at the same path."""
+    """A route for browsers only; programs get JSON at the same path."""
 
     def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
-        """As of FastAPI; none for programs."""
+        """Match like FastAPI, but never for programs."""
         return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
 
 
 def query_of(kind: type[Q], **given: Any) -> Q:
-    """Ask the API for what the address of a page says. Raises RequestValidationError, as the API's own routes
-    do, for what ``kind`` refuses."""
+    """Return the query of a page address as ``kind``. Raises RequestValidationError like the API."""
     try:
         return kind(**given)
     except ValidationError as error:
@@ -176,7 +177,7 @@ def query_of(kind: type[Q], **given: Any) -> Q:
 
 
 def checked(kind: type[Q], **given: Any) -> Q:
-    """Make a model of the fields of a form. Raises UnprocessableError with the first mistake."""
+    """Return a model made of form fields. Raises UnprocessableError with the first error."""
     try:
         return kind(**given)
     except ValidationError as error:

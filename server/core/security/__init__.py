@@ -1,4 +1,4 @@
-"""Security: API keys and sessions, principals, rate limits, redaction.
+"""Security: API keys and sessions, principals, rate limits.
 
-Requests are admitted in `dcp.server.core.http.admission`.
+`dcp.server.core.http.admission` admits requests.
 """

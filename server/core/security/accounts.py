@@ -1,4 +1,4 @@
-"""People and service accounts: their roles, and the rights that follow from them in each root."""
+"""People and service accounts: roles and the resulting rights in each root."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dcp.server.database.tables import accounts, grants
 from dcp.server.records.people import AccountKind, Role
 
 Rights = Mapping[Scope, frozenset[str] | None]
-"""By scope, the roots in which it is held; None for all of them."""
+"""Roots by scope; None for all roots."""
 ALL_ROOTS: Final = "*"
-"""In the place of the name of a root, which is never this one."""
+"""Placeholder for all roots, never the name of a root."""
 ROLES: Final[Mapping[Role, frozenset[Scope]]] = {
     "viewer": frozenset({"read"}),
     "contributor": frozenset({"read", "write"}),
@@ -27,7 +27,7 @@ ROLES: Final[Mapping[Role, frozenset[Scope]]] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupRole:
-    """A role that the settings give to a group; without ``group`` to each person who may sign in."""
+    """A role of a group by the settings; without ``group``, of each person who may sign in."""
 
     group: str | None
     role: Role
@@ -36,10 +36,10 @@ class GroupRole:
 
 @dataclass(frozen=True, slots=True)
 class RoleSettings:
-    """Rights that come from the settings, beside the roles that admins grant.
+    """Rights from the settings, in addition to granted roles.
 
-    ``allowed_groups``: people in none of them have no rights. ``absence_seconds``: keys of people who have
-    not signed in for so long do not work.
+    ``allowed_groups``: other people have no rights. ``absence_seconds``: keys of people stop working after
+    this time without a sign-in.
     """
 
     roles: tuple[GroupRole, ...] = ()
@@ -49,14 +49,17 @@ class RoleSettings:
 
 NO_ROLES: Final = RoleSettings()
 NOT_ADMIN: Final = "the account that made it is no admin of its roots any more"
-"""Reason for which the service disables what an admin made; another admin may enable it."""
+"""Reason for disabling objects of former admins; another admin may enable them."""
 _MAX_NAMED: Final = 500
-"""Groups that one statement names."""
+"""Maximum groups named in one statement."""
 
 
 def actor_of(kind: str, name: str) -> str:
-    """Return the name of an account in the audit log, such as ``person:alice@example.org``. Names of accounts
-    have no slash, which begins the name of a key; ``service:`` begins the service's own work."""
+    """Return the name of an account in the audit log, such as ``person:alice@example.org``.
+
+    Account names contain no slash, which precedes the name of a key. ``service:`` is the prefix of the
+    service's own work.
+    """
     return f"{'service-account' if kind == 'service' else kind}:{name}"
 
 
@@ -66,13 +69,13 @@ def grantee_of(account_id: int | None, group: str | None) -> str:
 
 
 def find_account(connection: Connection, kind: AccountKind, name: str) -> Row[Any] | None:
-    """Find an account by its name."""
+    """Return an account by name."""
     query = select(accounts).where(accounts.c.kind == kind, accounts.c.name == name)
     return connection.execute(query).one_or_none()
 
 
 def accounts_of(connection: Connection, numbers: Iterable[int]) -> dict[int, Row[Any]]:
-    """Find accounts by their ids."""
+    """Return accounts by id."""
     wanted = sorted(set(numbers))
     if not wanted:
         return {}
@@ -80,7 +83,7 @@ def accounts_of(connection: Connection, numbers: Iterable[int]) -> dict[int, Row
 
 
 def is_present(account: Row[Any], settings: RoleSettings, now_seconds: float) -> bool:
-    """Check whether keys of the account work: it is not disabled, and a person signs in from time to time."""
+    """Return True if keys of the account work: enabled, and for a person a recent sign-in."""
     if account.disabled_seconds is not None:
         return False
     if account.kind != "person" or settings.absence_seconds is None:
@@ -89,13 +92,13 @@ def is_present(account: Row[Any], settings: RoleSettings, now_seconds: float) ->
 
 
 def rights_of(connection: Connection, found: Sequence[Row[Any]], settings: RoleSettings) -> dict[int, Rights]:
-    """Return the rights of accounts, by their ids."""
-    if not found:  # as for most keys
+    """Return the rights of accounts by id."""
+    if not found:  # the usual case
         return {}
     groups = sorted({group for account in found for group in account.groups})
     numbers = [account.id for account in found]
     query = select(grants)
-    if len(groups) <= _MAX_NAMED:  # else all are read: more would be too many for one statement
+    if len(groups) <= _MAX_NAMED:  # otherwise read all: too many for one statement
         query = query.where(or_(grants.c.account_id.in_(numbers), grants.c.group_name.in_(groups)))
     granted: defaultdict[str, list[GroupRole]] = defaultdict(list)
     for row in connection.execute(query):
@@ -121,7 +124,7 @@ def _rights(account: Row[Any], granted: Mapping[str, Sequence[GroupRole]], setti
 
 
 def account_number(identity: str | None) -> int | None:
-    """Return the id of the account in an identity such as ``account#3``; None if it is a key's."""
+    """Return the id of the account in an identity such as ``account#3``; None for a key."""
     kind, _, number = (identity or "").partition("#")
     return int(number) if kind == "account" else None
 
@@ -132,8 +135,7 @@ def without_admin(
     roots_of: Callable[[Row[Any]], Iterable[str] | None],
     settings: RoleSettings,
 ) -> list[Row[Any]]:
-    """Return the rows whose ``maker`` is an account that is no admin any more of all of their roots (None: of
-    all that there are)."""
+    """Return the rows whose ``maker`` no longer administers all of their roots (None: all roots)."""
     makers = [(row, number) for row in rows if (number := account_number(row.maker)) is not None]
     found = accounts_of(connection, [number for _, number in makers])
     rights = rights_of(connection, list(found.values()), settings)
@@ -147,7 +149,7 @@ def without_admin(
 
 
 def bounded(rights: Rights, scopes: Iterable[str], roots: Iterable[str] | None) -> Rights:
-    """Return what is left of ``rights`` with these scopes alone, in these roots alone."""
+    """Return ``rights`` limited to these scopes and roots."""
     wanted = frozenset(scopes)
     inside = None if roots is None else frozenset(roots)
     held = {scope: both(found, inside) for scope, found in rights.items() if {scope, "admin"} & wanted}
@@ -155,7 +157,7 @@ def bounded(rights: Rights, scopes: Iterable[str], roots: Iterable[str] | None) 
 
 
 def both(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
-    """Return the roots in both; None is all of them."""
+    """Return the common roots; None means all."""
     if one is None or other is None:
         return other if one is None else one
     return one & other

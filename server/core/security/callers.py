@@ -1,8 +1,8 @@
-"""Callers: the principals that keys and sessions are, by what the database says at each request.
+"""Callers: principals of keys and sessions, read from the database for each request.
 
-A session is a browser that was signed in, with a key or as a person, known by 256 random bits in a cookie. It
-has the rights of its key or person; it ends with it, when its time is over, or by signing out. A key of an
-account has at most the rights that the account has now.
+A session is a signed-in browser, identified by 256 random bits in a cookie. It has the rights of its key or
+person, and ends with them, by expiry, or by signing out. A key of an account has at most the current rights
+of the account.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from dcp.server.database.tables import api_keys, sessions
 from dcp.server.records.administration import ApiKey
 
 _USE_SECONDS: Final = 60.0
-"""`used_seconds` is not written more often than this."""
+"""Minimum interval between writes of `used_seconds`."""
 _TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 
 P = TypeVar("P", bound=Principal)
 _Found = tuple[ApiKey | None, Row[Any] | None]
-"""A key, or an account, or a key and the account that it belongs to."""
+"""A key, an account, or a key with its account."""
 
 
 class Callers:
-    """The callers of a database: always its word, so that revoking and disabling work at once.
+    """The callers of a database, always read fresh, so revocation and disabling act at once.
 
-    When a key was used is kept in memory and written by `flush`, now and then, because no request must wait
-    for a writer only because of that.
+    Times of use are kept in memory and written by `flush`, so no request waits for a writer.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class Callers:
         self._lock = threading.Lock()
 
     def of_key(self, secret: str) -> Principal | None:
-        """Find the caller with this key; None if it is not valid. Raises `DatabaseUnavailableError`."""
+        """Return the caller of this key; None if invalid. Raises `DatabaseUnavailableError`."""
         if KEY_PATTERN.fullmatch(secret) is None:
             return None
         with self._database.read() as connection:
             return self._admitted(connection, find_key(connection, secret, self._clock()))
 
     def of_session(self, token: str) -> Principal | None:
-        """Find the caller of a session; None if it is over. Raises `DatabaseUnavailableError`."""
+        """Return the caller of a session; None if ended. Raises `DatabaseUnavailableError`."""
         if _TOKEN.fullmatch(token) is None:
             return None
         query = select(sessions).where(
@@ -71,12 +70,12 @@ class Callers:
         return self.of_account(row.account_id)
 
     def of_account(self, account_id: int) -> Principal | None:
-        """Return the person or service account; None if it is disabled. Raises `DatabaseUnavailableError`."""
+        """Return the person or service account; None if disabled. Raises `DatabaseUnavailableError`."""
         with self._database.read() as connection:
             return self.of_numbers(connection, [(None, account_id)])[0]
 
     def still_admitted(self, connection: Connection, callers: Iterable[P]) -> list[P]:
-        """Return those of ``callers`` who have the same rights as when they were admitted."""
+        """Return the ``callers`` whose rights are unchanged since admission."""
         asked = list(callers)
         now = self.of_numbers(connection, [(one.key_id, one.account_id) for one in asked])
         return [one for one, new in zip(asked, now, strict=True) if not one.is_admitted or _is_same(one, new)]
@@ -84,7 +83,7 @@ class Callers:
     def of_numbers(
         self, connection: Connection, asked: Sequence[tuple[int | None, int | None]]
     ) -> list[Principal | None]:
-        """Find callers by the ids of their key, their account, or both; None for those that have ended."""
+        """Return callers by key id, account id, or both; None for ended ones."""
         keys = keys_of(connection, [key for key, _ in asked if key is not None])
         owned = [(keys.get(key or 0), account) for key, account in asked]
         numbers = [_bounding_account(key) if account is None else account for key, account in owned]
@@ -132,7 +131,7 @@ class Callers:
                 self._used[key.id] = now_seconds
 
     def flush(self) -> None:
-        """Write when keys were last used."""
+        """Write the times of last use."""
         with self._lock:
             used, self._used = self._used, {}
         if used:
@@ -140,14 +139,14 @@ class Callers:
 
 
 def _bounding_account(key: ApiKey | None) -> int | None:
-    """Return the account whose rights bound those of the key: its own, else the one that made it."""
+    """Return the account that bounds the rights of the key: its own, else its maker."""
     if key is None or key.account_id is not None:
         return None if key is None else key.account_id
     return accounts.account_number(key.maker)
 
 
 def _of_key_alone(key: ApiKey, allowed: frozenset[str] | None) -> Principal | None:
-    """Return the caller with a key of no account, in the ``allowed`` roots alone; None if none is left."""
+    """Return the caller of a key without account, limited to the ``allowed`` roots; None without roots."""
     scopes = ALL_SCOPES.intersection(cast(tuple[Scope, ...], key.scopes))
     roots = accounts.both(None if key.roots is None else frozenset(key.roots), allowed)
     if roots is not None and not roots:
@@ -179,7 +178,7 @@ def _mark_used(connection: Connection, used: Mapping[int, float]) -> None:
 
 
 def begin_session(connection: Connection, caller: Principal, now_seconds: float, lasts_seconds: float) -> str:
-    """Begin a session of this key or person, and return the token for its cookie. Drops old sessions."""
+    """Start a session of a key or person, and return the cookie token. Deletes old sessions."""
     connection.execute(delete(sessions).where(sessions.c.expires_seconds <= now_seconds))
     token = secrets.token_urlsafe(32)
     values = {
@@ -193,12 +192,12 @@ def begin_session(connection: Connection, caller: Principal, now_seconds: float,
 
 
 def end_session(connection: Connection, token: str) -> None:
-    """Sign out; what is no session is none afterwards, either."""
+    """End a session; unknown tokens are ignored."""
     connection.execute(delete(sessions).where(sessions.c.hash == digest(token)))
 
 
 def end_sessions(connection: Connection, account_id: int) -> None:
-    """Sign a person out everywhere, also where one of the person's keys was used."""
+    """End all sessions of a person, including sessions of the person's keys."""
     own = select(api_keys.c.id).where(api_keys.c.account_id == account_id)
     connection.execute(
         delete(sessions).where((sessions.c.account_id == account_id) | sessions.c.key_id.in_(own))

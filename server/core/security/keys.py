@@ -1,8 +1,8 @@
-"""API keys: 256 random bits, of which only the SHA-256 is kept.
+"""API keys: 256 random bits, stored as SHA-256.
 
-A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and distinguishes keys in lists and logs; a hash
-without a salt is enough, since the secret cannot be guessed. A key belongs to a person or a service account,
-or stands alone.
+A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and identifies keys in lists and logs. The hash
+needs no salt, since the secret cannot be guessed. A key belongs to a person or service account, or is
+independent.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ KEY_PATTERN: Final = re.compile(r"dcp_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
 _ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 MAX_ACTOR: Final = 128
-"""Characters of columns with the name of a caller."""
+"""Length of columns with a caller name."""
 
 
 def actor_of_key(key: ApiKey) -> str:
-    """Return the name of the key in the audit log, with that of its account first."""
+    """Return the name of the key in the audit log, after the name of its account."""
     return f"{'' if key.account is None else key.account + '/'}key:{key.name}"[:MAX_ACTOR]
 
 
 def is_valid(key: ApiKey, now_seconds: float) -> bool:
-    """Return whether the key is neither revoked nor expired."""
+    """Return True if the key is neither revoked nor expired."""
     if key.revoked_at is not None:
         return False
     return key.expires_at is None or now_seconds < key.expires_at.timestamp()
@@ -54,10 +54,10 @@ def create_key(
     account_id: int | None = None,
     maker: str | None = None,
 ) -> CreatedKey:
-    """Create a key; its ``key`` is shown once and cannot be read again.
+    """Create a key; its ``key`` is shown only once.
 
-    Raises ConflictError if a valid key of the same account, or of none, has this name, since the audit log
-    names keys.
+    Raises ConflictError if a valid key of the same account, or without account, has this name: the audit log
+    identifies keys by name.
     """
     same = (api_keys.c.name == name, api_keys.c.account_id.is_not_distinct_from(account_id))
     for row in connection.execute(_keys().where(*same)):
@@ -83,8 +83,7 @@ def create_key(
 def list_keys(
     connection: Connection, visible: frozenset[str] | None = None, *, account_id: int | None = None
 ) -> list[ApiKey]:
-    """List keys, also revoked ones, in the order of their creation: those for ``visible`` roots alone, or
-    those of an account."""
+    """Return keys, including revoked ones, by creation: for ``visible`` roots only, or of an account."""
     query = _keys().order_by(api_keys.c.id)
     if account_id is not None:
         query = query.where(api_keys.c.account_id == account_id)
@@ -92,7 +91,7 @@ def list_keys(
 
 
 def get_key(connection: Connection, key_id: int, visible: frozenset[str] | None = None) -> ApiKey:
-    """Return a key. Raises NotFoundError, also for one that is for other than ``visible`` roots."""
+    """Return a key. Raises NotFoundError, also for a key of invisible roots."""
     key = keys_of(connection, [key_id]).get(key_id)
     if key is None or not _is_visible(key, visible):
         raise NotFoundError(f"there is no key {key_id}")
@@ -104,7 +103,7 @@ def _is_visible(key: ApiKey, visible: frozenset[str] | None) -> bool:
 
 
 def whoami(connection: Connection, principal: Principal) -> Whoami:
-    """Describe the caller and its rights."""
+    """Return the caller and its rights."""
     key = None if principal.key_id is None else get_key(connection, principal.key_id)
     return Whoami(
         principal.name,
@@ -118,7 +117,7 @@ def whoami(connection: Connection, principal: Principal) -> Whoami:
 
 
 def keys_of(connection: Connection, key_ids: Collection[int]) -> dict[int, ApiKey]:
-    """Find keys by their ids."""
+    """Return keys by id."""
     if not key_ids:
         return {}
     found = connection.execute(_keys().where(api_keys.c.id.in_(sorted(set(key_ids)))))
@@ -126,7 +125,7 @@ def keys_of(connection: Connection, key_ids: Collection[int]) -> dict[int, ApiKe
 
 
 def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> ApiKey:
-    """End a key at once. One that has ended stays as it is. Raises NotFoundError."""
+    """Revoke a key at once; ended keys stay unchanged. Raises NotFoundError."""
     connection.execute(
         update(api_keys)
         .where(api_keys.c.id == key_id, api_keys.c.revoked_seconds.is_(None))
@@ -136,7 +135,7 @@ def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> ApiKe
 
 
 def find_key(connection: Connection, secret: str, now_seconds: float) -> ApiKey | None:
-    """Return the key ``secret`` is, if it is one that is valid."""
+    """Return the valid key with this ``secret``."""
     match = KEY_PATTERN.fullmatch(secret)
     if match is None:
         return None
@@ -148,13 +147,13 @@ def find_key(connection: Connection, secret: str, now_seconds: float) -> ApiKey 
 
 
 def prefix_of(secret: str) -> str:
-    """Return the prefix of a key; an empty one if ``secret`` does not look like a key."""
+    """Return the prefix of a key; empty if ``secret`` does not look like a key."""
     match = KEY_PATTERN.fullmatch(secret)
     return "" if match is None else match[1]
 
 
 def digest(secret: str) -> bytes:
-    """Return the hash that is stored of a key, or of the token of a session."""
+    """Return the stored hash of a key or session token."""
     return hashlib.sha256(secret.encode()).digest()
 
 

@@ -16,13 +16,12 @@ NO_ROOTS: Final[frozenset[str]] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """``name`` is what the audit log says; ``roots`` None is all of them; ``key_id`` is of an API key.
+    """A caller. ``name`` appears in the audit log; ``roots`` None means all; ``key_id`` is set for API keys.
 
-    A person or service account, and a key of one, has ``account_id``, ``account``, which is its name, and
-    ``rights``: the roots in which it has each scope (None: all of them; a scope that is missing: none).
-    Without ``rights`` it has its ``scopes`` in all of its ``roots``. ``maker``: the account or key that made
-    a key without an account. A route gets the caller with the roots
-    where it has the route's scope (`having`), so that ``roots`` are what a query may see.
+    An account, or a key of one, has ``account_id``, ``account`` (its name) and ``rights``: roots by scope
+    (None: all roots; missing scope: none). Without ``rights``, the ``scopes`` apply to all ``roots``.
+    ``maker`` made a key without account. A route receives the caller limited to the roots with its scope
+    (`having`), so ``roots`` bounds queries.
     """
 
     name: str
@@ -36,24 +35,24 @@ class Principal:
 
     @property
     def identity(self) -> str:
-        """Unique, and never used again for another key or account."""
+        """A unique name, never reused for another key or account."""
         if self.key_id is not None:
             return f"key#{self.key_id}"
         return self.name if self.account_id is None else f"account#{self.account_id}"
 
     @property
     def owner(self) -> str:
-        """The person or service account that limits and quotas count; a key without one counts for itself."""
+        """The account counted by limits and quotas; a key without account counts for itself."""
         return self.identity if self.account_id is None else f"account#{self.account_id}"
 
     @property
     def answerable(self) -> str:
-        """The account that answers for the caller: of a key without one, the account that made it."""
+        """The responsible account: for a key without account, the account of its maker."""
         return self.maker if self.maker is not None and self.maker.startswith("account#") else self.owner
 
     @property
     def is_admitted(self) -> bool:
-        """True if it was admitted by a key or a session, which may end while it is answered."""
+        """True if admitted by a key or session, which may end during the answer."""
         return self.key_id is not None or self.account_id is not None
 
     def roots_with(self, scope: Scope) -> frozenset[str] | None:
@@ -63,17 +62,17 @@ class Principal:
         return self.roots if scope in self.scopes or "admin" in self.scopes else NO_ROOTS
 
     def may(self, scope: Scope, root: str | None = None) -> bool:
-        """Return whether the caller has the scope in the root; without one, in any."""
+        """Return True if the caller has the scope in the root, or in any root by default."""
         roots = self.roots_with(scope)
         return roots is None or (bool(roots) if root is None else root in roots)
 
     def may_everywhere(self, scope: Scope) -> bool:
-        """Return whether the caller has the scope in all roots."""
+        """Return True if the caller has the scope in all roots."""
         return self.roots_with(scope) is None
 
     @property
     def scopes_by_root(self) -> dict[str, tuple[Scope, ...]]:
-        """The scopes by root; those of all roots by ``*``."""
+        """The scopes by root; scopes of all roots under ``*``."""
         found: dict[str, list[Scope]] = {}
         for scope in get_args(Scope):
             roots = self.roots_with(scope)
@@ -82,22 +81,22 @@ class Principal:
         return {root: tuple(scopes) for root, scopes in found.items()}
 
     def may_see(self, root: str) -> bool:
-        """Return whether the caller may see the root."""
+        """Return True if the caller may see the root."""
         return self.roots is None or root in self.roots
 
     def having(self, scope: Scope) -> Principal:
-        """Return the caller for what needs the scope: its ``roots`` are those where it has the scope."""
+        """Return the caller with ``roots`` limited to those with the scope."""
         return replace(self, roots=self.roots_with(scope))
 
 
 def account_of(owner: str) -> int | None:
-    """Return the id of the account that is the `Principal.owner`; None for a key without one."""
+    """Return the account id of the `Principal.owner`; None for a key without account."""
     kind, _, number = owner.partition("#")
     return int(number) if kind == "account" else None
 
 
 LOCAL: Final = Principal("local", ALL_SCOPES)
-"""The caller where authentication is off (then the service listens on loopback only)."""
+"""The caller without authentication (the service then listens on loopback only)."""
 
 SYSTEM: Final = Principal("system", ALL_SCOPES)
 """The service itself: scanner, rules, retention."""

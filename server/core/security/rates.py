@@ -1,7 +1,7 @@
-"""Rate limits: by key, or by address without one; for refused keys by prefix and address, and lower.
+"""Rate limits: by key, or by address without a key; lower for invalid keys by prefix and address.
 
-Counted in the memory of each process: of several API processes each allows as much. It is there to stop a
-runaway script and the guessing of keys, not to bill.
+Each process counts in memory, so several API processes allow more in total. The limits stop runaway scripts
+and key guessing; they are not for billing.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ _UNIT_SECONDS: Final = {
 }
 _IPV6_PREFIX_BITS: Final = 64
 _MAX_COUNTED: Final = 65_536
-"""Callers that are distinguished at one time; whoever comes beyond that empties the counts of ended
-windows."""
+"""Maximum callers counted separately; exceeding it clears ended windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """``count`` in ``seconds``."""
+    """``count`` requests in ``seconds``."""
 
     count: int
     seconds: float
 
     @classmethod
     def parse(cls, text: str) -> Rate:
-        """Read ``600/minute`` or ``10 per 5 minutes``. Raises ValueError for another notation."""
+        """Parse ``600/minute`` or ``10 per 5 minutes``. Raises ValueError."""
         found = _NOTATION.fullmatch(text)
         if found is None or int(found["count"]) == 0 or found["many"] == "0":
             raise ValueError(
@@ -54,9 +53,9 @@ class Rate:
 
 
 class RateLimits:
-    """Requests counted against ``rate``, and refused keys against ``login_rate``.
+    """Counts requests against ``rate``, and invalid keys against ``login_rate``.
 
-    Raises ValueError for another notation than that of `Rate.parse`.
+    Raises ValueError for a rate that `Rate.parse` refuses.
     """
 
     def __init__(self, rate: str, login_rate: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,27 +64,27 @@ class RateLimits:
         self._refused = _RateWindows(clock)
 
     def count(self, who: str, rate: Rate | None = None) -> None:
-        """Count a request of ``who`` against ``rate``, or that of the settings.
+        """Count a request of ``who`` against ``rate``, or the rate of the settings.
 
-        Raises `TooManyRequestsError` where it is one too many.
+        Raises `TooManyRequestsError` above the rate.
         """
         rate = rate or self._rate
         if not self._requests.count(who, rate):
             raise self._requests.refusal(who, rate, "requests")
 
     def counted(self, who: str) -> int:
-        """Return the number of requests in the present window of ``who``."""
+        """Return the number of requests in the current window of ``who``."""
         return self._requests.counted(who)
 
     def count_address(self, address: str) -> None:
-        """Count a request without a key, by the network of its address. Raises as `count` does."""
+        """Count a request without a key by the network of its address. Raises like `count`."""
         self.count(f"address:{network_of(address)}")
 
     def count_refused(self, address: str, prefix: str) -> None:
-        """Count a request with a key that is not valid, by its prefix and address.
+        """Count a request with an invalid key by prefix and address.
 
-        Raises `TooManyRequestsError` where they are too many, and as `count_address` does, since prefixes can
-        be made up. Called after the key was looked up: a valid key passes, whatever else its address sends.
+        Raises `TooManyRequestsError` above the limit, and like `count_address`, since prefixes can be
+        invented. Called after the lookup: a valid key passes, whatever else its address sends.
         """
         who = f"{network_of(address)} {prefix}"
         if not self._refused.count(who, self._login_rate):
@@ -94,12 +93,12 @@ class RateLimits:
 
 
 class _RateWindows:
-    """Fixed windows, which begin with the first request of each caller."""
+    """Fixed windows that begin with the first request of each caller."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._counts: dict[str, tuple[float, int]] = {}  # when the window ends, requests in it
+        self._counts: dict[str, tuple[float, int]] = {}  # end of the window, number of requests
 
     def count(self, who: str, rate: Rate) -> bool:
         now_seconds = self._clock()
@@ -107,7 +106,7 @@ class _RateWindows:
             if who not in self._counts and len(self._counts) >= _MAX_COUNTED:
                 self._forget(now_seconds)
             end_seconds, count = self._counts.get(who, (0.0, 0))
-            # The second condition: the window was of a longer limit, which has been changed since.
+            # The second condition: the window belongs to a longer, former limit.
             if now_seconds >= end_seconds or end_seconds > now_seconds + rate.seconds:
                 end_seconds, count = now_seconds + rate.seconds, 0
             if count >= rate.count:
@@ -132,12 +131,12 @@ class _RateWindows:
     def _forget(self, now_seconds: float) -> None:
         self._counts = {who: entry for who, entry in self._counts.items() if entry[0] > now_seconds}
         if len(self._counts) >= _MAX_COUNTED:
-            # from so many addresses at once it is no use to tell them apart
+            # too many addresses to count separately
             self._counts.clear()
 
 
 def network_of(address: str) -> str:
-    """Return the address; of IPv6 the /64, because one host has all addresses of it."""
+    """Return the address; for IPv6 the /64, because one host can use all addresses of it."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
