@@ -1,11 +1,11 @@
-"""The steps of a run: which are committed, what each says of itself, what is noted on it.
+"""Steps of a run: committed steps, their facts and their notes. Does not import torch.
 
-A step is a folder below the root, named by a format. It counts if a save committed there and its deletion has
-not begun. Which ones there are is known from listings alone; manifests are read for facts, and only once.
+A step is a folder below the root, named by a format. It counts if it has a commit and its deletion has not
+begun. Steps are listed without opening files; manifests are read once, for facts.
 
-A manifest never changes once it is published; pins, what verification found, and that a deletion has begun
-come later, and are notes in a small file beside it. `docs/reference/format.md` specifies the bytes. Changes
-are compared and replaced, so that two processes that note something at once lose nothing. Torch-free.
+A manifest never changes after its publication. Pins, results of verifications and tombstones are notes in a
+small file beside the manifest (`docs/reference/format.md`). Notes are replaced by compare-and-swap, so
+concurrent writers lose no changes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dcp.storage.threads import WorkerThreads
 logger = logging.getLogger(__name__)
 
 PARTIAL: Final = "partial"
-"""The name in the user metadata under which a partial checkpoint says which entries it has."""
+"""Key of the user metadata with the names of the entries of a partial checkpoint."""
 
 Health = Literal["good", "pending", "damaged", "partial"]
 """Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
@@ -54,13 +54,16 @@ before a deadline, and not the whole state."""
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Facts of a committed step, for retention and for who follows a run.
+    """Facts of a committed step, for retention and `dcp.watch`.
 
-    ``committed_seconds`` counts from the epoch, ``dropped`` are the globs of what was dropped. ``save_id``
-    identifies the commit: that of the save or, where the format has none, a digest of the commit object; ""
-    of one that cannot be read. ``durable``: it was synced when it was committed. ``metrics`` are numbers of
-    the user metadata, which stock checkpoints have not; ``partial`` is what it has if it is no whole state.
-    ``is_verified``: a verification of this very commit is noted, whatever it has found.
+    Attributes:
+        committed_seconds: Time of the commit, in seconds since the epoch.
+        dropped: Patterns of dropped entries.
+        save_id: Id of the save, or a digest of the commit object; "" if unreadable.
+        durable: True if the save was synced.
+        metrics: Numbers in the user metadata; empty for stock checkpoints.
+        partial: Names of the entries of a partial checkpoint.
+        is_verified: True if this commit was verified, with any result.
     """
 
     step: int
@@ -76,18 +79,19 @@ class StepState:
 
 
 def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the entries of a partial checkpoint, by its user metadata; () of one that is the whole state."""
+    """Return the entries of a partial checkpoint from its user metadata; () for a whole one."""
     names = user.get(PARTIAL)
     return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
 
 
 OPTIMIZER: Final = ("optim*.state.*", "*.optim*.state.*", "optim*.param_groups*", "*.optim*.param_groups*")
-"""Names of what an optimizer keeps, as trainers call it: what is below ``state`` and ``param_groups`` under a
-key that begins with ``optim``. A weight that is called so has neither above it."""
+"""Patterns of optimizer entries: everything below ``state`` and ``param_groups`` under a key that begins with
+``optim``.
+"""
 
 
 def patterns_of_part(name: str) -> tuple[str, ...]:
-    """Return globs on the names of its entries; ``name`` is "optimizer", or such a glob itself."""
+    """Return the patterns of the part ``name``: "optimizer", or a shell pattern."""
     return OPTIMIZER if name == "optimizer" else (name,)
 
 
@@ -98,16 +102,16 @@ _VERSION: Final = (1, 0)
 _CRC: Final = struct.Struct(">I")
 _CRC_HEAD: Final = b"\xa5crc32\xce"
 _CRC_PLACE: Final = 0xFFFFFFFF
-"""Encoded as the five bytes that any CRC may take the place of."""
+"""Placeholder of five bytes for an encoded CRC."""
 _ATTEMPTS: Final = 32
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Result of a verification of the commit ``save_id``, at a ``time`` in seconds since the epoch.
+    """Result of a verification of the commit ``save_id``, with its ``time`` in seconds since the epoch.
 
-    ``what`` says what was looked at if ``ok`` ("sizes", "full"), and what is wrong if not.
+    ``what`` is "sizes" or "full" if ``ok``, otherwise the problem.
     """
 
     save_id: str
@@ -118,12 +122,11 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Deleting:
-    """The tombstone of the commit ``save_id``: its deletion has begun at a ``time`` in seconds since the
-    epoch.
+    """Tombstone of the commit ``save_id``: its deletion began at ``time`` (seconds since the epoch).
 
-    It says which files may go once the commit objects are gone: data files of the saves ``owners``, and any
-    that can be data and is not newer than ``newest`` (seconds; when the commit object was published, by the
-    store's clock). What a save writes that began since is neither.
+    After the removal of the commit objects, data files of the saves ``owners`` may be deleted, and other data
+    files not newer than ``newest`` (time of the commit by the store's clock). Files of later saves are
+    excluded.
     """
 
     save_id: str
@@ -134,10 +137,9 @@ class Deleting:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes of one folder. ``others`` are entries of later versions, which are kept as they are.
+    """Notes of one folder. ``others`` preserves entries of later versions.
 
-    ``verified`` and ``deleting`` name their commit and mean nothing for another one; a pin
-    is the folder's, whatever is saved there.
+    ``verified`` and ``deleting`` apply to their commit only. A pin applies to the folder.
     """
 
     pinned: bool = False
@@ -146,7 +148,7 @@ class Notes:
     others: Mapping[str, Any] = field(default_factory=dict)
 
     def verified_of(self, save_id: str) -> Verified | None:
-        """Return what was found about the commit ``save_id``; None if that was not verified."""
+        """Return the verification of the commit ``save_id``; None without one."""
         return self.verified if self.verified is not None and self.verified.save_id == save_id else None
 
 
@@ -171,7 +173,7 @@ def encode_notes(notes: Notes) -> bytes:
 
 
 def _decoded(data: bytes) -> Notes:
-    """Read the notes in the bytes of a file; time and memory are bounded by its size."""
+    """Decode notes. Time and memory are bounded by the file's size."""
     body = data[: -_CRC.size]
     if not body.endswith(_CRC_HEAD) or _CRC.unpack(data[-_CRC.size :])[0] != crc32(body):
         raise CorruptCheckpointError("the notes do not match their checksum: they are truncated or damaged")
@@ -199,11 +201,10 @@ def _noted(kind: type[_Value], fields: Any) -> _Value | None:
 
 
 def read_notes(store: Store) -> Notes:
-    """Read the notes of a folder; empty ones if there are none.
+    """Read the notes of a folder; empty notes without a file.
 
-    Raises, with ``path``, `CorruptCheckpointError` for bytes other than those written,
-    `UnsupportedFormatError` for what a newer dcphub wrote, as far as this one does not know it,
-    `CheckpointFormatError` for what no writer produces.
+    Raises CorruptCheckpointError for damaged bytes, UnsupportedFormatError for notes of a newer version, and
+    CheckpointFormatError for an invalid format, each with ``path``.
     """
     path = store.path_of(NOTES_NAME)
     try:
@@ -215,14 +216,14 @@ def read_notes(store: Store) -> Notes:
 
 
 def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
-    """Replace the notes by ``change`` of what they are; it is called again if another writer was faster.
+    """Replace the notes by ``change`` of the current notes, called again after a concurrent change; return
+    the new notes.
 
-    Damaged notes may have held a pin, so the change gets pinned ones in their place. Returns what is
-    published. Raises `CheckpointConflictError` if others write all the time, and `UnsupportedFormatError`
-    rather than replace notes of a newer dcphub.
+    Damaged notes are replaced by notes with a pin, which may have been lost. Raises CheckpointConflictError
+    after too many concurrent changes, and UnsupportedFormatError for notes of a newer version.
     """
     for _ in range(_ATTEMPTS):
-        # The version first: what is read after it is that content, or the publish below is refused.
+        # Read the version first, so that a concurrent change fails the publish below.
         version = store.version(NOTES_NAME)
         try:
             old = read_notes(store)
@@ -248,18 +249,18 @@ def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
 _PROBES: Final = (0, 7, 123_456_789)
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _END_OF_STEPS: Final = 10**18
-"""The first step that `_NUMBER` cannot read back from a name, and the ranks cannot exchange."""
+"""First step that `_NUMBER` cannot parse and ranks cannot exchange."""
 _LONGEST_ID: Final = 256
 
 _RACY_SECONDS: Final = 2.0
-"""A file this young may change again without its time showing it, so what was read of it is not kept."""
+"""Age below which a file may change without a new time; its content is not cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The commit of a folder: ``index``, or why it cannot be read (``problem``).
+    """Commit of a folder: its ``index``, or the ``problem`` that prevents reading.
 
-    ``versions`` are those of the commit objects, from before they were read.
+    ``versions`` are those of the commit objects, taken before reading.
     """
 
     save_id: str
@@ -269,8 +270,7 @@ class Commit:
 
 
 def whole_step(step: SupportsIndex) -> int:
-    """Return ``step`` as an int: numpy's whole numbers are taken too. Raises OptionError for what is no
-    step."""
+    """Return ``step`` as an int, also from NumPy integers. Raises OptionError for other values."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -281,8 +281,7 @@ def whole_step(step: SupportsIndex) -> int:
 
 
 def read_commit(store: Store) -> Commit | None:
-    """Return what is committed in ``store``; None if nothing is. Raises `StorageError` where reading
-    fails."""
+    """Return the commit in ``store``; None without one. Raises StorageError if reading fails."""
     names = sorted((info.name for info in store.list() if is_commit_object(info.name)), key=_truth_first)
     versions = {name: version for name in names if (version := store.version(name)) is not None}
     token = next(iter(versions.values())).token if versions else ""
@@ -308,11 +307,11 @@ def _truth_first(name: str) -> tuple[int, int, str]:
 
 
 class StepFolders:
-    """The step folders below a root; safe to use from several threads.
+    """Step folders below a root. Thread-safe.
 
-    ``name_format`` has one field ``{step}``, or is a function of the step; it must write the step in decimal
-    digits. Raises OptionError if it does not, or if names could not be distinguished. ``open_store`` makes
-    the stores below a root that is given by its name.
+    ``name_format`` has the field ``{step}``, or is a function of the step, and must contain the step in
+    decimal digits. Raises OptionError for an ambiguous format. ``open_store`` opens stores below a root given
+    by name.
     """
 
     def __init__(
@@ -337,8 +336,7 @@ class StepFolders:
     # -- names -----------------------------------------------------------------------------------------------
 
     def name(self, step: int) -> str:
-        """Return the folder's name. Raises OptionError as `whole_step`, and for a name that is not a plain
-        one."""
+        """Return the folder name of ``step``. Raises OptionError for an invalid step or name."""
         step = whole_step(step)
         form = self._name_format
         try:
@@ -347,7 +345,7 @@ class StepFolders:
             raise OptionError(f"name: {form!r} gives no folder name for step {step}: {error}") from error
 
     def step_of(self, name: str) -> int | None:
-        """Return the step whose folder is called ``name``; None if no step's is."""
+        """Return the step of a folder name; None if no step has this name."""
         for match in _NUMBER.finditer(name):
             step = int(match[0])
             if self.name(step) == name:
@@ -355,7 +353,7 @@ class StepFolders:
         return None
 
     def checkpoint_id(self, step: int) -> str:
-        """Return what `dcp.load` takes."""
+        """Return the checkpoint id for `dcp.load`."""
         return self.root.store(self.name(step)).url
 
     def store(self, step: int) -> Store:
@@ -370,13 +368,13 @@ class StepFolders:
                 f"{place.url} is a checkpoint, and no run: give the folder that its steps are in"
             )
 
-    # -- which there are -------------------------------------------------------------------------------------
+    # -- listing ---------------------------------------------------------------------------------------------
 
     def folders(self) -> dict[int, SmallFiles]:
-        """Return all step folders by step, ascending, with the commit objects and notes that are in them.
+        """Return all step folders by step, ascending, with their commit objects and notes, also uncommitted
+        ones.
 
-        Uncommitted and half-deleted ones too. One listing, and no more on object stores; elsewhere a request
-        or three for each folder.
+        Needs one listing on object stores, and up to three more requests for each folder elsewhere.
         """
         found: dict[int, SmallFiles] = {}
         for name, files in self.root.look((NOTES_NAME,)).items():
@@ -385,8 +383,10 @@ class StepFolders:
         return dict(sorted(found.items()))
 
     def committed(self) -> dict[int, SmallFiles]:
-        """Return the steps with a committed checkpoint whose deletion has not begun, ascending, each with its
-        small files; nothing is opened besides new notes."""
+        """Return the committed steps, ascending, with their small files, without steps under deletion.
+
+        Only new notes are opened.
+        """
         folders = self.folders()
         return {step: folders[step] for step, counts in self._of_each(self._counts, folders) if counts}
 
@@ -398,11 +398,11 @@ class StepFolders:
                 yield step
 
     def has(self, step: int) -> bool:
-        """Return whether ``step`` is one of `committed`, without a look at the others."""
+        """Return whether ``step`` is committed, without listing other steps."""
         return self._counts(step, self.root.look_into(self.name(step), (NOTES_NAME,)))
 
     def has_whole(self, step: int) -> bool:
-        """Return whether ``step`` is one of `committed`, and not partial; a damaged one counts."""
+        """Return whether ``step`` is committed and not partial; damaged steps count."""
         try:
             return self.has(step) and not self.facts(step).partial
         except CheckpointNotFoundError:
@@ -411,19 +411,19 @@ class StepFolders:
             return True
 
     def half_deleted(self) -> list[int]:
-        """List the steps whose deletion has begun: notes have a tombstone, for whatever commit."""
+        """List the steps with a tombstone."""
         noted = {step: files for step, files in self.folders().items() if NOTES_NAME in files}
         return [step for step, notes in self._of_each(self._notes_of, noted) if notes.deleting is not None]
 
     def pinned(self) -> list[int]:
-        """List the pinned ones of `committed`."""
+        """List the pinned committed steps."""
         found = self._of_each(self._notes_of, self.committed())
         return [step for step, notes in found if notes.pinned]
 
     def _of_each(
         self, look: Callable[[int, SmallFiles], _Value], folders: Mapping[int, SmallFiles]
     ) -> list[tuple[int, _Value]]:
-        """Return what ``look`` finds out about each folder, several at a time where requests take long."""
+        """Return the result of ``look`` for each folder, concurrently on slow storages."""
         if self.root.at_once == 1 or len(folders) < 2:
             return [(step, look(step, files)) for step, files in folders.items()]
         with WorkerThreads(min(self.root.at_once, len(folders))) as pool:
@@ -436,24 +436,24 @@ class StepFolders:
         notes = self._notes_of(step, files)
         if notes.deleting is None:
             return True
-        # Rare: only now it matters which commit the tombstone is of.
+        # Rare: compare the tombstone with the current commit.
         commit = read_commit(self.store(step))
         return commit is not None and notes.deleting.save_id != commit.save_id
 
-    # -- about one -------------------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------------------
 
     def facts(self, step: int, files: SmallFiles | None = None) -> StepState:
-        """Return what the checkpoint of ``step`` says of itself; read again only after the commit changed.
-        ``files`` are its small files, where they were listed.
+        """Return the facts of ``step``, cached until the commit changes. ``files`` are its small files if
+        already listed.
 
-        Raises `CheckpointNotFoundError` if nothing is committed, and what is wrong with a damaged index.
+        Raises CheckpointNotFoundError without a commit, and errors of a damaged index.
         """
         files = self.root.look_into(self.name(step)) if files is None else files
         objects = {name: info for name, info in files.items() if is_commit_object(name)}
         return self._kept(self._read_facts, step, objects)
 
     def notes(self, step: int) -> Notes:
-        """Return the step's notes; empty ones if there are none. Those that cannot be read count as a pin."""
+        """Return the notes of ``step``; empty without a file. Unreadable notes count as a pin."""
         info = self.store(step).stat(NOTES_NAME)
         return self._notes_of(step, {} if info is None else {NOTES_NAME: info})
 
@@ -463,11 +463,10 @@ class StepFolders:
         return update_notes(self.store(step), change)
 
     def survey(self, pending: Collection[int] = ()) -> list[StepState]:
-        """Return all steps with what retention goes by, ascending.
+        """Return the state of all committed steps, ascending, for retention.
 
-        A step is "damaged" if its index is, or a verification of this very commit said so; "pending" if it is
-        among ``pending`` (being verified, or being saved again), "partial" if it is not the whole state; else
-        "good", verified or not.
+        The state is "damaged" (unreadable index or failed verification), "pending" (in ``pending``),
+        "partial" or "good".
         """
 
         def look(step: int, files: SmallFiles) -> StepState | None:
@@ -476,7 +475,7 @@ class StepFolders:
         return [state for _, state in self._of_each(look, self.folders()) if state is not None]
 
     def forget(self, step: int) -> None:
-        """Read everything about the step anew: it was saved again, or deleted."""
+        """Clear cached facts of a step that was saved again or deleted."""
         self._known.pop((step, "_read_facts"), None)
         self._known.pop((step, "_read_notes"), None)
 
@@ -484,7 +483,7 @@ class StepFolders:
         notes = self._notes_of(step, files)
         try:
             facts = self.facts(step, files)
-        except CheckpointNotFoundError:  # deleted since it was listed
+        except CheckpointNotFoundError:  # deleted after the listing
             return None
         except CheckpointError as error:
             if isinstance(error, OSError):  # the storage's fault: no verdict on the checkpoint
@@ -501,8 +500,7 @@ class StepFolders:
         )
 
     def _read_facts(self, step: int, objects: SmallFiles) -> StepState:
-        """Read the facts of what is committed as ``objects``, by no request but those that read them, if it
-        has an id."""
+        """Read the facts of the commit with ``objects``, without further requests if it has an id."""
         store = self.store(step)
         index = open_index(store)
         save_id = _id_of(index)
@@ -537,8 +535,9 @@ class StepFolders:
             return Notes(pinned=True)
 
     def _kept(self, read: Callable[[int, SmallFiles], _Value], step: int, files: SmallFiles) -> _Value:
-        """Return what ``read`` finds in small ``files`` of a step; read once as long as their sizes and times
-        stay what they are."""
+        """Return the result of ``read`` on the small ``files`` of a step, cached while sizes and times are
+        unchanged.
+        """
         there, known = self._known.get((step, read.__name__), (None, None))
         if there == files:
             return cast("_Value", known)

@@ -1,9 +1,9 @@
-"""`dcp.watch`: the committed steps of a run as they come, each acknowledged once for a consumer. Torch-free.
+"""`dcp.watch`: iterate over the committed steps of a run, once for each consumer. Does not import torch.
 
-What a consumer has acknowledged is in one small file, its cursor, so that the next process continues after a
-kill. The file has its holder, too, who writes it anew with another beat every few seconds. Each change
-compares and replaces, so that one of two holders finds out at its next change that it has lost the file. A
-holder lives as long as its beat changes; no clock of another machine is believed.
+A consumer's cursor is a small file with the acknowledged steps, so the next process continues after a kill.
+The holder of the cursor rewrites a beat in it every few seconds, by compare-and-swap. A second holder is
+detected at the next change. A holder counts as alive while its beat changes; clocks of other machines are not
+compared.
 """
 
 from __future__ import annotations
@@ -48,9 +48,14 @@ _FOLDER: Final = ".watch"
 
 @dataclass(frozen=True, slots=True)
 class WatchedStep:
-    """A committed checkpoint of a run; ``checkpoint_id`` is its path or URL, ``save_id`` tells it from others
-    of the same step. ``partial`` has the names of its entries if it is not the whole state, but what
-    there was time for before a deadline."""
+    """Committed checkpoint of a run.
+
+    Attributes:
+        checkpoint_id: Path or URL for `dcp.load`.
+        save_id: Id of the save, which distinguishes repeated saves of a step.
+        partial: Names of the entries of a partial checkpoint, committed before a deadline; empty for a whole
+            one.
+    """
 
     step: int
     checkpoint_id: str
@@ -61,18 +66,18 @@ class WatchedStep:
     _acknowledge: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     def acknowledge(self) -> None:
-        """Mark the step as done, so that it is not given again; idempotent.
+        """Mark the step as done. Idempotent.
 
         Raises:
-            CheckpointConflictError: Another process has become this consumer, and is given the step again.
-            StorageError: The cursor cannot be written: the step is given again.
+            CheckpointConflictError: Another process has become this consumer and gets the step again.
+            StorageError: The cursor cannot be written, so the step will be given again.
         """
         self._acknowledge()
 
 
 @dataclass(eq=False)
 class Watch(Closable, Iterator[WatchedStep]):
-    """The result of `watch`: an iterator, and a context manager that lets go of the consumer's name."""
+    """Iterator over steps, and context manager that releases the consumer's name. Made by `watch`."""
 
     _folders: StepFolders
     _cursor: Cursor
@@ -83,7 +88,7 @@ class Watch(Closable, Iterator[WatchedStep]):
     def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._warned = self.has_found_run = False
-        """The latter: the folder of the run was there at a look so far, and this process is the consumer."""
+        """``has_found_run`` is True once the run exists and this process is the consumer."""
         self._stamps: dict[int, str] = {}
         self._queue: deque[int] = deque()
         self._delivered: WatchedStep | None = None
@@ -104,22 +109,23 @@ class Watch(Closable, Iterator[WatchedStep]):
         raise StopIteration
 
     def stop(self) -> None:
-        """End the iteration, at once where it waits for another step; from any thread."""
+        """End the iteration, also during a wait. Thread-safe."""
         self._stop.set()
 
     def close(self) -> None:
-        """End, and let another process be this consumer at once; idempotent. A step that was given and not
-        acknowledged is given to that one."""
+        """Stop and release the consumer for other processes. Idempotent. An unacknowledged step is given
+        again.
+        """
         self._stop.set()
         self._delivered = None
         self._finalizer()
 
     def is_committed(self, step: WatchedStep) -> bool:
-        """Return whether this very checkpoint is still there: neither deleted nor saved anew."""
+        """Return whether this checkpoint still exists, neither deleted nor saved again."""
         facts = self._facts(step.step)
         return facts is not None and facts.save_id == step.save_id
 
-    # -- steps that are there --------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
 
     def _found(self) -> WatchedStep | None:
         try:
@@ -137,9 +143,9 @@ class Watch(Closable, Iterator[WatchedStep]):
         return None
 
     def _is_claimed(self) -> bool:
-        """Return whether this process is the consumer; where no run is, nothing is made.
+        """Return whether this process is the consumer. Creates nothing where no run exists.
 
-        Raises OptionError for a checkpoint in the place of a run, in which no step would ever be.
+        Raises OptionError if the root is a checkpoint instead of a run.
         """
         if not self.has_found_run and self._folders.root.place.exists():
             self._folders.check_run()
@@ -166,7 +172,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         return facts is None or facts.save_id == save_id
 
     def _step(self, step: int) -> WatchedStep | None:
-        """Read a step; None if it has gone since it was listed."""
+        """Read a step; None if it was deleted after the listing."""
         facts = self._facts(step)
         if facts is None or not self._folders.has(step):
             return None
@@ -194,7 +200,7 @@ class Watch(Closable, Iterator[WatchedStep]):
 
 
 def _stamp(files: SmallFiles, now_seconds: float) -> str:
-    """Return how the commit objects are listed, where another commit would be listed otherwise; else ""."""
+    """Return the listing of the commit objects as text if another commit would differ; otherwise ""."""
     infos = [info for name, info in sorted(files.items()) if is_commit_object(name)]
     if any(now_seconds - info.modified_seconds < _RACY_SECONDS for info in infos):
         return ""
@@ -213,39 +219,41 @@ def watch(
     name: Callable[[int], str] | str = "step-{step:08d}",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Watch:
-    """Give the committed steps of a run, those that are there and those to come: for evaluators and
-    exporters::
+    """Iterate over the existing and future committed steps of a run, for evaluators and exporters.
 
-        with dcp.watch("s3://bucket/run", consumer="eval") as steps:
-            for step in steps:
-                evaluate(step.checkpoint_id)
-
-    Each commit is acknowledged once for a consumer of that name, durably, when the next one is asked for or
-    by `WatchedStep.acknowledge`; until then whoever continues is given it again, also after a kill. A step
-    that is saved anew is another commit. What retention deletes before its turn is not given. The lowest step
-    that is there is the next. One process at a time is a consumer; others get an error, or continue from it
-    once it has ended or given no sign of life for half a minute.
+    Each commit is given once to a consumer of a name, lowest step first. It is acknowledged durably when the
+    next step is requested, or by `WatchedStep.acknowledge`. Unacknowledged steps are given again to the next
+    process. A step that is saved again is a new commit. Steps deleted by retention are skipped. One process
+    at a time is a consumer; another process can continue after the first one has ended or has been silent for
+    half a minute.
 
     Args:
-        root: The folder of the run, or its URL. It need not be there yet.
-        consumer: Whose steps these are; another name is given all of them, too.
-        since: No steps below this one.
-        once: End after those that are there.
-        interval_seconds: The pause between two looks, which cost a listing each.
-        cursor: The folder, or URL, for what was acknowledged; None is ``.watch`` in the run's own.
-        name: As for `CheckpointManager`.
+        root: Folder or URL of the run, which need not exist yet.
+        consumer: Name of the consumer. Each name gets all steps.
+        since: Lowest step to give.
+        once: True ends after the existing steps.
+        interval_seconds: Pause between listings.
+        cursor: Folder or URL of the cursor; ``.watch`` in the run if None.
+        name: Format of folder names, as for `CheckpointManager`.
         storage_options: As for `dcp.save`.
 
     Returns:
-        An iterator, which waits for the next step where there is none. An outage of the storage is logged,
-        and waited for, too; not with ``once``.
+        An iterator of `WatchedStep`. Without ``once`` it waits for new steps, and waits for an unavailable
+        storage.
 
     Raises:
-        OptionError: An argument cannot be.
+        OptionError: An argument is invalid.
 
-        The iterator raises CheckpointConflictError where another process is this consumer, or has become it,
-        OptionError where ``root`` is a checkpoint and no run, CheckpointFormatError for a cursor that is
-        none, and StorageError where it cannot be written.
+        The iterator raises CheckpointConflictError if another process is the consumer, OptionError if
+        ``root`` is a checkpoint, CheckpointFormatError for an invalid cursor, and StorageError if the cursor
+        cannot be written.
+
+    Examples:
+        ```python
+        with dcp.watch("s3://bucket/run", consumer="eval") as steps:
+            for step in steps:
+                evaluate(step.checkpoint_id)
+        ```
     """
     if not (isinstance(interval_seconds, int | float) and 0 < interval_seconds < math.inf):
         raise OptionError(f"interval_seconds must be more than 0, not {interval_seconds!r}")
@@ -260,7 +268,7 @@ def watch(
 
 
 _LEASE_SECONDS: Final = 30.0
-"""A holder whose beat has not gone on for so long is gone."""
+"""Time without a new beat after which a holder counts as dead."""
 
 _BEATS_A_LEASE: Final = 3
 _LOOK_SECONDS: Final = 0.5
@@ -269,17 +277,18 @@ _VERSION: Final = 1
 _LIMIT_BYTES: Final = 64 << 20
 _ATTEMPTS: Final = 8
 _GONE_STEPS: Final = 1000
-"""Acknowledged steps that are not there any more, and still remembered: a listing may be some seconds old."""
+"""Number of acknowledged, deleted steps to remember, because a listing may be old."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 _RACY_SECONDS: Final = 2.0
-"""A commit this young may be replaced by another without its size and time showing it."""
+"""Age below which a commit may be replaced without a new size and time."""
 
 
 _Content = dict[str, Any]
-"""Fields of the file: who holds it, the beat of that one, and by step what was acknowledged: the id of the
-save, and how the commit objects were listed, if those of no other commit would be ("" else)."""
+"""Fields of the cursor: its holder, the beat, and for each acknowledged step the save id and the stamp of the
+listing.
+"""
 
 _EMPTY: Final[_Content] = {
     "kind": _KIND,
@@ -291,8 +300,9 @@ _EMPTY: Final[_Content] = {
 
 
 def _decoded(data: bytes) -> _Content:
-    """Read the fields of a file. Raises CheckpointFormatError for what no `Cursor` writes,
-    UnsupportedFormatError for what a newer one may."""
+    """Decode a cursor. Raises CheckpointFormatError for invalid bytes, UnsupportedFormatError for a newer
+    version.
+    """
     try:
         fields = json.loads(data)
         is_ours = fields["kind"] == _KIND
@@ -314,10 +324,9 @@ def _decoded(data: bytes) -> _Content:
 
 
 class Cursor:
-    """The cursor of the consumer ``name`` in ``store``; nothing is touched before `claim`.
+    """Cursor of the consumer ``name`` in ``store``, untouched before `claim`. Thread-safe.
 
-    Its beats come from a thread of its own, so that a consumer may take hours for a step. Safe to use from
-    several threads. Raises OptionError for a name that no file may have.
+    A thread writes the beat, so a consumer may take hours for a step. Raises OptionError for an invalid name.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -343,9 +352,9 @@ class Cursor:
     # -- holding ---------------------------------------------------------------------------------------------
 
     def claim(self, stop: threading.Event) -> bool:
-        """Become the holder, after one that is gone; False if ``stop`` was set before it was known to be.
+        """Become the holder after the previous one is dead; return False if ``stop`` was set before.
 
-        Raises CheckpointConflictError where another one is at work, and the errors of a damaged file.
+        Raises CheckpointConflictError if another holder is alive, and errors of a damaged file.
         """
         version, there = self._read()
         if there["holder"] is not None and not _has_ended(there["holder"]):
@@ -375,7 +384,7 @@ class Cursor:
         return True
 
     def release(self) -> None:
-        """Let the next one come at once; idempotent. Never raises: who watched has ended its work."""
+        """Release the cursor. Idempotent; never raises."""
         if self._thread is None or self._released.is_set():
             return
         self._released.set()
@@ -393,7 +402,7 @@ class Cursor:
             except Exception as error:  # noqa: BLE001 - the next beat may succeed
                 logger.warning("%s: %s", self.path, error)
 
-    # -- what was acknowledged -------------------------------------------------------------------------------
+    # -- cursors ---------------------------------------------------------------------------------------------
 
     @property
     def acknowledged(self) -> dict[int, tuple[str, str]]:
@@ -402,9 +411,9 @@ class Cursor:
         return found
 
     def acknowledge(self, step: int, commit: tuple[str, str], present: Collection[int]) -> None:
-        """Note that ``commit`` of ``step`` is done, durably; ``present`` are the committed steps.
+        """Record durably that ``commit`` of ``step`` is done; ``present`` are the committed steps.
 
-        Raises CheckpointConflictError where another holder has taken this one for gone: then it is not.
+        Raises CheckpointConflictError, without recording, if another holder has replaced this one.
         """
         if self.acknowledged.get(step) == commit:
             return
@@ -419,8 +428,7 @@ class Cursor:
         self._change(noted)
 
     def _change(self, change: Callable[[_Content], _Content]) -> None:
-        """Replace fields by those that ``change`` makes of what was published last: one request, unless the
-        file was changed since."""
+        """Replace the last published fields by ``change`` of them: one request, unless the file has changed."""
         with self._guard:
             if self._lost is not None:
                 raise self._lost
@@ -435,8 +443,7 @@ class Cursor:
         raise StorageError(f"{self.path} cannot be replaced", path=self.path, op="publish")
 
     def _look_again(self) -> None:
-        """Look again after a conflict: it may be one's own publish, whose answer was lost, or another
-        holder's."""
+        """Read the cursor after a conflict, which may come from this process's own publish without an answer."""
         version, there = self._read()
         mine = self._content["holder"]
         if mine is None or there["holder"] is None or there["holder"].get("token") != mine["token"]:
@@ -482,8 +489,9 @@ def _machine() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the boot, so that another one with its id is
-    recognised; None if it is gone."""
+    """Return the start of a process in ticks since boot, to recognise a reused id; None if the process has
+    ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -492,8 +500,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that is gone; of processes elsewhere only
-    their beats tell."""
+    """Return whether the holder was a process of this machine that has ended."""
     pid = holder.get("pid")
     if holder.get("machine") != _machine() or type(pid) is not int:
         return False

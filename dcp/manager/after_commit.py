@@ -1,7 +1,6 @@
-"""Work after a commit, behind the training loop: verification, its note, retention, deletions.
+"""Background work after a commit: verification, retention, deletions. Runs on the coordinator only.
 
-On the coordinator only: one process of a run deletes. How one checkpoint is removed is in
-`dcp.manager.removal`, how a part is dropped in `dropping`.
+`dcp.manager.removal` removes a checkpoint and `dropping` drops a part.
 """
 
 from __future__ import annotations
@@ -43,24 +42,26 @@ from dcp.storage.stores.opening import SmallFiles
 logger = logging.getLogger(__name__)
 
 Check = Literal["sizes", "full", "off"]
-"""Verification of a committed checkpoint: its files are there with the committed sizes; all of its bytes
-match their checksums; not at all."""
+"""Verification after a commit: "sizes" compares file sizes, "full" compares checksums of all bytes, "off"
+nothing.
+"""
 
 _MAX_NOTED_CHARACTERS: Final = 1000
 _ATTEMPTS: Final = 5
-"""Of a deletion that fails; with a pause before the second, which doubles from one to the next."""
+"""Attempts of a failing deletion. The pause between attempts doubles."""
 _PAUSE_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 60.0
-"""Of a save, for the deletion of its step, or of a part of it."""
+"""Longest wait of a save for a running deletion or drop of its step."""
 _ABANDONED_AFTER_SECONDS: Final = 86_400.0
-"""Age from which on data that no save committed is taken for abandoned."""
+"""Age of uncommitted data that counts as abandoned."""
 _SKEW_SECONDS: Final = 300.0
-"""The difference that clocks of hosts may have."""
+"""Tolerated difference between clocks of hosts."""
 
 
 _What = Literal["commit", "doubt", "checkpoint", "rest", "abandoned"]
-"""Tasks about a step: look after its commit, look again at what a restore could not read, or
-delete it, the rest of an interrupted deletion, or data files that a save has abandoned."""
+"""Tasks of a step: verify a commit, verify again after a failed restore, delete, finish a deletion, remove
+abandoned files.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,11 +75,10 @@ class _Task:
 
 @dataclass(eq=False)
 class AfterCommit:
-    """Looks after the checkpoints below ``folders``, called by the saves.
+    """Verify and delete checkpoints below ``folders`` in the background.
 
-    Commits are looked after by one daemon thread, deletions are done by another, each one after the other: a
-    storage on which a deletion hangs keeps no commit from being verified. ``on_damage`` is called with what
-    is wrong with a checkpoint that has just been committed. A deletion that fails is repeated a few times.
+    One daemon thread verifies commits and another one deletes, so that a hanging deletion does not delay
+    verification. ``on_damage`` receives the error of a damaged new commit. Failed deletions are repeated.
     """
 
     _folders: StepFolders
@@ -90,45 +90,47 @@ class AfterCommit:
     def __post_init__(self) -> None:
         self._began, self._began_seconds = time.monotonic(), time.time()
         self._since: dict[int, float] = {}
-        """When this run has begun to save a step."""
+        """Start of this run's first save."""
         self._own: dict[int, str | None] = {}
-        """Steps that this run saves or has saved, and the ids of what it has committed; None where that is
-        not known, and of steps from which it has dropped a part."""
+        """Steps saved by this run, with the ids of their saves; None for unknown ids and for steps with
+        dropped parts.
+        """
         self._seen: dict[int, SmallFiles] = {}
         """The commit objects of each step, as they were last looked at."""
         self._is_warned = False
         """True once another run was found here."""
         self._changed = threading.Condition()
         self._looks: list[_Task] = []
-        """Commits and doubts in the order in which they came; one is there until it is done."""
+        """Commits and doubtful steps in order of arrival, until verified."""
         self._deletions: dict[int, _Task] = {}
         """By step, in the same way."""
         self._changing: set[int] = set()
-        """Steps that are being deleted, or dropped from: a save of one waits that long."""
+        """Steps with a running deletion or drop; saves of them wait."""
         self._unsettled: Counter[int] = Counter()
         """Steps being saved or verified: retention must neither count nor delete them."""
         self._threads: list[threading.Thread] = []
-        """Those of commits, and of deletions."""
+        """The threads for commits and deletions."""
         self._closing = False
         self._given_up = False
         self._begun = False
         self._resumed = False
-        """True once it is known what an earlier process has begun to delete here."""
+        """True after unfinished deletions of earlier processes were found."""
         self._half_deleted: set[int] = set()
-        """Steps whose deletion has failed for good."""
+        """Steps with a permanently failed deletion."""
         self._synced = ""
-        """The newest save that was made durable here."""
+        """The newest save made durable."""
         self._warned: set[str] = set()
-        """Metrics of rules that could not be judged."""
+        """Metrics of rules that could not be evaluated."""
         self._settled: dict[int, set[str]] = {}
-        """By step the names of parts that it has not, or not in files of their own."""
+        """For each step, names of parts that are absent or share files with other entries."""
 
     # -- of saves --------------------------------------------------------------------------------------------
 
     def saving(self, step: int) -> None:
-        """Prepare for a save of ``step``: a deletion there is over first, and what is left of it is done
-        right here. A checkpoint that is still whole stays: the commit replaces it, so that it is never
-        missing."""
+        """Prepare a save of ``step``: wait for a running deletion and remove remaining files.
+
+        A complete checkpoint stays until the commit replaces it.
+        """
         self._own[step] = None
         self._since[step] = time.monotonic()
         with self._changed:
@@ -142,7 +144,7 @@ class AfterCommit:
                 self._changed.notify_all()
             self._settled.pop(step, None)
             self._half_deleted.discard(step)
-        try:  # training waits for this: a look at this one step at the most
+        try:  # training waits for this: read one step only
             if not is_free:
                 url = self._folders.checkpoint_id(step)
                 text = f"{url} is being deleted, still after {_WAIT_SECONDS:g} s: the storage hangs"
@@ -151,11 +153,11 @@ class AfterCommit:
                 files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
                 if NOTES_NAME in files and not any(map(is_commit_object, files)):
                     self._remove(step, "rest")
-        except (CheckpointError, OSError) as error:  # what is left belongs to another commit: it cannot hurt
+        except (CheckpointError, OSError) as error:  # remaining files belong to another commit
             self._events.emit("delete_failed", step, error=error)
 
     def ended(self, step: int, save_id: str | None) -> None:
-        """Look after ``step`` in the background, whose save has committed; None is of one that failed."""
+        """Queue ``step`` for verification after its save; ``save_id`` is None for a failed save."""
         if save_id is None:
             self._settle(step)
         else:
@@ -165,8 +167,8 @@ class AfterCommit:
     # -- of the user's ---------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
-        with self._changed:  # a save that begins now takes it back again
+        """Queue the checkpoint of ``step`` for deletion, unless a save of the step has begun."""
+        with self._changed:  # a save that begins now cancels the deletion
             if self._unsettled[step]:
                 raise CheckpointError(
                     f"step {step} is being saved or verified, and cannot be deleted yet; wait() first",
@@ -175,14 +177,13 @@ class AfterCommit:
             self._later(_Task(step, "checkpoint"))
 
     def deleting(self) -> set[int]:
-        """Return the steps that are to be deleted."""
+        """Return the steps queued for deletion."""
         return set(self._deletions)
 
     def doubt(self, step: int, error: CheckpointError) -> None:
-        """See in the background whether ``step``, which a restore could not read, is damaged, and note that.
+        """Verify ``step`` again in the background after a restore failed to read it.
 
-        Until then retention neither counts nor deletes it. It is read again here, because what failed may be
-        one host's view of the storage, and a checkpoint that is noted as damaged may be deleted.
+        Retention neither counts nor deletes the step until then. The damage may be visible on one host only.
         """
         with self._changed:
             self._unsettled[step] += 1
@@ -191,15 +192,14 @@ class AfterCommit:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all that was committed is looked after, and all that had to go is deleted or given up;
-        False if it is not after ``timeout_seconds``."""
+        """Wait until all commits are verified and all deletions done or given up; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._looks or self._deletions), timeout_seconds)
 
     def close(self, timeout_seconds: float) -> None:
-        """Wait as `wait` does, with no pause between attempts, and nothing is begun after it; idempotent.
+        """Wait as `wait` does, without pauses between attempts, and stop. Idempotent.
 
-        What is cut off leaves checkpoints that are whole or gone, and the next manager here finishes it.
+        Interrupted deletions leave whole or deleted checkpoints; the next manager finishes them.
         """
         with self._changed:
             self._closing = True
@@ -217,7 +217,7 @@ class AfterCommit:
     # -- the threads -----------------------------------------------------------------------------------------
 
     def _later(self, task: _Task) -> None:
-        """Add a task for its thread; the first one starts both."""
+        """Queue a task; the first one starts the threads."""
         with self._changed:
             if self._given_up:
                 logger.info("%s: closed; the next manager here continues", self._folders.root.url)
@@ -256,7 +256,7 @@ class AfterCommit:
                 self._changed.notify_all()
 
     def _next(self, deletes: bool) -> _Task | None:
-        """Wait for a task of this kind that is due; None at the end, once there is none of either kind."""
+        """Wait for the next due task of a kind; None at the end."""
         with self._changed:
             while not self._given_up and (self._looks or self._deletions or not self._closing):
                 now, due = time.monotonic(), math.inf
@@ -301,17 +301,16 @@ class AfterCommit:
         self._retain(step)
 
     def _finish_earlier_work(self) -> None:
-        """Finish what an earlier process began here: deletions; saves that never committed; verifications
-        that its end cut off."""
+        """Finish the work of an earlier process: deletions, abandoned saves, verifications."""
         try:
             half_deleted = self._folders.half_deleted()
-            with self._changed:  # no save may begin in between: it takes a step back, or finds it clean
+            with self._changed:  # no save may begin between check and removal
                 for step in half_deleted:
                     if not self._unsettled[step]:
                         self._later(_Task(step, "rest"))
                 self._resumed = True
             for step, files in self._folders.folders().items():
-                # A background writer may outlive its trainer, and commit yet: a day must have passed.
+                # A writer process may outlive its trainer and still commit, so wait a day.
                 before_seconds = time.time() - _ABANDONED_AFTER_SECONDS
                 if not any(map(is_commit_object, files)) and (
                     abandoned_files(self._folders.store(step), before_seconds) is not None
@@ -331,7 +330,7 @@ class AfterCommit:
             logger.warning("%s: post-commit work continues without it: %s", self._folders.root.url, error)
 
     def _look_again(self, step: int, reason: str) -> None:
-        """Verify a checkpoint that some rank could not read."""
+        """Verify a checkpoint that a rank failed to read."""
         try:
             problem = self._verify(step, "full", is_known=True)
         except CheckpointNotFoundError:
@@ -348,8 +347,11 @@ class AfterCommit:
             )
 
     def _verify(self, step: int, check: Check, *, is_known: bool = False) -> str | None:
-        """Verify, note and tell. Returns what is wrong, "" if nothing is, and None where another commit is
-        there by now, of which the files are. ``is_known``: the log has the damage already."""
+        """Verify a commit, store the result and emit an event.
+
+        Returns the problem, "" for a good checkpoint, None if another commit has replaced the files. With
+        ``is_known``, the log already has the damage.
+        """
         begun = time.monotonic()
         store = self._folders.store(step)
         commit = read_commit(store)
@@ -377,7 +379,7 @@ class AfterCommit:
 
     @staticmethod
     def _problem_of(store: Store, commit: Commit, check: Check) -> str | None:
-        """Find what is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
+        """Return the problem of the commit in ``store``; None if ``check`` passes."""
         if commit.index is None:
             return str(commit.problem)
         if check == "full":
@@ -386,28 +388,27 @@ class AfterCommit:
             listing = {info.name: info for info in store.list()}
             found = [one for one in check_files(commit.index, listing) if not one.is_note]
         for fault in found:
-            if fault.file == METADATA_NAME:  # stock torch's alone: dcp loads, and retention counts it
+            if fault.file == METADATA_NAME:  # only stock torch needs the file; dcp loads the checkpoint
                 logger.warning("%s: %s", store.url, fault.message)
         return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
 
     def _look_for_other_runs(self, step: int) -> None:
-        """Log the first step that another live run has committed here, once this one has committed ``step``;
-        one listing, and no more as long as there are none.
+        """Log the first step committed here by another live run, after a commit of ``step``.
 
-        Two jobs that were given one folder by mistake overwrite and delete each other's steps.
+        Two jobs with the same folder overwrite and delete each other's steps.
         """
         if self._is_warned:
             return
         try:
             folders, unsettled = self._folders.folders(), self._unsettled_now()
-        except CheckpointError as error:  # the next commit looks again; this one's retention continues
+        except CheckpointError as error:  # the next commit tries again
             logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
             return
         found: dict[int, tuple[SmallFiles, float]] = {}
         for each, files in folders.items():
             objects = {name: info for name, info in files.items() if is_commit_object(name)}
             found[each] = objects, max((info.modified_seconds for info in objects.values()), default=0.0)
-        # By the clock of the storage: what is older was there before this run, or at its very beginning.
+        # Compare by the clock of the storage: older commits are from before this run.
         since = found.get(step, ({}, 0.0))[1] - (self._since.get(step, self._began) - self._began)
         for each, (objects, moment) in found.items():
             if not objects or each in unsettled or self._seen.get(each) == objects:
@@ -430,14 +431,14 @@ class AfterCommit:
             facts = self._folders.facts(step)
         except CheckpointError:
             return False
-        written = facts.committed_seconds  # one of before may come back, or be without a part now
+        written = facts.committed_seconds  # an older commit may be restored, or may have lost a part
         is_rewritten = written is not None and written < self._began_seconds - _SKEW_SECONDS
         return facts.save_id != own and not is_rewritten
 
-    # -- what need not stay ----------------------------------------------------------------------------------
+    # -- retention -------------------------------------------------------------------------------------------
 
     def _retain(self, saved: int) -> None:
-        """Delete what need not stay; not yet what has just been ``saved``, whatever its step."""
+        """Delete steps by the retention rules, except the step just ``saved``."""
         if self._keep is None:
             return
         # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push
@@ -466,8 +467,9 @@ class AfterCommit:
                 self._drop(step, wanted)
 
     def _drop(self, step: int, parts: Sequence[Part]) -> None:
-        """Drop ``parts`` of a step that stays, unless a save of it has begun. What fails is tried again after
-        the next save."""
+        """Drop ``parts`` of a step, unless a save of the step has begun. A failure is retried after the next
+        save.
+        """
         with self._changed:
             if self._unsettled[step] or step in self._changing:
                 return
@@ -501,7 +503,7 @@ class AfterCommit:
             self._events.emit("dropped", step, seconds=seconds, size_bytes=freed, files=files, parts=names)
 
     def _makes_durable(self, newest: int | None) -> bool:
-        """Make the newest good step outlast a power cut before anything else goes; tell whether it does."""
+        """Sync the newest good step before a deletion; return whether it is durable."""
         if newest is None:
             return True
         try:
@@ -519,7 +521,7 @@ class AfterCommit:
         return True
 
     def _delete(self, task: _Task) -> bool:
-        """Delete, and tell; whether it is to be tried again."""
+        """Delete a step and emit an event; return whether to try again."""
         step, what, url = task.step, task.what, self._folders.checkpoint_id(task.step)
         begun = time.monotonic()
         try:

@@ -1,9 +1,9 @@
-"""Telling a catalog what was committed and deleted, in the background, whatever becomes of the catalog.
+"""Notify a catalog of commits and deletions, in the background. Does not import torch.
 
-Training does nothing but put a note on a queue. One thread writes the notes to a spool on disk, another sends
-them and removes what has arrived; so the catalog may be down, the trainer may be killed, and the next manager
-of the same run sends what is left. The catalog reads the checkpoint itself: a note says only where it is, and
-may be sent twice. What is lost all the same, a scan of the catalog finds. Torch-free.
+Training only adds a note to a queue. One thread writes notes to a spool on disk and another one sends them.
+If the catalog is unavailable or the trainer is killed, the next manager of the run sends the remaining notes.
+The catalog reads the checkpoint itself, so notes may be sent twice. A scan of the catalog finds checkpoints
+of lost notes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _LONGEST_PAUSE_SECONDS: Final = 60.0
 _WARN_AGAIN_SECONDS: Final = 86_400.0
 _SIZE: Final = re.compile(r"[0-9.,]+ ?[kMGTPE]?B\b")
 _REFUSALS: Final = 8
-"""So often a note is sent that the catalog can make nothing of yet, because a network file system shows it an
-older state; a minute or two in all."""
+"""Attempts to send a note that the catalog cannot process yet, because a network file system shows an older
+state.
+"""
 _SPOOL_SECONDS: Final = 5.0
 _NOT_YET: Final = frozenset({404, 409, 410})
 _TRY_AGAIN: Final = frozenset({401, 403, 408, 425, 429})
@@ -63,17 +64,18 @@ _STALE_SECONDS: Final = 3600.0
 class CatalogRegistration:
     """Registration of a manager's checkpoints with a service: ``CatalogRegistration(url, key=...)``.
 
-    - ``url`` is that of the service. ``key`` needs the scope "write"; by default it is the environment's
-      ``DCP_CATALOG_KEY``. It is never shown.
-    - ``root`` and ``folder``: the name of a root of the service, and the run's folder below it. Without them
-      the service finds the root by the run's path or URL, which works where it sees the storage under the
-      same one.
-    - ``tags`` are put on every checkpoint.
-    - ``spool``: a folder for notes that have not been sent yet. By default it is in the hidden folder
-      ``.catalog-spool`` of a local run, so that any host can continue with it, and below
-      ``~/.local/state/dcphub`` for others. It takes ``spool_notes`` at most; then the oldest ones go.
-    - ``request_seconds`` bounds the waits of a request, ``close_seconds`` what closing the manager waits for
-      notes that have not been sent.
+    Attributes:
+        url: URL of the service.
+        key: Key with the scope "write"; the variable ``DCP_CATALOG_KEY`` by default. It is never printed.
+        root: Name of a root of the service. By default, the service finds the root by the run's path or URL,
+            which must be the same on both machines.
+        folder: Folder of the run below ``root``.
+        tags: Tags for every checkpoint.
+        spool: Folder for unsent notes: by default ``.catalog-spool`` in a local run, and below
+            ``~/.local/state/dcphub`` for URLs.
+        spool_notes: Maximum number of notes in the spool; the oldest notes are dropped.
+        request_seconds: Timeout of a request.
+        close_seconds: Longest wait for unsent notes when the manager closes.
     """
 
     url: str
@@ -101,8 +103,7 @@ class CatalogRegistration:
 
 @dataclass(eq=False, slots=True)
 class _Note:
-    """A note with the content ``body``, in the file ``name`` of the spool, "" if it is in memory only. What
-    was refused comes again when it is ``due`` (of the monotonic clock)."""
+    """Note with the content ``body`` and the spool file ``name`` ("" in memory), to send when ``due``."""
 
     body: Mapping[str, Any]
     name: str = ""
@@ -116,12 +117,10 @@ class _Note:
 
 
 class Registrar:
-    """Registers the checkpoints of one run; made on one rank. Nothing that it does raises or waits, but for
-    `close`, which is bounded.
+    """Register the checkpoints of one run, on one rank. Methods neither raise nor wait, except `close`.
 
-    Each note is one file of the spool, written aside, made durable and renamed. Several processes may share
-    the folder; each loads what is there when it starts. What cannot be written stays in memory, and is logged
-    once.
+    Each note is a file of the spool, written durably and renamed. Several processes may share the spool; each
+    loads the existing notes at its start. Notes that cannot be written stay in memory.
     """
 
     def __init__(
@@ -134,9 +133,9 @@ class Registrar:
         self._fresh: list[_Note] = []
         """Not on disk yet."""
         self._busy = True
-        """Until what an earlier process left is loaded, and while notes are written."""
+        """True while notes of earlier processes are loaded or notes are written."""
         self._due: dict[str, _Note] = {}
-        """By checkpoint, in the order in which they came: a later note makes an earlier one moot."""
+        """Notes by checkpoint in order of arrival; a later note replaces an earlier one."""
         self._closed = False
         self._down_seconds = 0.0
         self._failed_in_a_row = 0
@@ -161,7 +160,7 @@ class Registrar:
             self.tell(self._name_of(event.step), event.step, deleted=True)
 
     def tell(self, name: str, step: int | None, *, deleted: bool = False, save_id: Any = None) -> None:
-        """Note that the checkpoint ``name`` of the run was committed or deleted."""
+        """Queue a note that the checkpoint ``name`` was committed or deleted."""
         options = self._options
         body: dict[str, Any] = {"key": name, "step": step}
         if options.root is None:
@@ -177,18 +176,18 @@ class Registrar:
             body["save_id"] = save_id
         with self._changed:
             self._fresh.append(_Note(body))
-            del self._fresh[: -options.spool_notes]  # a disk that hangs must not cost memory without end
+            del self._fresh[: -options.spool_notes]  # limits memory if the disk hangs
             self._changed.notify_all()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until everything is registered; tell whether it is, within ``timeout_seconds``."""
+        """Wait until all notes are registered; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_spooled() and not self._due, timeout_seconds)
 
     def close(self) -> None:
-        """Wait as `wait` does, for ``close_seconds`` at the most; what is left by then stays in the spool.
+        """Wait up to ``close_seconds`` for unsent notes. The remaining notes stay in the spool.
 
-        A few seconds are taken in any case until the notes are on disk, if it takes that.
+        The wait for notes to reach the disk may add a few seconds.
         """
         self.wait(self._options.close_seconds)
         with self._changed:
@@ -235,8 +234,7 @@ class Registrar:
                 self._keep(note)
 
     def _loaded(self) -> list[_Note]:
-        """Read the notes of earlier processes, the oldest first; unreadable ones are removed, and too many of
-        them."""
+        """Read notes of earlier processes, oldest first, and remove unreadable and excess notes."""
         found: list[str] = []
         with self._warned():
             for info in self._spool.list():
@@ -256,7 +254,7 @@ class Registrar:
         return notes
 
     def _keep(self, note: _Note) -> None:
-        """Put a note on disk, if that works."""
+        """Write a note to disk if possible."""
         name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
         data = json.dumps(note.body).encode()
         with self._warned():
@@ -266,14 +264,14 @@ class Registrar:
                 note.name = name
 
     def _forget(self, name: str) -> None:
-        """Remove a note that has arrived, or never will."""
+        """Remove the file of a finished note."""
         with self._warned():
             if name:
                 self._spool.delete(name)
 
     @contextmanager
     def _warned(self) -> Iterator[None]:
-        """End this block where the disk fails, and log that once."""
+        """Suppress errors of the disk in this block, and log the first one."""
         try:
             yield
         except OSError as error:
@@ -303,7 +301,7 @@ class Registrar:
             logger.exception("%s: registering has ended; a scan of the catalog finds the rest", self._run_url)
 
     def _next(self) -> _Note | None:
-        """Wait for the next note that is due, once the service may be asked again; None to end."""
+        """Wait for the next due note; None to end."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
@@ -314,7 +312,7 @@ class Registrar:
             return None
 
     def _connect(self) -> httpx.Client:
-        import httpx  # only here: it takes a tenth of a second, and that of no step
+        import httpx  # imported late: the import takes a tenth of a second
 
         key = self._options.key or os.environ.get(KEY_VARIABLE)
         headers = {"User-Agent": f"dcphub/{__version__} (registration)"}
@@ -324,7 +322,7 @@ class Registrar:
         )
 
     def _is_dealt_with(self, client: httpx.Client, note: _Note) -> bool:
-        """Send a note; False if it is to be sent again, because the service is away, or refuses it yet."""
+        """Send a note; return False to send the note again later."""
         import httpx
 
         try:
@@ -352,8 +350,7 @@ class Registrar:
         return True
 
     def _warn(self, note: _Note, warnings: list[str]) -> None:
-        """Log each warning of the catalog once a day, and anew when it says more than other numbers or had
-        ended meanwhile."""
+        """Log each warning of the catalog once a day, and again if its text changes or it returns."""
         now, before = time.monotonic(), self._said
         self._said = {}
         for said in warnings:
@@ -381,8 +378,9 @@ class Registrar:
 
 
 def registration_of(catalog: str | CatalogRegistration | None) -> CatalogRegistration | None:
-    """Return the registration that ``catalog`` asks for. Raises OptionError for what is no URL, and
-    ModuleNotFoundError without httpx."""
+    """Return the registration for ``catalog``. Raises OptionError for an invalid URL and ModuleNotFoundError
+    without httpx.
+    """
     if catalog is None:
         return None
     if find_spec("httpx") is None:
@@ -407,7 +405,7 @@ def _detail(answer: httpx.Response) -> str:
 
 
 def _member(answer: httpx.Response, name: str) -> Any:
-    """Return a member of the JSON that answers; None without it."""
+    """Return a member of a JSON answer; None if absent."""
     try:
         return json.loads(answer.content[:10_000])[name]
     except (ValueError, TypeError, LookupError):

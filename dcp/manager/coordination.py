@@ -1,9 +1,8 @@
-"""Decisions at each step of the loop, alike on all ranks: whether to save, and whether to stop.
+"""Agree on all ranks, at each step, whether to save and whether to stop.
 
-They are agreed on without waiting for the stragglers of that step. A SIGTERM reaches one rank, clocks differ,
-and background saves end earlier on one rank than on another: a rank that acted on what it alone sees would
-leave the others in a collective. So each rank casts votes at each step in one small all-reduce, begun there
-and read at the next: by then every rank has cast its own, and all of them read the same at the same step.
+SIGTERM reaches one rank, clocks differ, and background saves end at different times. A rank that decided
+alone would leave the others in a collective. So each rank casts votes in a small all-reduce that begins at
+one step and is read at the next, without waiting for slow ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from dcp.storage.errors import CheckpointError, OptionError, PlanError
 logger = logging.getLogger(__name__)
 
 Grace = float | Mapping[signal.Signals | str | os.PathLike[str], float]
-"""Seconds that are left after a SIGTERM; or after each of several signals, and files that appear."""
+"""Seconds after SIGTERM, or a dict of seconds by signals and by files that appear."""
 
 _LOOK_SECONDS = 0.25
 _SHORTEST_SECONDS = 0.02
@@ -43,14 +42,12 @@ _LARGEST_RESERVE_SECONDS = 5.0
 
 
 class Notices:
-    """Notices that the run is to stop, by SIGTERM if that is to be handled, and by what has a ``grace``.
+    """Notices to stop: SIGTERM if handled, and the signals and files of ``grace``. Raises OptionError for
+    invalid values.
 
-    Raises OptionError for what is no notice, or no time.
-
-    Files are looked for by a thread, and a deadline is seen to by it, once `see_to_it` has begun it. Time is
-    that of `time.monotonic`, so that no clock that is set has a part in it. All notices of a process share
-    one handler a signal, which is installed with the first and taken away with the last, and calls the Python
-    handler that was there before.
+    A thread, started by `see_to_it`, polls files and watches deadlines with `time.monotonic`. All notices of
+    a process share one handler for each signal. The handler calls the previous Python handler, and is removed
+    with the last notice.
     """
 
     def __init__(self, grace: Grace | None, *, handle_sigterm: bool) -> None:
@@ -76,24 +73,22 @@ class Notices:
                     )
                     continue
                 if installed is not None and installed.pid != os.getpid():
-                    _listeners.clear()  # a fork: those who listened are in the parent
+                    _listeners.clear()  # after a fork, the listeners are in the parent
                 _installed[number] = _Handler(number)
             _listeners[number].add(self)
 
     def seconds_left(self) -> float:
-        """Return the time until saves have to be called off, at the earliest by all that has come; infinite
-        if nothing has that has a deadline."""
+        """Return the seconds until the earliest deadline; infinity without a deadline."""
         end = math.inf
         for notice, moment in tuple(self.moments.items()):
             grace = self._grace[notice]
             if grace is not None:
-                # saves that are called off have to remove their files in the time that is kept
+                # cancelled saves need time to remove their files
                 end = min(end, moment + grace - min(_LARGEST_RESERVE_SECONDS, grace / 10))
         return end - time.monotonic()
 
     def see_to_it(self, call_off: Callable[[], None]) -> None:
-        """Look for files from now on, and call ``call_off`` again and again once a deadline has come, if one
-        may come."""
+        """Start polling files, and call ``call_off`` repeatedly after a deadline."""
         if any(grace is not None for grace in self._grace.values()):
             threading.Thread(target=self._look, args=(call_off,), name="dcp-notices", daemon=True).start()
 
@@ -119,7 +114,7 @@ class Notices:
 
 
 def _identity(path: str) -> tuple[int, int, int] | None:
-    """Return the identity of the file or folder that is there; None if none is, or it cannot be read."""
+    """Return the identity of a file or folder; None if absent or unreadable."""
     try:
         found = Path(path).stat()
     except (OSError, ValueError):
@@ -128,7 +123,7 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 
 
 def _grace_of(grace: Grace | None, *, handle_sigterm: bool) -> dict[int | str, float | None]:
-    """Return the seconds of grace of each signal and file; of a signal None means that it is not known."""
+    """Return the grace in seconds for each signal and file; None for a signal without a known grace."""
     given: Mapping[Any, float]
     given = grace if isinstance(grace, Mapping) else {} if grace is None else {signal.SIGTERM: grace}
     found: dict[int | str, float | None] = {signal.SIGTERM: None} if handle_sigterm else {}
@@ -158,11 +153,10 @@ def _grace_of(grace: Grace | None, *, handle_sigterm: bool) -> dict[int | str, f
 
 
 class _Handler:
-    """Installs itself, over the handler that is there.
+    """Signal handler that installs itself above the current handler.
 
-    It runs between two instructions of the main thread, which may hold any lock: so it takes none, and sets
-    plain attributes. If another handler has come on top, the next one is another instance above that,
-    so that handlers which call each other do not run in a circle.
+    It takes no locks and only sets attributes, because it can interrupt the main thread anywhere. If another
+    handler is installed above, the next instance goes above that one, to avoid cycles.
     """
 
     def __init__(self, number: int) -> None:
@@ -175,8 +169,9 @@ class _Handler:
         return self.pid == os.getpid() and signal.getsignal(self._number) == self._on_signal
 
     def take_away(self) -> bool:
-        """Put the previous handler back, unless another has come on top, which may call this one, or that was
-        not installed from Python, so that Python cannot put it back."""
+        """Restore the previous handler; return False if another handler is on top or the previous one is not
+        from Python.
+        """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or not self.is_in_place() or self._previous is None:
             return False
@@ -204,11 +199,10 @@ _installed: dict[int, _Handler] = {}
 
 
 Reason = Literal["steps", "seconds", "first", "last", "call", "force", "stop"]
-"""Why a step is saved: its interval, its place in the run, no interval at all (every call saves), or because
-it was asked for."""
+"""Reason to save a step: its interval, first or last step, no interval, or force."""
 
 _LEAVE_SECONDS = 5.0
-"""Time that `close` waits for the ranks that have not come to the last step yet."""
+"""Time that `close` waits for ranks at the last step."""
 
 _LEAVE_POLL_SECONDS = 0.002
 
@@ -231,24 +225,22 @@ _SILENT: dict[str, int] = {
     "refuses": _NOBODY,
     "saves": 0,
 }
-"""State of a rank, of which all see the maxima: its votes; its step; its rank where it is at a step, where it
-restores, or where it refuses what it was called with; whether it saves the step."""
+"""State of a rank, reduced by maximum: votes; step; rank if at a step, restoring or refusing; whether it
+saves.
+"""
 
 
 @dataclass(eq=False, kw_only=True)
 class StepCoordinator:
-    """Brings together, once a step, which steps are due, the notices and the other ranks' wishes.
+    """Combine schedule, notices and votes of other ranks, once a step.
 
-    With ``every_steps`` a step is due when it is a multiple of it, or when a multiple was passed since the
-    last save (a loop need not ask at each step). With ``every_seconds`` a step is due when the ranks agreed
-    that so much time has passed since the last save. Both: whichever comes first. Neither: every step that is
-    asked for. ``save_first``: the first step of a run that was not restored, too.
+    With ``every_steps``, a step is due at a multiple, or if a multiple was passed since the last save. With
+    ``every_seconds``, a step is due after the ranks agree that the time has passed. With both, the first
+    applies; with neither, every step is due. ``save_first`` adds the first step of a new run.
 
-    ``notices`` and ``channel`` (None for one rank) belong to this object. With ``exchanges`` the ranks
-    exchange their wishes at each step, or at each ``agree_every_steps``-th; without it the clock and signals
-    of one rank mean nothing. Votes cast at one step are agreed at the next, and not cast again by a rank that
-    has just seen them granted. Waits are bounded by ``timeout_seconds``; ranks that are dead or late raise
-    CollectiveTimeoutError, which names them, on all others.
+    The object owns ``notices`` and ``channel`` (None for one rank). With ``exchanges``, ranks exchange votes
+    at each ``agree_every_steps``-th step. Without, votes of one rank have no effect. Lost or late ranks raise
+    CollectiveTimeoutError on the other ranks after ``timeout_seconds``.
     """
 
     notices: Notices
@@ -277,7 +269,7 @@ class StepCoordinator:
             operation="CheckpointManager.save",
         )
         if self._ranks.rank != 0:
-            self.every_seconds = None  # by one rank's clock for all
+            self.every_seconds = None  # rank 0's clock decides
         self._since_seconds = time.monotonic()
         self._step: int | None = None
         self._first: int | None = None
@@ -289,12 +281,12 @@ class StepCoordinator:
         self._stop_saved = False
         self._calls = 0
         self._works: list[Any] = []
-        """The exchange that was begun last, until it has ended."""
+        """The last exchange, until it ends."""
         self._cast = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._cast_step = 0
         self._kept = _NONE
         self._forgets_failure = False
-        # One that is dropped unclosed must not keep SIGTERM from ending the process.
+        # An object dropped without close must not block SIGTERM.
         self._finalizer = weakref.finalize(self, _let_go, self.notices, self.channel, self._works)
         self._finalizer.atexit = False
         if self.channel is not None:
@@ -302,10 +294,10 @@ class StepCoordinator:
         self.notices.listen()
 
     def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
-        """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.
+        """Begin ``step`` and vote; return the agreed votes. ``failed`` votes for a failure on this rank.
 
-        All ranks call it for the same steps; for one that has begun it does nothing. ``last`` and ``force``
-        as for `CheckpointManager.save`. Raises CheckpointError where ranks were at different steps.
+        All ranks call it for the same steps; a repeated call has no effect. Raises CheckpointError if ranks
+        are at different steps.
         """
         if step == self._step:
             return _NONE
@@ -317,7 +309,7 @@ class StepCoordinator:
             votes.append("time")
         if failed:
             votes.append("failed")
-        wanted = agreed = frozenset(votes)  # one rank agrees with itself at once
+        wanted = agreed = frozenset(votes)  # a single rank needs no exchange
         if self.channel is not None:
             agreed, self._kept = self._read() if self.exchanges else _NONE, _NONE
             if self._forgets_failure:
@@ -336,23 +328,21 @@ class StepCoordinator:
         return agreed
 
     def meet(self) -> None:
-        """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
-        and whether it is being saved (``saving``) among its facts."""
+        """Wait for all ranks before a restore. Raises PlanError if other ranks save."""
         if self.channel is not None and self.exchanges:
             self._kept = self._read()
             self._exchange(self.channel, {"restores": self._ranks.rank})
             self._read()
 
     def forget_failure(self, step: int) -> None:
-        """Take back the vote for a failure that was raised at ``step`` itself, on all ranks."""
+        """Withdraw the vote for a failure that was raised at ``step``, on all ranks."""
         self._forgets_failure = step == self._cast_step
 
     def refuse(self, error: Exception, *, saves: bool) -> bool:
-        """Refuse the step that this rank was called with, by ``error``; tell whether the others begin a save,
-        which then counts here, too. ``saves``: whether they do whatever the step is.
+        """Refuse the step of this rank by ``error``; return whether the other ranks begin a save.
 
-        This rank takes part in the step that the others are at. If they save none, they raise CheckpointError
-        at their next one, which names this rank.
+        This rank takes part in the current step of the others. If they do not save, their next step raises
+        CheckpointError with this rank. With ``saves``, the others save at any step.
         """
         if self.channel is None:
             return False
@@ -393,7 +383,7 @@ class StepCoordinator:
         return frozenset(vote for vote in _VOTES if turn[vote]), turn
 
     def _read(self) -> Votes:
-        """Return what the last exchange has agreed, and what was kept of those before."""
+        """Return the votes agreed in the last exchange, and the pending ones."""
         if not self._works:
             return self._kept
         votes, turn = self._completed()
@@ -425,8 +415,7 @@ class StepCoordinator:
         return agreed
 
     def _least(self, values: Sequence[float], refusal: Exception | None = None) -> list[float]:
-        """Return the least of each of the ``values`` on any rank, now: waits for all of them. A ``refusal``
-        is raised on the others in its place."""
+        """Return the minimum of each value over all ranks. A ``refusal`` is raised on the other ranks."""
 
         def packed() -> bytes:
             if refusal is not None:
@@ -437,22 +426,23 @@ class StepCoordinator:
         return [*map(min, zip(*(struct.unpack(f"<{len(values)}d", part) for part in parts), strict=True))]
 
     def any_rank(self, value: bool) -> bool:
-        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
+        """Return whether ``value`` is true on any rank."""
         return self._least([not value]) == [0.0]
 
     def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
-        """Return the time until a deadline, infinite without one, and the most that a rank wants: the same
-        on all ranks, for whom it waits."""
+        """Return the seconds until a deadline (infinity without) and the maximum of ``wanted_seconds``, over
+        all ranks.
+        """
         if not self.exchanges:
             return math.inf, wanted_seconds
-        self.any_rank(False)  # who comes late must not find that the others counted from earlier
+        self.any_rank(False)  # all ranks count from the same time
         left, wanted = self._least([self.notices.seconds_left(), -wanted_seconds])
         return left, -wanted
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def reason(self, step: int, *, last: bool = False, force: bool = False) -> Reason | None:
-        """Return why ``step``, which was begun, has to be saved; None if it has not, or was already."""
+        """Return the reason to save ``step``; None if it is not due or already saved."""
         is_new = step != self._saved
         if is_new and self.stopping and not self._stop_saved:  # waited for, forced or not
             return "stop"
@@ -472,7 +462,7 @@ class StepCoordinator:
         return "seconds" if self._time_is_up and step == self._step else None
 
     def warn_if_repeated(self, step: int) -> None:
-        """Log, once a step, that it was saved or restored, and not left out on purpose."""
+        """Log once a step that the step was already saved or restored."""
         if step == self._saved and step not in (self._skipped, self._repeated):
             self._repeated = step
             logger.warning(
@@ -482,14 +472,13 @@ class StepCoordinator:
             )
 
     def saved(self, step: int, reason: Reason | None) -> None:
-        """Note that ``step`` is being saved: the intervals count from here."""
+        """Record the save of ``step``; intervals count from here."""
         self._saved, self._skipped = step, None
         self._since_seconds, self._time_is_up = time.monotonic(), False
         self._stop_saved = self._stop_saved or reason == "stop"
 
     def skipped(self, step: int) -> None:
-        """Note that ``step`` was left out on purpose, as if it had been saved; as the last one it still may
-        be."""
+        """Record that ``step`` was skipped. It can still be saved as the last step."""
         self.saved(step, None)
         self._skipped = step
 
@@ -516,7 +505,7 @@ class StepCoordinator:
 def _let_go(
     notices: Notices, channel: Channel | None, works: Sequence[Any], wait_seconds: float = 0.0
 ) -> None:
-    """Give back both; wait for the last of ``works`` to end, if it does so soon."""
+    """Release both, after a short wait for ``works``."""
     notices.close()
     if channel is None:
         return

@@ -1,13 +1,12 @@
-"""Dropping a part of a checkpoint, such as its optimizer, and leaving the rest as it is.
+"""Drop a part of a checkpoint, such as its optimizer, without rewriting the rest. Does not import torch.
 
-1. A new manifest, and a new `.metadata` for stock torch, without the part: published over the old ones by the
-   commit of a save (`dcp.storage.commit`), which compares with what was there when the drop began. Before
-   that instant the checkpoint is whole, after it it is without the part, and its provenance says so.
-2. Files that hold nothing that stays are removed. A crash before leaves them, and `finish_drop` removes them.
+1. Publish a new manifest and `.metadata` without the part, by the commit of a save (`dcp.storage.commit`).
+The commit compares with the state at the beginning of the drop. The provenance records the drop. 2. Remove
+files that contain dropped payloads only. After a crash, `finish_drop` removes them.
 
-A file that holds both, as where a save put all of a rank into one, stays; or, if that is asked for, what
-stays of it is copied to a new file before the commit, and read again. The id of the save stays: it is the
-same save. Who reads the old files meanwhile finds one missing, and looks again. Torch-free.
+A file with both dropped and remaining payloads stays. With ``rewrite``, its remaining payloads are copied to
+a new file before the commit and verified. The id of the save does not change. Readers that find a file
+missing read the index again.
 """
 
 from __future__ import annotations
@@ -52,25 +51,29 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 8 << 20
 _ASIDE_SECONDS: Final = 900.0
-"""Writing a file aside and publishing it never takes so long."""
+"""Upper bound of the time to write and publish a file."""
 
 OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
 """Names of files of dcp before they are published under their own."""
 
 _ALIGNED_BYTES: Final = 64
-"""Payloads begin at multiples of it, also after they were copied."""
+"""Alignment of payloads, kept in copies."""
 
 Outcome = Literal["dropped", "absent", "pinned", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """The result of dropping parts of a checkpoint, or a forecast of it.
+    """Result or forecast of a drop.
 
-    ``outcome``: "dropped"; or nothing is changed, because it has nothing of them ("absent"), it is "pinned",
-    or all of their bytes are in files with what stays ("shared"). ``parts`` are those that it has. ``files``
-    are removed, which frees ``freed_bytes``. ``shared_bytes`` of the parts stay on the storage, in files with
-    others. ``rewritten_bytes`` were written anew, and are no part of what is freed.
+    Attributes:
+        outcome: "dropped"; "absent": the checkpoint has no such part; "pinned"; "shared": all files of the
+            part also contain remaining payloads.
+        parts: Names of existing parts.
+        files: Removed files.
+        freed_bytes: Bytes of removed files.
+        shared_bytes: Bytes of the parts left in shared files.
+        rewritten_bytes: Bytes copied to new files, not counted as freed.
     """
 
     url: str
@@ -85,15 +88,15 @@ class Drop:
 def drop_parts(
     store: Store, parts: Sequence[Part], now_seconds: float, *, rewrite: bool = False, dry_run: bool = False
 ) -> Drop:
-    """Drop ``parts`` of what is committed in ``store``; what an earlier drop left is removed as well.
+    """Drop ``parts`` of the checkpoint in ``store``, and finish an earlier drop.
 
-    With ``rewrite`` files that hold both are replaced by copies of what stays of them. With ``dry_run``
-    nothing is changed, and what would be freed is by the files' sizes. May be repeated after any error, and
-    after a crash. Raises `CheckpointNotFoundError`, `CheckpointConflictError` if a save or another drop came
-    first, CheckpointError where ranks saved on their own, OptionError if no tensor would be left,
-    `CorruptCheckpointError` for damage in what was to be copied; and the store's errors.
+    With ``rewrite``, shared files are replaced by copies of the remaining payloads. With ``dry_run``, nothing
+    changes and freed bytes are estimated. Repeat the call after any error or crash. Raises
+    CheckpointNotFoundError, CheckpointConflictError if a save or another drop committed first,
+    CheckpointError for parts saved without collectives, OptionError if no tensor would remain,
+    CorruptCheckpointError for damage in copied payloads, and errors of the store.
     """
-    # First what is compared with, then what is read: a save in between is found by the commit.
+    # Read the versions before the index, so that the commit detects a save in between.
     previous = commit.previous_state(store, commit.Names())
     index = open_index(store)
     if not previous.exists:
@@ -145,8 +148,10 @@ def _carry_out(
     before: Mapping[str, FileInfo],
     shared: Sequence[str],
 ) -> Drop:
-    """Publish ``after``, over copies of what stays of the files ``shared``, and remove what it has not. It is
-    of dcp's format also for a checkpoint of stock torch's, since ours can say what was dropped."""
+    """Publish ``after`` with copies of the shared files, and remove the dropped files.
+
+    A checkpoint of stock torch gets dcp's format, which records the drop.
+    """
     provenance: dict[str, Any] = dict(after.provenance)
     for part in drop.parts:
         provenance = noted_in(provenance, part)
@@ -157,13 +162,13 @@ def _carry_out(
     try:
         if shared:
             after, copied = _with_copies(store, after, shared)
-            if _is_pinned(store):  # meanwhile: copying takes its time
+            if _is_pinned(store):  # pinned during the copy
                 raise CheckpointConflictError(f"{store.url} was pinned meanwhile", path=store.url)
         _publish(store, after, previous)
     except BaseException as error:
         if not (isinstance(error, CheckpointError) and error.committed):
             store.delete_all(copied)
-        if isinstance(error, CheckpointNotFoundError):  # who commits removes what it has replaced
+        if isinstance(error, CheckpointNotFoundError):  # another commit has removed its predecessor's files
             then = commit.previous_state(store, commit.Names())
             if then.exists and (then.manifest, then.metadata) != (previous.manifest, previous.metadata):
                 raise CheckpointConflictError(
@@ -180,9 +185,9 @@ def _carry_out(
 
 
 def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
-    """Finish a drop that a crash cut off behind its commit: (files removed, their bytes).
+    """Finish a drop that crashed after its commit; return removed files and their bytes.
 
-    `.metadata` is made to fit the manifest first: stock torch must not be left with one whose files go.
+    `.metadata` is updated first, so that stock torch never sees a missing file.
     """
     previous = commit.previous_state(store, commit.Names())
     if previous.manifest is None:
@@ -215,7 +220,7 @@ def _is_pinned(store: Store) -> bool:
 def _entries_of(
     index: CheckpointIndex, parts: Sequence[Part], seconds: float
 ) -> tuple[set[str], tuple[DroppedPart, ...]]:
-    """Return the names of the entries of ``parts``, and a note on each part that has some."""
+    """Return the names of the entries of ``parts``, and a note for each existing part."""
     names: set[str] = set()
     found = []
     for part in parts:
@@ -233,13 +238,15 @@ def _entries_of(
 
 
 def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.bool_]:
-    """Return for each tensor whether it is one of ``names``."""
+    """Return a mask of the tensors in ``names``."""
     return np.array([name in names for name in index.fqns], np.bool_)
 
 
 def _shared(index: CheckpointIndex, after: CheckpointIndex, names: Collection[str]) -> tuple[list[str], int]:
-    """Return the files that hold payloads of ``names`` and something that stays, and the bytes of the former
-    in them; what a tensor that stays has as well does not count."""
+    """Return files with both payloads of ``names`` and remaining payloads, and the bytes of the former.
+
+    Payloads also used by a remaining tensor do not count.
+    """
     dropped = _rows_of(index, names)[index.chunk_tensors]
     holding = {index.files[number] for number in set(index.chunk_files[dropped].tolist())}
     files = [name for name in after.files if name in holding]
@@ -259,7 +266,7 @@ def _publish(store: Store, index: CheckpointIndex, previous: commit.Previous) ->
     commit.commit(
         store,
         index,
-        # A save that is under way here loses by the commit; its files are its own to remove.
+        # A concurrent save fails at its commit and removes its own files.
         replace(previous, strays=(), uploads=()),
         names=commit.Names(),
         save_id=str(index.provenance.get("save_id", "")),
@@ -269,8 +276,7 @@ def _publish(store: Store, index: CheckpointIndex, previous: commit.Previous) ->
 
 
 def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
-    """Remove what killed publishes have left, such as an earlier drop's. It must be older by far than what
-    was published just now, by the same clock: a younger file may be about to get its name."""
+    """Remove old temporary files of killed publishes. Younger files may still be published."""
     published = now[MANIFEST_NAME].modified_seconds if MANIFEST_NAME in now else 0.0
     old = {name for name, info in now.items() if info.modified_seconds < published - _ASIDE_SECONDS}
     for name, error in store.delete_all(sorted(filter(OWN_ASIDE.fullmatch, old))).items():
@@ -278,13 +284,13 @@ def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
 
 
 def owner_of(name: str) -> str | None:
-    """Return the id of the save of a data file of dcp's, by its name; None for all other files."""
+    """Return the save id in the name of a data file of dcp; None for other files."""
     match = DATA_NAME.fullmatch(name)
     return None if match is None else match["owner"]
 
 
 def _is_stale(store: Store, index: CheckpointIndex, before: Mapping[str, FileInfo]) -> bool:
-    """Return whether a crash came between the manifest and the `.metadata` that belongs to it."""
+    """Return whether a crash separated the manifest from its `.metadata`."""
     if index.torch_metadata_crc is None or METADATA_NAME not in before:
         return index.torch_metadata_crc is not None
     data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
@@ -344,8 +350,7 @@ def _records(index: CheckpointIndex, name: str) -> tuple[Int64, Int64, Int64, In
 
 
 def _layout(begins: Int64, lengths: Int64) -> tuple[Int64, Int64, Int64, int]:
-    """Lay out the copy of ranges of a file, those that touch as one run: (the runs' begins, their ends, where
-    each goes, the size of the copy)."""
+    """Lay out the copy of ranges of a file, touching ranges as one run: begins, ends, targets, total size."""
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.maximum.accumulate((begins + lengths)[order])
     first = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]]))
@@ -375,7 +380,7 @@ def _copy(store: Store, name: str, target: str, begins: Int64, lengths: Int64) -
 
 
 def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None:
-    """Raise CorruptCheckpointError unless what is in ``copied`` has the checksums that were committed."""
+    """Raise CorruptCheckpointError unless the files ``copied`` match their checksums."""
     numbers = [index.files.index(name) for name in copied]
     tensors = set(index.chunk_tensors[np.isin(index.chunk_files, numbers)].tolist())
     values = np.isin(index.objects.files, numbers)
@@ -398,11 +403,10 @@ def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None
 def to_prune(
     uri: str, retention: Retention, *, open_store: OpenStore = open_store
 ) -> list[tuple[Store, tuple[Part, ...]]]:
-    """Return what is to be dropped at ``uri``, oldest step first: of a run the parts that ``retention`` does
-    not keep, also where a checkpoint lies beside its steps; of a checkpoint alone its parts. Nothing is
-    changed.
+    """Return the parts to drop at ``uri``, oldest step first, without changing anything.
 
-    Raises `CheckpointNotFoundError` where there is neither.
+    For a run, these are the parts that ``retention`` does not keep. For a checkpoint, these are its parts.
+    Raises CheckpointNotFoundError if ``uri`` has neither.
     """
     store = open_store(uri)
     folders = steps_of(open_parent_folder(uri, open_store=open_store))
@@ -418,9 +422,9 @@ def to_prune(
 
 
 def steps_of(root: ParentFolder) -> StepFolders:
-    """Return the steps of a run, whatever its folders are called: by what most have before their number.
+    """Return the steps of a run with any naming, by the most frequent prefix before the number.
 
-    Raises OptionError where two ways to name them are as frequent.
+    Raises OptionError if two prefixes are equally frequent.
     """
     found: dict[str, list[str]] = {}
     for name in root.look():
@@ -433,5 +437,5 @@ def steps_of(root: ParentFolder) -> StepFolders:
         raise OptionError(f"{root.url} has several runs, {names}: name the checkpoints themselves")
     before = counts[0][1] if counts else "step-"
     widths = {len(step) for step in found.get(before, ())}
-    width = widths.pop() if len(widths) == 1 else 1  # digits that all steps are filled up to, if they are
+    width = widths.pop() if len(widths) == 1 else 1  # zero-padded width, if equal
     return StepFolders(root, lambda step: f"{before}{step:0{width}d}")

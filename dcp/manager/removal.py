@@ -1,16 +1,13 @@
-"""Removing one checkpoint, so that a crash at any instant leaves all of it loadable, or nothing of it.
+"""Remove one checkpoint so that a crash leaves it either loadable or deleted. Does not import torch.
 
-1. A tombstone in the notes: whoever finds the folder half removed knows which commit it was about.
-2. The commit objects, each only if it is still the same: under the lock, and where there is none between
-   processes by a conditional deletion. Those that are not the truth go first, so that nothing older comes
-   back; then the truth, which is the one step that counts. (Where ranks saved on their own there is one such
-   step for each rank's part.)
-3. Data files: by now nothing refers to them. Then the notes, then the folder.
+1. Write a tombstone to the notes, with the id of the commit. 2. Remove the commit objects if unchanged: under
+the lock, or by a conditional deletion. `.metadata` goes before the manifest, whose removal deletes the
+checkpoint. (Checkpoints saved without collectives have one manifest for each rank.) 3. Remove data files,
+notes and the folder.
 
-Only files that can be data of this commit are removed, and uploads that had begun before it was: neither what
-a save writes that began since, nor a user's own file, which keeps its folder. An object service that ignores
-the condition of a deletion leaves an instant between comparing and deleting in which another save's commit is
-lost. Torch-free.
+Only data files of this commit, and uploads that began before it, are removed. Files of a newer save and of
+users stay. On an object store that ignores conditional deletion, a save that commits between comparison and
+deletion is lost.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ _LOCK_TIMEOUT_SECONDS: Final = 60.0
 _ASIDE: Final = re.compile(
     rf"{OWN_ASIDE.pattern}|{re.escape(TEMPORARY_PREFIX)}convert-[0-9a-f]{{16}}|(?:__[0-9]+)?\.metadata\.tmp"
 )
-"""Files that killed publishes leave: of dcp and of stock torch; and the ledgers of conversions to object
-stores."""
+"""Temporary files of killed publishes of dcp and stock torch, and ledgers of conversions."""
 _STOCK_OWNER: Final = ""
 """Stock's data files have no save id in their names."""
 
@@ -64,8 +60,7 @@ _STOCK_OWNER: Final = ""
 class Removed:
     """Result of a removal: ``files`` and ``size_bytes`` removed, and names ``left`` in the folder.
 
-    ``outcome`` is "deleted"; or nothing was done, because the checkpoint is "pinned", another save has
-    "replaced" it, or it is "absent".
+    ``outcome`` is "deleted", "pinned", "replaced" (another save has committed) or "absent".
     """
 
     outcome: Outcome
@@ -77,10 +72,10 @@ class Removed:
 def remove_checkpoint(
     store: Store, now_seconds: float, *, is_meant: Callable[[Commit], bool] | None = None
 ) -> Removed:
-    """Remove what is committed in ``store``, or finish a removal that a crash interrupted.
+    """Remove the checkpoint in ``store``, or finish an interrupted removal.
 
-    ``is_meant`` says whether a commit is the one to be removed; another one has "replaced" it, and stays.
-    May be repeated after any error. Raises the store's errors.
+    ``is_meant`` returns False for a commit that must stay ("replaced"). Repeat the call after any error.
+    Raises errors of the store.
     """
     commit = read_commit(store)
     if commit is None:
@@ -88,7 +83,7 @@ def remove_checkpoint(
     if is_meant is not None and not is_meant(commit):
         return Removed("replaced")
     tombstone = _tombstone(store, commit, now_seconds)
-    uploads = frozenset(unfinished_uploads(store))  # of saves that have seen this commit, or an earlier state
+    uploads = frozenset(unfinished_uploads(store))  # uploads of saves that began before this removal
     noted = update_notes(store, lambda notes: notes if notes.pinned else replace(notes, deleting=tombstone))
     if noted.pinned:
         return Removed("pinned")
@@ -99,7 +94,7 @@ def remove_checkpoint(
 
 
 def finish_removal(store: Store, now_seconds: float) -> Removed:
-    """Finish a removal that has begun; "absent" if there is none, "replaced" if a save came after it."""
+    """Finish an interrupted removal; "absent" without one, "replaced" if a save followed."""
     tombstone = _tombstone_of(store)
     commit = read_commit(store)
     if tombstone is None:
@@ -117,12 +112,11 @@ def finish_removal(store: Store, now_seconds: float) -> Removed:
 def abandoned_files(
     store: Store, before_seconds: float, files: Sequence[FileInfo] | None = None
 ) -> list[FileInfo] | None:
-    """Return what a save left that will never commit, of a folder in which nothing is committed and all data
-    is older than that time; None of any other folder. ``files`` are those in it, where they were listed.
+    """Return the files of abandoned saves in a folder without a commit, all older than ``before_seconds``;
+    None for other folders.
 
-    A background writer outlives its trainer, and writes or commits long before. Of a folder that has nothing
-    but a lock file since that time it is this file, if there is one: a deletion was killed before its last
-    step, or a save before its first. A save that begins in such a folder makes it young.
+    A folder with nothing but an old lock file returns this file: a deletion or a save was killed. ``files``
+    are the folder's files if already listed.
     """
     files = store.list() if files is None else files
     if files:
@@ -144,10 +138,9 @@ def abandoned_files(
 
 
 def remove_abandoned(store: Store, before_seconds: float) -> Removed:
-    """Remove `abandoned_files`, and nothing else.
+    """Remove `abandoned_files` under the lock.
 
-    Under the lock, so that a save which is late after all cannot commit meanwhile. Where that excludes no
-    other process, the save looks for its files before it commits.
+    Where the lock does not exclude other processes, a save checks for its files before the commit.
     """
     gone = abandoned_files(store, before_seconds)
     if gone and gone[0].name != LOCK_NAME:
@@ -159,13 +152,12 @@ def remove_abandoned(store: Store, before_seconds: float) -> Removed:
 
 
 def is_left_by_a_save(name: str) -> bool:
-    """Return whether a file of this name can be what a save, or its publish, left: nothing else has such
-    names."""
+    """Return whether a file name is one that only saves and their publishes use."""
     return (DATA_NAME.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
 
 
 def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
-    """Return what `remove_checkpoint` would remove, as far as that can be said now; nothing is changed."""
+    """Return the files that `remove_checkpoint` would remove, without changing anything."""
     commit = read_commit(store)
     tombstone = _tombstone_of(store) if commit is None else _tombstone(store, commit, now_seconds)
     if tombstone is None:
@@ -209,7 +201,7 @@ def _unbury(notes: Notes) -> Notes:
 
 
 def _cut(store: Store, commit: Commit) -> bool:
-    """Remove the commit objects; False, with nothing done, if they are not those of ``commit`` any more."""
+    """Remove the commit objects; return False if they no longer belong to ``commit``."""
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         found = {info.name for info in store.list() if is_commit_object(info.name)}
         if found != set(commit.versions):
@@ -240,7 +232,7 @@ def _clear(store: Store, tombstone: Deleting, uploads: Collection[str] = ()) -> 
         committed = any(is_commit_object(info.name) for info in store.list())
         if not committed and notes is not None:
             store.delete_if(NOTES_NAME, notes)
-    if committed:  # a save has taken the place; its notes stay
+    if committed:  # another save has committed; keep its notes
         update_notes(store, _unbury)
     return _close(store, gone)
 
@@ -249,7 +241,7 @@ def _belongs(info: FileInfo, tombstone: Deleting, noted_seconds: float) -> bool:
     data = DATA_NAME.fullmatch(info.name)
     if data is not None:
         is_own = (data["owner"] or _STOCK_OWNER) in tombstone.owners
-        # Not of the same time: where clocks count seconds that may be a save which began since.
+        # Exclude equal times: with clocks in seconds, such a file may belong to a newer save.
         return is_own or info.modified_seconds < tombstone.newest
     return _ASIDE.fullmatch(info.name) is not None and info.modified_seconds <= noted_seconds
 
@@ -263,8 +255,9 @@ def _delete(store: Store, files: Iterable[FileInfo]) -> None:
 def _abort_uploads(
     store: Store, gone: Iterable[FileInfo], of_saves: Iterable[str] = (), names: Collection[str] = ()
 ) -> None:
-    """End uploads of the saves and conversions whose files are ``gone``, and others ``of_saves`` and of
-    files by their ``names``."""
+    """Abort uploads of saves and conversions with files in ``gone``, of the saves ``of_saves``, and of files
+    ``names``.
+    """
     owners: set[str | None] = {*of_saves, *(owner_of(info.name) for info in gone)} - {None}
     ledgers = {info.name for info in gone if info.name.startswith(TEMPORARY_PREFIX)}
     if owners or names or ledgers:
@@ -287,13 +280,15 @@ LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "replacem
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """Leftovers in one folder.
+    """Leftover files in one folder.
 
-    ``kind``: "abandoned" (nothing was committed, or a lock file alone is left), "removal" (one was
-    interrupted), "strays" (files beside a checkpoint), "conversion" (one that was killed), "replacement" (a
-    conversion that was killed while it replaced its target, which is put back), "uploads" (nothing else).
-    ``files`` can go. ``uploads`` are names of unfinished ones, of saves and conversions that may be running.
-    ``problem`` says why the folder was not looked into any further.
+    Attributes:
+        kind: "abandoned" (a save without commit), "removal" (interrupted), "strays" (files beside a
+            checkpoint), "conversion" (killed), "replacement" (killed while replacing its target, which is
+            restored) or "uploads" (nothing else).
+        files: Removable files.
+        uploads: Names of unfinished uploads, of saves and conversions that may still run.
+        problem: Reason for not examining the folder further.
     """
 
     url: str
@@ -304,17 +299,17 @@ class Leftovers:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the files that can go."""
+        """Bytes of the removable files."""
         return sum(info.size_bytes for info in self.files)
 
 
 def find_leftovers(
     root: str | os.PathLike[str], before_seconds: float, *, open_store: OpenStore = open_store
 ) -> list[tuple[Store, Leftovers]]:
-    """Return what is left since before that time in ``root`` and in the folders directly below it; nothing is
-    changed.
+    """Return leftovers older than ``before_seconds`` in ``root`` and its direct subfolders, without changing
+    anything.
 
-    Raises `CheckpointNotFoundError` if there is no such folder.
+    Raises CheckpointNotFoundError without such a folder.
     """
     place = open_parent_folder(root, open_store=open_store)
     if not place.place.exists():
@@ -355,19 +350,20 @@ def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Lef
 
 
 def _leftovers_of(store: Store, before_seconds: float) -> Leftovers | None:
-    """Return what is left in one folder; None if nothing. Raises what a damaged manifest or notes raise: then
-    it is not known which files are in use."""
+    """Return the leftovers in one folder; None if there are none. Raises errors of a damaged manifest or
+    notes.
+    """
     files = store.list()
     if not any(is_commit_object(info.name) for info in files):
         if files and read_notes(store).deleting is not None:
             return Leftovers(store.url, "removal", tuple(files_to_remove(store, time.time())))
         gone = abandoned_files(store, before_seconds, files)
-        if gone:  # without a lock file, an empty folder may be anybody's
+        if gone:  # an empty folder without a lock file may belong to a user
             data = tuple(info for info in gone if info.name != NOTES_NAME)
             return Leftovers(store.url, "abandoned", data, _uploads(store, files))
         strays: tuple[FileInfo, ...] = ()
     else:
-        # of saves that have written nothing since, and that nothing refers to
+        # unreferenced uploads of inactive saves
         young = [info for info in files if info.modified_seconds >= before_seconds]
         at_work = {owner_of(info.name) or info.name for info in young}
         old = [info for info in files if info.modified_seconds < before_seconds]
@@ -382,15 +378,15 @@ def _leftovers_of(store: Store, before_seconds: float) -> Leftovers | None:
 
 
 def _uploads(store: Store, files: list[FileInfo]) -> tuple[str, ...]:
-    """Name unfinished ones of saves, and of conversions whose ledgers are among ``files``."""
+    """Return unfinished uploads of saves and of conversions with ledgers in ``files``."""
     ledgers = {info.name for info in files if info.name.startswith(TEMPORARY_PREFIX)}
     return unfinished_uploads(store, lambda name: is_written_under(ledgers, name))
 
 
 def remove_leftovers(store: Store, left: Leftovers, before_seconds: float, *, uploads: bool) -> int:
-    """Remove what was found, as far as it still is what it was; returns how many files are gone.
+    """Remove leftovers that are unchanged; return the number of removed files.
 
-    With ``uploads`` all unfinished uploads end, and the saves that are at work on one fail.
+    With ``uploads``, all unfinished uploads are aborted, and running saves fail.
     """
     if left.kind == "removal":
         files = finish_removal(store, time.time()).files
@@ -399,10 +395,10 @@ def remove_leftovers(store: Store, left: Leftovers, before_seconds: float, *, up
     elif left.kind == "abandoned":
         files = remove_abandoned(store, before_seconds).files
     else:
-        # Before files go that a `.metadata` from before a drop may refer to.
+        # Before removing files to which an older `.metadata` may refer.
         finished, _ = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
-            store.sync()  # the commit that made them strays may not have been durable
+            store.sync()  # make the commit durable first
             now = _leftovers_of(store, before_seconds)
             still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
             gone = [info for info in store.list() if info in still]

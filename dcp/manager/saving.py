@@ -1,4 +1,4 @@
-"""Saves of a manager, from the decision to the end: policies, in the loop or behind it, what comes after."""
+"""Saves of a manager: policies, execution in the loop or in the background, and completion."""
 
 from __future__ import annotations
 
@@ -59,14 +59,13 @@ _OURS = frozenset({"step", "metrics", "run", PARTIAL})
 def user_metadata_of(
     step: int, metrics: Metrics | None, run: str | None, others: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Make the user metadata of a save; ``metrics`` as floats.
+    """Return the user metadata of a save, with ``metrics`` as floats.
 
-    Raises OptionError for a metric that is not a number, and for ``others`` that are not plain data or under
-    names that the manager uses.
+    Raises OptionError for a metric that is not a number, data that is not plain, or reserved names.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise OptionError(f"metrics must map names to numbers, not be a {type(metrics).__name__}")
-    try:  # now, because in the background each save would fail by it
+    try:  # check now: every background save would fail
         msgpack.packb(dict(others or {}))
     except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(
@@ -101,8 +100,9 @@ def _number(name: object, value: object) -> float:
 
 
 def check_state(state_dict: Any, names: Sequence[str]) -> None:
-    """Refuse what each save in the background would fail by, where that is only logged: OptionError for no
-    state dict, and for a name that no entry has, as far as its top level tells."""
+    """Raise OptionError for a state that every save would fail on: not a dict, or without an entry of
+    ``names``.
+    """
     check_top_level(state_dict)
     for name in names:
         if not any(name == key or name.startswith(f"{key}.") for key in state_dict):
@@ -114,8 +114,10 @@ def check_state(state_dict: Any, names: Sequence[str]) -> None:
 
 
 def weights_of(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the entries called ``names``, keys joined by dots, in their places. Below the top level they are
-    looked for when it is saved, which fails where there is none."""
+    """Return the entries called ``names`` (keys joined by dots), nested as in ``state_dict``.
+
+    Names below the top level are resolved by the save, which fails if an entry is missing.
+    """
     found: dict[str, Any] = {}
     for key, value in state_dict.items():
         below = [name for name in names if name.startswith(f"{key}.")]
@@ -130,7 +132,7 @@ def weights_of(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
 
 
 def _some_entries(value: Any, paths: Mapping[str, str]) -> dict[str, Any]:
-    """Return some entries of ``value``, in their places: by their names what they are called in it."""
+    """Return the entries of ``value`` in ``paths``, nested."""
     whole = value.state_dict() if hasattr(value, "state_dict") else value
     found: dict[str, Any] = {}
     for name, path in paths.items():
@@ -140,7 +142,7 @@ def _some_entries(value: Any, paths: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: str) -> bool:
-    """Put the entry ``path`` of ``source`` into ``target``, in its place; False if there is none."""
+    """Copy the entry ``path`` from ``source`` to ``target``; return False if absent."""
     for key, value in source.items():
         if str(key) == path:
             target[key] = value
@@ -156,11 +158,11 @@ Mode = Literal["thread", "process", "sync"]
 WhenBusy = Literal["wait", "skip", "raise"]
 
 _HANG_SECONDS = 2.0
-"""Time after a deadline for a save that was called off: the storage may not answer."""
+"""Wait after a deadline for a cancelled save, because the storage may hang."""
 _CAUTION = 2.0
-"""A save may take so many times what the slowest of the last ones did."""
+"""Safety factor on the time of the slowest recent save."""
 _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
-"""Saves that wait for the one before, whatever ``when_busy`` says."""
+"""Reasons for which a save waits for the previous one, regardless of ``when_busy``."""
 _REMEMBERED = 3
 
 
@@ -169,14 +171,11 @@ _REMEMBERED = 3
 
 @dataclass(eq=False)
 class StepSaver:
-    """Begins steps and saves, and follows saves to their end; all ranks do so alike. The parts are the
-    manager's.
+    """Begin steps and saves, and follow saves to their end, on all ranks.
 
-    ``options`` and ``planner`` are those of all saves; ``resumed_from`` is what the run was restored from,
-    which the saves to come note; ``after_commit`` follows saves, on the coordinator. ``keeps_failures``: the
-    last failure is kept until it is raised; else only one that every save will hit, and the others are
-    counted. ``closing``: no save begins any more, and those that are called off now took too long. The
-    threads that carry out saves note their ends here.
+    ``options`` and ``planner`` apply to all saves. ``resumed_from`` is recorded by later saves.
+    ``after_commit`` follows saves on the coordinator. ``keeps_failures`` keeps the last failure until it is
+    raised; otherwise only failures of every save are kept. After ``closing``, no save begins.
     """
 
     coordinator: StepCoordinator
@@ -200,17 +199,17 @@ class StepSaver:
         self._changed = threading.Condition()
         self._running: dict[SaveFuture, int] = {}
         self.failures = 0
-        """Saves that failed, and checkpoints found damaged."""
+        """Number of failed saves and damaged checkpoints."""
         self._failure: BaseException | None = None
         self._unreported: BaseException | None = None
         self._damage: CorruptCheckpointError | None = None
 
     def exchange(self, step: SupportsIndex, *, last: bool, force: bool = False) -> int:
-        """Exchange, once a step, with the other ranks what to do; raise what failed, on all of them. Returns
-        ``step`` as an int; what is none fails on this rank, and on the others where they save.
+        """Exchange votes with other ranks once a step, and raise failures on all ranks; return ``step`` as an
+        int.
 
-        At a step without an exchange these hear of it only if they save whatever the step is, by the interval
-        or because of the call.
+        An invalid step fails on this rank, and on other ranks if they save. At a step without an exchange,
+        other ranks notice only if they save.
         """
         try:
             check_flags(last=last, force=force)
@@ -231,7 +230,7 @@ class StepSaver:
         return step
 
     def may_begin(self, step: int, reason: Reason) -> bool:
-        """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
+        """Handle a running or failed save before a new one; return the same on all ranks."""
         impatient = self.when_busy != "wait" and reason not in _PATIENT
         if impatient and self.coordinator.any_rank(bool(self._running)):
             if self.when_busy == "raise":
@@ -244,7 +243,7 @@ class StepSaver:
             self.events.emit("save_skipped", step, reason=reason)
             return False
         if self._running:
-            # not beyond a deadline, when it is called off
+            # a deadline cancels the save
             left = max(0.0, self.coordinator.notices.seconds_left()) + _HANG_SECONDS
             self.settle(min(self.options.timeout_seconds, left))
         try:
@@ -293,13 +292,11 @@ class StepSaver:
         weights: Sequence[str],
         is_whole: Callable[[], bool],
     ) -> SaveFuture | None:
-        """Save as the run stops, by writers and with metadata that ``prepare`` gives; it has ended when this
-        returns. None if the deadline of a notice has passed already.
+        """Save before a stop and wait for the end; return None if the deadline has passed.
 
-        Where the time may be too short for all of the state the entries ``weights`` are saved first, alone,
-        and then all over them. What a deadline finds under way is called off by `Notices`. ``is_whole``:
-        whether, by this rank's knowledge, the whole state of the step is committed already, which weights
-        must not replace.
+        If the time may be too short, the entries ``weights`` are saved first, then the whole state. `Notices`
+        cancels a save at the deadline. ``prepare`` makes the writer and metadata. ``is_whole`` returns
+        whether the step already has a whole checkpoint, which weights must not replace.
         """
         left, expected = self.coordinator.seconds_left(max(self._seconds, default=math.inf))
         if left <= 0:
@@ -328,13 +325,13 @@ class StepSaver:
             self.events.emit("save_cancelled", step, error=error, reason="stop")
 
     def refuse(self, step: int, reason: Reason, error: Exception) -> None:
-        """Fail, on all ranks, the save of ``step`` that the others begin, with what a rank raises before."""
+        """Fail the save of ``step`` on all ranks with an error that this rank raised before the save."""
         self.session.refuse(error, self.options)
         if self.session.world_size > 1:
             self.coordinator.saved(step, reason)  # as on the others
 
     def _follow(self, method: Literal["saving", "ended"], step: int, *args: str | None) -> None:
-        """Call what follows saves, on the coordinator; it does not keep a save from going on by failing."""
+        """Call a method of ``after_commit`` on the coordinator; log its errors."""
         try:
             if self.after_commit is not None:
                 getattr(self.after_commit, method)(step, *args)
@@ -342,8 +339,9 @@ class StepSaver:
             logger.exception("%s: what follows saves failed at step %d", self.events.root, step)
 
     def _ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
-        """Note the end, in the thread that carried out the save. One that was called off has not failed,
-        unless it was late when its manager closed."""
+        """Record the end of a save, in its thread. A cancelled save has not failed, unless the manager was
+        closing.
+        """
         error, outcome, cancelled = future.exception(), future.outcome or SaveOutcome(), future.cancelled()
         committed = error is None or (isinstance(error, CheckpointError) and error.committed)
         try:
@@ -361,7 +359,7 @@ class StepSaver:
         finally:
             with self._changed:
                 if error is None:
-                    # phases that follow each other: the copy of the state, and all from there to the commit
+                    # consecutive phases: the copy, and everything until the commit
                     spent = outcome.seconds
                     self._seconds.append(spent.get("blocked", 0.0) + spent.get("save", 0.0))
                 self._has_committed |= committed
@@ -373,16 +371,16 @@ class StepSaver:
                 self._running.pop(future, None)
                 self._changed.notify_all()
 
-    # -- saves that were begun -------------------------------------------------------------------------------
+    # -- running saves ---------------------------------------------------------------------------------------
 
     def damaged(self, error: CorruptCheckpointError) -> None:
-        """Note a committed checkpoint that this rank found damaged."""
+        """Record a committed checkpoint that this rank found damaged."""
         with self._changed:
             self.failures += 1
             self._damage = error if self.keeps_failures else None
 
     def running(self) -> list[int]:
-        """List the steps whose saves are under way."""
+        """List the steps with running saves."""
         with self._changed:
             return sorted(self._running.values())
 
@@ -437,8 +435,7 @@ def _is_lasting(error: BaseException) -> bool:
 
 
 class LoopSession:
-    """Saves in the training loop itself, as an `AsyncSession` has them behind it. Any thread may call a save
-    off."""
+    """Saves in the training loop, with the interface of `AsyncSession`. Any thread may cancel a save."""
 
     ends_at_once = True
 
@@ -473,7 +470,7 @@ class LoopSession:
                 abort=future.abort_event,
                 cache=self._cache,
             )
-        except BaseException as error:  # another thread may wait for the end of what it has called off
+        except BaseException as error:  # another thread may wait for the end of a cancelled save
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
@@ -486,17 +483,17 @@ class LoopSession:
         return future
 
     def refuse(self, error: Exception, options: SaveOptions) -> None:
-        """Fail the save that the other ranks begin, if there are others, with ``error``."""
+        """Fail the save of the other ranks with ``error``."""
         if self.world_size > 1:
             self.save({}, storage_writer=RefusedWriter(error), planner=None, options=options)
 
     def under_way(self) -> list[SaveFuture]:
-        """List the saves that have not ended."""
+        """List the running saves."""
         current = self._current
         return [] if current is None else [current]
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold off copies of the state, of which there are none."""
+        """Return a null context: saves in the loop make no concurrent copies."""
         return nullcontext()
 
     def close(self, timeout_seconds: float) -> None:

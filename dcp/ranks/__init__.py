@@ -1,4 +1,1 @@
-"""Exchanges between ranks: bytes, outcomes, signs of life, and one error from the failures of many.
-
-What the bytes mean is known to those who send them.
-"""
+"""Exchanges between ranks: bytes, outcomes, signs of life, and one error for the failures of several ranks."""

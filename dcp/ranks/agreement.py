@@ -1,8 +1,6 @@
-"""Agreement of ranks on what they do: the first step of an operation.
+"""Compare the operations of all ranks, as the first step (`begin`) of each operation.
 
-In it (`begin`) all ranks say which operation it is, in which manner, and where: ranks in different
-operations take different steps, and would wait for each other until their timeout, or take each other's
-messages for something else.
+Ranks in different operations would take different steps, wait until the timeout, or mix up messages.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ _MAX_VALUE = 1000
 """Characters of an option, and then a digest: patterns may be many."""
 
 _warned: set[str] = set()
-"""Names of notes that differ by rank, as all ranks have seen. They are left out from then on: where ranks say
-the same a digest travels alone."""
+"""Names of notes known to differ by rank, and omitted from later exchanges so that digests are equal."""
 
 
 def begin(
@@ -38,14 +35,12 @@ def begin(
     kinds: Callable[[], Mapping[str, str]] | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:
-    """Return what ``place`` gives on each rank: the id. That may differ, where disks have other names on some
-    hosts.
+    """Compare the operation on all ranks and return the result of ``place`` (the checkpoint id) on each rank.
 
-    ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
-    to be one, or gives that. ``kinds`` says what a rank has for a key; keys may differ. Of ``notes`` the
-    coordinator's are kept: where others differ it warns once a process and name.
-    Raises PlanError on all ranks where they take part in different operations, go about one differently, or
-    have other options or kinds, and what ``place`` raises on any of them.
+    Ids may differ, because mounts may have different names. ``manner`` selects the steps of the operation.
+    ``options`` must be equal on all ranks. ``kinds`` are the types by key; keys may differ. Of ``notes``, the
+    coordinator's are kept, with a warning for a difference. Raises PlanError on all ranks for different
+    operations, manners, options or kinds, and errors of ``place`` on any rank.
     """
 
     def part() -> bytes:
@@ -62,7 +57,7 @@ def begin(
         return (found[0].decode("utf-8", "surrogatepass"),)
     parts = [msgpack.unpackb(data, unicode_errors="surrogatepass") for data in found]
     own = parts[ranks.coordinator]
-    if any(part != own for part in parts):  # there may be very many kinds
+    if any(part != own for part in parts):  # usually equal, and possibly large
         *facts, noted = zip(*parts, strict=True)
         _check_alike(ranks, *facts)
         _warn_of_notes(ranks, noted)
@@ -78,7 +73,7 @@ def _shown(value: Any) -> str:
 
 
 def _shown_notes(notes: Mapping[str, Any]) -> dict[str, str]:
-    """Return notes, and those in dicts of them, by name, without those that were warned of."""
+    """Return notes by flat name, without those already warned about."""
     shown = {}
     for name, value in notes.items():
         for key, one in value.items() if isinstance(value, Mapping) else [(None, value)]:
@@ -109,7 +104,7 @@ def _check_alike(
     options: Sequence[Mapping[str, str]],
     kinds: Sequence[Mapping[str, str]],
 ) -> None:
-    """Raise PlanError on all ranks for what is not the same on all of them; each is given by rank."""
+    """Raise PlanError on all ranks for operations, manners, places or options (given by rank) that differ."""
     what, advice = "called different operations", "All ranks of a process group must call the same function"
     if len(set(operations)) == 1:
         what = f"{ranks.operation} in different ways"
@@ -133,7 +128,7 @@ def _check_alike(
 
 
 def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, **facts: Any) -> None:
-    """Raise PlanError where the ranks that have something do not have the same."""
+    """Raise PlanError for different texts; empty texts do not count."""
     common = texts[ranks.coordinator] or next(filter(None, texts), "")
     odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
     if odd:
@@ -141,7 +136,7 @@ def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, **fa
 
 
 def refuse_odd(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:
-    """Raise PlanError on all ranks if there are ``odd`` ones."""
+    """Raise PlanError on all ranks if ``odd`` has ranks."""
     if odd:
         error = PlanError(text, ranks=[*odd], **facts)
         raise failure_of(step, dict.fromkeys(odd, error), ranks.rank, None)
@@ -149,9 +144,9 @@ def refuse_odd(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Raise on all ranks, in their `begin`, what this rank raises before it comes there.
+    """Raise an exception of this block on all ranks, in their `begin`.
 
-    Where they all fail, as by an argument that is wrong everywhere, each raises its own exception.
+    If all ranks fail, each raises its own exception.
     """
     try:
         yield
@@ -171,10 +166,10 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
 
 
 def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Callable[[], bytes]) -> None:
-    """Raise PlanError on all ranks unless the checkpoint that they load is the same on all of them.
+    """Raise PlanError on all ranks unless they load the same checkpoint.
 
-    ``places`` is what `begin` gave, ``fingerprint`` what the checkpoint there is known by: asked for only
-    where the places differ, because a mount may have another name on another host.
+    ``places`` are the ids from `begin`. ``fingerprint`` identifies the checkpoint and is compared only if ids
+    differ.
     """
     if len(set(places)) > 1:
         prints = ranks.all_gather("compare", fingerprint, alike=True)

@@ -1,7 +1,7 @@
-"""Byte strings between the ranks of one process group: gather, all-gather, scatter, broadcast.
+"""Exchange bytes between the ranks of a process group: gather, all-gather, scatter, broadcast.
 
-Payloads are uint8 tensors on the group's device: nothing is pickled. Waiting is the caller's: each exchange
-is given a function that waits for the work, so that waits can be bounded and watched in one place.
+Payloads are uint8 tensors on the group's device, without pickle. The caller passes a function that waits for
+the work, so that waits are bounded in one place.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ Wait = Callable[[Any], None]
 """Returns when a collective's work is complete, or raises."""
 
 _FRAME_BYTES = 64 << 10
-"""A broadcast of less is one collective: its length travels in the same frame."""
+"""Size below which a broadcast is one collective, with its length in the same frame."""
 
 _LENGTH_BYTES = 8
 
 HEAD_BYTES = 248
-"""As much of every rank's message travels with its length; the rest takes another collective."""
+"""Bytes of each message that are sent together with its length; longer messages need a second collective."""
 
 
 @dataclass(eq=False, slots=True)
 class _GroupState:
-    """Facts that all operations of a process group share.
+    """State shared by all operations of a process group.
 
-    ``serial`` numbers them, equal on all ranks because all run the same program. ``life`` is a word for keys
-    in the store that no group before this one has used, None until it is agreed on: torchrun keeps its store
-    when it starts workers again, with all that those before have put there. ``given_up`` says (ranks that
-    were lost, what happened) when this rank first left an operation before its end: the ranks have not begun
-    equally many collectives since, and so would take each other's messages for those of another step.
+    Attributes:
+        serial: Number of the operation, equal on all ranks.
+        life: Prefix for keys in the store, unused by earlier groups; None until agreed. torchrun keeps the
+            store, with old keys, when it restarts workers.
+        given_up: Lost ranks and reason, if this rank left an operation before its end. The ranks then have
+            begun different numbers of collectives.
     """
 
     serial: itertools.count[int] = field(default_factory=itertools.count)
@@ -54,24 +55,23 @@ class _GroupState:
 _groups: weakref.WeakKeyDictionary[Any, _GroupState] = weakref.WeakKeyDictionary()
 
 _works: list[_Begun] = []
-"""The latest collective, and those before it whose tensors are not let go by the group's own threads."""
+"""The latest collective, and earlier ones whose tensors the group's threads still hold."""
 
 _works_lock = threading.Lock()
 
 _LET_GO_SECONDS = 2.0
-"""How long the end of the interpreter waits for threads that drop the tensors of complete collectives."""
+"""Wait at interpreter exit for threads that release tensors of collectives."""
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A collective, None once it was seen to be complete, and its tensors."""
+    """A collective (None after its completion) and its tensors."""
 
     work: Any
     tensors: tuple[torch.Tensor, ...]
 
     def is_held(self) -> bool:
-        """Return whether others than Python have references to the tensors: the work has, until it is
-        dropped."""
+        """Return whether a work object still references the tensors."""
         if self.work is not None and self.work.is_completed():
             self.work = None
         return any(torch_compat.use_count(tensor) > 1 for tensor in self.tensors)
@@ -79,10 +79,10 @@ class _Begun:
 
 @dataclass(eq=False)
 class Channel:
-    """A process group and its key-value store, and what a rank can send over it.
+    """Process group with its key-value store.
 
-    ``group`` is a torch ProcessGroup or a backend such as ProcessGroupGloo by itself; ranks are those of the
-    group. ``store`` is the group's, for what must work when collectives do not.
+    ``group`` is a torch ProcessGroup or a single backend such as ProcessGroupGloo. Ranks are those of the
+    group. ``store`` works when collectives do not.
     """
 
     group: Any
@@ -96,8 +96,9 @@ class Channel:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Channel:
-        """Return the channel of a process group that this process belongs to: on the CPU where it has a CPU
-        backend, else on the accelerator that the group's backend works on."""
+        """Return the channel of a process group: on the CPU if it has a CPU backend, otherwise on its
+        accelerator.
+        """
         devices = torch_compat.devices_of(group)
         device = next((each for each in devices if each.type == "cpu"), None)
         if device is None:
@@ -106,28 +107,28 @@ class Channel:
 
     @classmethod
     def own_gloo(cls, store: Any, rank: int, world_size: int, *, timeout_seconds: float) -> Channel:
-        """Make a gloo group of its own over ``store``, which no other collective can get into.
+        """Make a separate gloo group over ``store``. Collective.
 
-        Collective: returns when all ranks have come, or raises a RuntimeError of torch's after
-        ``timeout_seconds``. It is not among `torch.distributed`'s groups, so
-        ``destroy_process_group()`` leaves it alone, and threads may use it beside the training's groups.
+        Raises a RuntimeError of torch after ``timeout_seconds``. The group is not registered in
+        `torch.distributed`, so ``destroy_process_group()`` does not affect it, and threads may use it beside
+        the training's groups.
         """
         timeout = timedelta(seconds=timeout_seconds)
         group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        # who waits has a bound of its own, and names who is missing
+        # the caller's wait has its own bound and names missing ranks
         torch_compat.set_default_timeout(group, 2 * timeout)
         return cls(group, store, rank, world_size, torch.device("cpu"))
 
     def keep_for_ever(self) -> None:
-        """Keep the group of gloo from ever being destroyed: its destructor waits for a collective that is
-        under way until that times out, which is half an hour by default, and for others that may be waiting
-        for this process."""
+        """Keep the gloo group alive: its destructor waits for a running collective until its timeout (half an
+        hour).
+        """
         if self.device.type == "cpu":
             _keep_for_ever(torch_compat.backend_of(self.group, self.device))
 
     @staticmethod
     def begun(work: Any, *tensors: torch.Tensor) -> Any:
-        """Return ``work``, noted as a collective that may be under way when the interpreter ends."""
+        """Return ``work``, recorded as a collective that may be running at interpreter exit."""
         global _works
         with _works_lock:
             _works = [*(other for other in _works if other.is_held()), _Begun(work, tensors)]
@@ -169,7 +170,7 @@ class Channel:
         return list(map(_joined, heads, parts))
 
     def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
-        """Do as `all_gather`; None, on all ranks, where one has more than HEAD_BYTES."""
+        """Gather as `all_gather`; return None on all ranks if a message exceeds HEAD_BYTES."""
         heads = self._all_heads(data, wait)
         return None if any(size > HEAD_BYTES for size, _ in heads) else [head for _, head in heads]
 
@@ -212,10 +213,9 @@ class Channel:
         wait(self.begun(self.group.broadcast([tensor], options), tensor))
 
     def _all_heads(self, data: bytes, wait: Wait) -> list[tuple[int, bytes]]:
-        """Return, by rank, (the length of its message, its first bytes), on every rank.
+        """Return the length and the first bytes of each rank's message, on every rank.
 
-        By way of one of them: a ring, as gloo's all-reduce and all-gather are, has a step for every rank, and
-        each waits for a core where the ranks share some.
+        Messages go through one rank, because the ring of gloo's all-gather takes a step for each rank.
         """
         own = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:HEAD_BYTES]
         row = self._padded(own, _LENGTH_BYTES + HEAD_BYTES)
@@ -236,14 +236,12 @@ class Channel:
 
 
 def _largest_but(root: int, sizes: list[int]) -> int:
-    """Return what all messages are filled up to. That of ``root`` does not travel: the coordinator's, which
-    has what all ranks share, may be a thousand times as long as any other, and would have to be taken once a
-    rank."""
+    """Return the padded size of messages, without that of ``root``, which is not sent and may be much longer."""
     return max((size for rank, size in enumerate(sizes) if rank != root), default=0) or 1
 
 
 def _joined(head: tuple[int, bytes], rest: torch.Tensor | None) -> bytes:
-    """Return the message, whose bytes after those of the ``head`` are the first of ``rest``."""
+    """Join the bytes of ``head`` and the first bytes of ``rest``."""
     size, data = head
     return data if rest is None or size <= HEAD_BYTES else data + _to_bytes(rest, size - HEAD_BYTES)
 
@@ -253,24 +251,25 @@ def _to_bytes(tensor: torch.Tensor, size: int | None = None) -> bytes:
 
 
 def _keep_groups_for_ever() -> None:
-    """Keep all process groups from being destroyed in a forked child.
+    """Keep all process groups alive in a forked child.
 
-    The destructor of a gloo group waits for threads that the child does not have, so that a child which ends
-    by `sys.exit` would never end.
+    The destructor of a gloo group waits for threads that do not exist in the child.
     """
     for group in {*_groups, *torch_compat.all_process_groups()}:
         _keep_for_ever(group)
 
 
 def _keep_for_ever(owned: Any) -> None:
-    """Take a reference that is never given back, and so outlives the interpreter's clearing up."""
+    """Add a reference that outlives interpreter shutdown."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
 
 
 def _let_works_go() -> None:
-    """Let go of works at the end of the interpreter. A thread of gloo's that drops a collective's tensors
-    asks for the interpreter's lock; once there is none it is ended by that, and aborts the process. So works
-    that Python still has are never dropped, and threads that drop another's tensors now are waited for."""
+    """Release works at interpreter exit.
+
+    A gloo thread that drops tensors needs the interpreter lock, and aborts the process if the interpreter has
+    ended. Works held by Python are kept forever, and threads dropping tensors now are waited for.
+    """
     dropped = [other for other in _works if other.work is None]
     for other in _works:
         if other.work is not None:

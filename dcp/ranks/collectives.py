@@ -1,9 +1,8 @@
-"""Steps that the ranks of a save or load take together, which end: waits are bounded and watched.
+"""Bounded steps that the ranks of a save or load take together.
 
-Payloads are packed bytes in uint8 tensors, on gloo or on any other backend. Every exchange carries each
-rank's outcome, so one rank's exception becomes the same typed error on all of them. When a rank dies or
-stays away, the others agree through the group's key-value store on who is missing, and raise an error that
-names it.
+Payloads are uint8 tensors on any backend. Every exchange carries each rank's outcome, so one rank's exception
+becomes the same typed error on all ranks. If a rank dies or is late, the other ranks agree through the
+key-value store on the missing ranks and raise an error that names them.
 """
 
 from __future__ import annotations
@@ -57,25 +56,25 @@ class Codec(NamedTuple):
 
 
 BYTES = Codec(lambda value: value, lambda data: data)
-"""Values that are bytes already."""
+"""Codec for values that are bytes."""
 
 _OK, _FAILED = b"\x00", b"\x01"
 
 _STAMP_BYTES = 8
-"""Every message that is gathered begins with so many, which are the same on all ranks in one step."""
+"""Length of the stamp at the beginning of every gathered message, equal on all ranks in one step."""
 
 _DIGEST_BYTES = 16
 
 _SLICE = timedelta(milliseconds=50)
-"""Seconds between two looks at whether to wait any longer, signals of Python's among them."""
+"""Seconds between checks during a wait, Python signals included."""
 
 _LATE_SECONDS = 30.0
-"""After so long in one step, or a quarter of the time there is for it, the log says who has not come."""
+"""Time in a step (at most a quarter of the timeout) after which the log names late ranks."""
 
 _MAX_LISTED = 16
 
 _CALLED_OFF_SECONDS = 0.2
-"""Between two looks at whether another rank has called the operation off."""
+"""Seconds between checks for a cancellation by another rank."""
 
 _LOOKS_PER_GRACE = 6.0
 
@@ -83,23 +82,20 @@ _OF_GLOO = re.compile(r"^\[[^\]]*\] |\. This is typically caused.*$")
 
 
 class _LostRanksError(Exception):
-    """Internal, of (ranks that gave no sign of life, what happened): a collective broke."""
+    """Internal error of a broken collective: silent ranks and reason."""
 
 
 class Ranks:
-    """The ranks that take part in one operation, of which this is one, and the steps they take together.
+    """Ranks of one operation, and the steps that they take together.
 
-    ``group`` None with ``use_dist`` means the default group, ``channel`` takes the place of a group; without
-    ``use_dist`` there is one rank. ``coordinator`` is a rank of the group. What other ranks do not come to
-    ends after ``timeout_seconds``, the look for who they are included. With ``use_dist``, ``store`` is the
-    group's key-value store, and ``key`` a prefix for keys in it that is this operation's alone, the same on
-    all ranks.
+    ``group`` None with ``use_dist`` is the default group; ``channel`` replaces a group; without ``use_dist``
+    there is one rank. ``coordinator`` is a rank of the group. Waits end after ``timeout_seconds``. ``store``
+    is the group's key-value store, and ``key`` the prefix of this operation's keys, equal on all ranks.
 
-    Steps raise on all ranks alike (see `dcp.ranks.failures`): the failing rank's own exception there, its
-    description elsewhere. Once ``abort`` is set, the next step fails on this rank, and so on all; the
-    coordinator looks whether it is set on any rank before it reduces. With one rank nothing is packed: a step
-    returns what its functions return. With ``is_within`` it also raises what they raise, because it is taken
-    within a step of all ranks, which carries that.
+    Steps raise on all ranks (see `dcp.ranks.failures`): the rank's own exception, or a description of another
+    rank's. After ``abort`` is set, the next step fails on all ranks. With one rank, a step calls its
+    functions without packing. With ``is_within``, it also raises their errors unchanged, inside a step of all
+    ranks.
     """
 
     def __init__(
@@ -121,7 +117,7 @@ class Ranks:
         self.timeout_seconds, self.operation, self.abort = timeout_seconds, operation, abort
         self.rank, self.world_size = 0, 1
         self.is_coordinator = True
-        """Whether this rank plans and commits for all."""
+        """True on the rank that plans and commits."""
         self._is_within = is_within
         self._abort_is_passed_on = False
         self._steps, self._step = 0, ""
@@ -146,7 +142,7 @@ class Ranks:
         self._channel = channel
         self.rank, self.world_size = channel.rank, channel.world_size
         self.is_coordinator = self.rank == self.coordinator
-        self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
+        self._blocks = channel.device.type == "cpu"  # on an accelerator, wait() only blocks its stream
         self.store = channel.store
         grace = grace_seconds(self.timeout_seconds)
         self._bound_seconds = max(self.timeout_seconds - grace, self.timeout_seconds / 2)
@@ -178,10 +174,10 @@ class Ranks:
         sent: Codec = BYTES,
         reply: Codec = BYTES,
     ) -> Callable[[], Any]:
-        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give each rank a function that gives
-        its part of the result.
+        """Run ``local`` on all ranks and ``reduce`` on the coordinator, and return a function for this rank's
+        part.
 
-        It is to be called in the next step, because a part that this rank cannot unpack must fail on all.
+        Call the function in the next step, so that a failure to unpack reaches all ranks.
         """
         channel = self._channel
         if channel is None:
@@ -203,8 +199,9 @@ class Ranks:
         *,
         sent: Codec = BYTES,
     ) -> Any:
-        """Run ``local`` everywhere, ``reduce`` on the coordinator, and give its result, bytes, to every
-        rank."""
+        """Run ``local`` on all ranks and ``reduce`` on the coordinator, and return its result (bytes) on
+        every rank.
+        """
         channel = self._channel
         if channel is None:
             return self._alone(step, local, reduce)
@@ -213,9 +210,9 @@ class Ranks:
     def reduce_alike(
         self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
     ) -> bytes:
-        """Do the same with a ``reduce`` whose result, or error, is the same on every rank.
+        """Reduce with a deterministic ``reduce``, equal on every rank.
 
-        Where all messages are short (`channel.HEAD_BYTES`) each rank runs it itself: one exchange is enough.
+        If all messages are short (`channel.HEAD_BYTES`), each rank runs ``reduce`` after one exchange.
         """
         channel = self._channel
         if channel is None:
@@ -239,10 +236,9 @@ class Ranks:
         return result
 
     def all_gather(self, step: str, local: Callable[[], bytes], *, alike: bool = False) -> list[bytes]:
-        """Run ``local`` everywhere; every rank gets every rank's result.
+        """Run ``local`` on all ranks and return all results on every rank.
 
-        Of what is mostly the same on all ranks (``alike``) a digest travels alone then; and what operation
-        the ranks are in is for the caller to compare.
+        With ``alike``, digests are exchanged first; the caller then compares the operations.
         """
         channel = self._channel
         if channel is None:
@@ -257,13 +253,13 @@ class Ranks:
             if messages is None:
                 messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
         except CheckpointError as error:
-            if own_error is not None:  # which may be why the others are not there
+            if own_error is not None:  # may be the reason for the missing ranks
                 error.add_note(f"before, rank {self.rank} failed itself: {own_error}")
             raise
         return self._parts(step, messages, own_error)
 
     def broadcast(self, step: str, local: Callable[[], bytes]) -> bytes:
-        """Run ``local`` on the coordinator; every rank gets its result."""
+        """Run ``local`` on the coordinator and return its result on every rank."""
         channel = self._channel
         if channel is None:
             alone: bytes = self._alone(step, local)
@@ -281,7 +277,7 @@ class Ranks:
     def _alone(
         self, step: str, local: Callable[[], Any], reduce: Callable[[list[Any]], Any] | None = None
     ) -> Any:
-        """Take the step of one rank; its error is the same as it would be among several."""
+        """Take the step of a single rank, with the errors of several ranks."""
         try:
             self.check_called_off()
             result = local()
@@ -310,8 +306,9 @@ class Ranks:
     def _collect(
         self, step: str, message: bytes, exchange: Callable[[], list[bytes] | None]
     ) -> list[bytes] | None:
-        """Return what ``exchange`` gives, unless a message is of another step than this rank's ``message``:
-        of an operation that others have given up."""
+        """Return the result of ``exchange``; raise if a message belongs to another step, which other ranks
+        have abandoned.
+        """
 
         def run() -> list[bytes] | None:
             messages = exchange()
@@ -330,8 +327,9 @@ class Ranks:
         reduce: Callable[[list[Any]], list[bytes]],
         sent: Codec,
     ) -> tuple[list[bytes] | bytes | None, BaseException | None]:
-        """Make the coordinator's answers, or one answer of packed failures of ranks (its own exception
-        beside). None on other ranks."""
+        """Return the coordinator's answers, or packed failures of ranks with its own exception; None on other
+        ranks.
+        """
         gathered = self._collect(step, message, lambda: channel.gather(message, self.coordinator, self._wait))
         if gathered is None:
             return None, None
@@ -371,8 +369,7 @@ class Ranks:
     # -- calling off -----------------------------------------------------------------------------------------
 
     def check_called_off(self, *, look: bool = False) -> None:
-        """Raise SaveAbortedError once ``abort`` is set here; with ``look``, also where another rank says that
-        its own is."""
+        """Raise SaveAbortedError if ``abort`` is set here, or with ``look`` on another rank."""
         if self.abort is None:
             return
         rank: int | None = None
@@ -387,8 +384,7 @@ class Ranks:
             raise SaveAbortedError(f"the {self.operation} was called off on rank {rank}", rank=rank)
 
     def watching(self, on_bytes: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """Make an ``on_bytes`` that also ends the work, by SaveAbortedError, soon after a rank has called it
-        off."""
+        """Wrap ``on_bytes`` to raise SaveAbortedError soon after a rank has cancelled."""
         if self.abort is None:
             return on_bytes
         next_look = time.monotonic() + _CALLED_OFF_SECONDS
@@ -406,7 +402,7 @@ class Ranks:
         return count
 
     def _tell_called_off(self) -> None:
-        """Tell the ranks that are still at work, who would else learn of it at the end of their part."""
+        """Notify ranks at work of the cancellation."""
         if self._channel is not None and not self._abort_is_passed_on:
             self._abort_is_passed_on = True
             with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
@@ -415,12 +411,14 @@ class Ranks:
     # -- bounded waits ---------------------------------------------------------------------------------------
 
     def complete(self, step: str, work: Any) -> None:
-        """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""
+        """Wait for a collective on the channel's group, bounded like other steps."""
         self._guard(step, lambda: self._wait(work))
 
     def form(self, step: str, make: Callable[[float], T]) -> T:
-        """Return what ``make`` makes together with the other ranks by torch's means, within the seconds it is
-        given; what torch raises there becomes an error that names the ranks which are gone."""
+        """Return the result of ``make``, a collective call of torch, within the given seconds.
+
+        Errors of torch become an error that names the missing ranks.
+        """
 
         def attempt() -> T:
             try:
@@ -431,7 +429,7 @@ class Ranks:
         return self._guard(step, attempt)
 
     def _guard(self, step: str, exchange: Callable[[], T]) -> T:
-        """Run one exchange; turn a broken or late one into an error that names the missing ranks."""
+        """Run one exchange; convert failures and timeouts to an error that names the missing ranks."""
         self._steps += 1
         self._step = step
         try:
@@ -450,7 +448,7 @@ class Ranks:
             )
             failures = dict.fromkeys(missing or range(self.world_size), error)
         except BaseException as error:
-            # An interrupt, or no memory for the others' messages: of this rank alone.
+            # An interrupt or lack of memory on this rank alone.
             self._note_given_up([], f"rank {self.rank} left step {step!r} by {type(error).__name__}")
             with contextlib.suppress(RuntimeError):
                 self._tell_given_up()
@@ -458,10 +456,10 @@ class Ranks:
         raise failure_of(step, failures, self.rank, None)
 
     def _check_in_step(self) -> None:
-        """Fail at once where an operation before this one was left before its end, on any rank."""
+        """Raise at once if any rank left an earlier operation before its end."""
         earlier = None if self._channel is None else self._channel.state.given_up
         if earlier is not None:
-            with contextlib.suppress(RuntimeError):  # who comes to this step later need not miss this rank
+            with contextlib.suppress(RuntimeError):  # later ranks then see this rank's sign of life
                 self._presence.show()
             raise _LostRanksError(*earlier)
 
@@ -474,7 +472,7 @@ class Ranks:
             channel.keep_for_ever()
 
     def _tell_given_up(self) -> None:
-        """Tell the others, who would else learn of it by their timeout."""
+        """Notify the other ranks before their timeout."""
         if self._channel is not None:
             self._presence.give("abort")
             self.store.set(self._group_key, f"{self._serial} {self.operation}")
@@ -496,8 +494,8 @@ class Ranks:
                 self._look_for_aborts()
                 tell = self._look_who_is_late(now, late, tell)
             if self._blocks:
-                # Asking again and again would keep the core from the rank that is waited for.
-                with contextlib.suppress(RuntimeError):  # not yet; or it failed, and is complete then
+                # Polling would take CPU time from the late rank.
+                with contextlib.suppress(RuntimeError):  # not complete yet, or failed
                     work.wait(_SLICE)
                 continue
             time.sleep(pause)
@@ -508,8 +506,10 @@ class Ranks:
             raise self._lost_error(f"connection lost: {_reason(error)}") from error
 
     def _look_who_is_late(self, now: float, late: float, tell: float | None) -> float | None:
-        """Ask, from ``late`` on, the other ranks whether they wait here too, and at ``tell`` log who
-        does not. Returns when to tell; infinity once it is done."""
+        """Ask the other ranks from ``late`` on whether they wait in this step; log late ranks at ``tell``.
+
+        Returns the next time to log; infinity after the log.
+        """
         step = str(self._steps)
         try:
             if tell is None:
@@ -522,7 +522,7 @@ class Ranks:
             if now < tell:
                 return tell
             missing = self._presence.absent(step)
-        except RuntimeError:  # the store is gone: the wait ends by that, or needs no store
+        except RuntimeError:  # the store is gone: the wait ends anyway
             return math.inf
         if missing:
             logger.warning(
@@ -538,14 +538,14 @@ class Ranks:
         return math.inf
 
     def _lost_error(self, reason: str, deadline: float | None = None) -> _LostRanksError:
-        """Post a sign of life, wait for the others' and return who stayed silent."""
+        """Post a sign of life, wait for those of other ranks, and return an error with the silent ranks."""
         now = time.monotonic()
         deadline = max(deadline or 0.0, now + grace_seconds(self.timeout_seconds))
         try:
             self._tell_given_up()
             self._presence.show()
             missing = self._presence.missing(deadline)
-        except RuntimeError as error:  # the store's own host is gone, and with it the others' answers
+        except RuntimeError as error:  # the host of the store is gone
             missing, reason = [0], f"{reason}; the rendezvous store is gone too ({error})"[:500]
         who = f"rank {', '.join(map(str, missing))} of {self.world_size} died or did not answer"
         if not missing:
@@ -562,19 +562,19 @@ class Ranks:
             raise self._lost_error(reason) from None
         serial, _, operation = noted.decode().partition(" ")
         if operation and int(serial) < self._serial and self._channel is not None:
-            # given up by ranks that this one had no need of any more
+            # abandoned by ranks that this rank no longer needs
             self._note_given_up([], "other ranks left it before its end", operation)
             self._check_in_step()
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return the first line of what torch says, without its place in the source and its advice."""
+    """Return the first line of a torch error, without source position and advice."""
     text = str(error).partition("\n")[0]
     return _OF_GLOO.sub("", text) or type(error).__name__
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:
-    """Return the packed failures of the ranks that failed, by rank."""
+    """Return the packed failures by rank."""
     at = slice(_STAMP_BYTES, _STAMP_BYTES + 1)
     return {rank: _content(message) for rank, message in enumerate(messages) if message[at] == _FAILED}
 
@@ -585,7 +585,7 @@ def _content(message: bytes) -> bytes:
 
 
 def _answer(failures: Mapping[int, bytes]) -> bytes:
-    """Pack failures by rank, as the one answer to all ranks."""
+    """Pack failures by rank as one answer for all ranks."""
     return _FAILED + bytes(msgpack.packb(failures))
 
 
@@ -598,11 +598,10 @@ def retried(
     is_passing: Callable[[CheckpointError], bool],
     wait: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Return what ``attempt`` gives, which is called with its number, from 1 on; ``what`` names it in the
-    log.
+    """Call ``attempt`` with its number, from 1, until it succeeds; ``what`` names it in the log.
 
-    ``retries`` further ones follow on errors that are passing, each after a ``wait`` of ``pause_seconds``,
-    doubled each time. Raises the last one's error.
+    Passing errors are retried ``retries`` times after a ``wait`` of ``pause_seconds``, doubled each time.
+    Raises the last error.
     """
     number = 1
     while True:

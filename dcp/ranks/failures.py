@@ -1,9 +1,8 @@
-"""Failures of ranks as one exception that every rank raises, and signs of life between ranks.
+"""Combine failures of ranks into one exception on every rank, and exchange signs of life.
 
-The failures of some ranks become one exception that every rank raises. It is a `RankFailedError`: both a
-`CheckpointError` and torch's `CheckpointException` (which is what stock raises there and only a
-BaseException). Where all failures have one class of `dcp.errors`, it is of that class as well, so
-``except CorruptCheckpointError`` works the same on one rank and on a thousand.
+The exception is a `RankFailedError`: a `CheckpointError` and torch's `CheckpointException` (a BaseException).
+If all failures have the same class of `dcp.errors`, the exception also has this class, so ``except
+CorruptCheckpointError`` works on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,32 +29,36 @@ from dcp.storage.errors import (
 )
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""How long a rank waits for the others in one step: as long as torch's own default for collectives."""
+"""Longest wait for other ranks in one step: torch's default for collectives."""
 
 _MAX_LINES = 4
-"""Of several ranks' messages in one error."""
+"""Maximum number of ranks' messages in one error."""
 
 
 class RankFailedError(CheckpointError, CheckpointException):
     """Ranks failed in a step of a save or load.
 
-    ``failures`` maps each failed rank to (exception, traceback summary) as torch's does; ``ranks`` are its
-    keys; ``step`` names the step. The first failure is the ``__cause__``, or the ``__context__`` where
-    `dcp.calls.plain_errors` has kept it out of the traceback.
+    Attributes:
+        failures: For each failed rank, its exception and traceback summary, as in torch.
+        ranks: Failed ranks.
+        step: Name of the step.
+
+    The first failure is the ``__cause__``, or the ``__context__`` if `dcp.calls.plain_errors` shortened the
+    traceback.
     """
 
     _cause: type[BaseException] = CheckpointError
-    """What all ranks failed of, if it is one class."""
+    """Common class of the failures; None if different."""
 
     def __init__(self, message: str = "", failures: Any = None, **facts: Any) -> None:
         CheckpointError.__init__(self, message, **facts)
-        if isinstance(self, OSError):  # which has a place of its own for it
+        if isinstance(self, OSError):  # OSError has its own attribute
             self.errno = facts.get("errno")
         self._failures = failures or {}
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks that failed."""
+        """The failed ranks."""
         return sorted(self._failures)
 
     def __str__(self) -> str:
@@ -88,9 +91,9 @@ def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
 def failure_of(
     step: str, failures: Mapping[int, CheckpointError], rank: int, own_error: BaseException | None
 ) -> BaseException:
-    """Make the one error to raise for ``failures`` (rank -> error); ``own_error`` is this rank's, if any.
+    """Return the error to raise for ``failures`` by rank; ``own_error`` is this rank's exception.
 
-    KeyboardInterrupt, SystemExit and their like stay what they are on the rank where they happened.
+    KeyboardInterrupt and SystemExit are returned unchanged on their rank.
     """
     if own_error is not None and not isinstance(own_error, Exception):
         return own_error
@@ -113,13 +116,13 @@ def failure_of(
 
 
 def _caller_off(error: CheckpointError, rank: int) -> int:
-    """Return the rank that called a save off, where ``rank`` learned of it; else ``rank``."""
+    """Return the rank that cancelled a save, if ``rank`` learned of it; otherwise ``rank``."""
     caller = error.rank if isinstance(error, SaveAbortedError) else None
     return rank if caller is None else caller
 
 
 def _message(step: str, texts: Mapping[int, str]) -> str:
-    """Return what the ranks say, each message once and short enough to be read; where, comes last."""
+    """Return the distinct messages of the ranks, shortened, with the ranks at the end."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(text, []).append(rank)
@@ -139,15 +142,13 @@ def _message(step: str, texts: Mapping[int, str]) -> str:
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """Return what the failed ranks raised, the same in kind on every rank; ``error`` itself if it is of no
-    step."""
+    """Return the exceptions of the failed ranks; ``[error]`` for an error outside of a step."""
     failures = error.failures if isinstance(error, RankFailedError) else {}
     return [failure for failure, _ in failures.values()] or [error]
 
 
 def is_damage(cause: BaseException) -> bool:
-    """Return whether ``cause`` says that stored bytes are not what was committed, rather than what we
-    refuse."""
+    """Return whether ``cause`` reports stored bytes that differ from the committed ones."""
     if isinstance(cause, UnsafeObjectError | UnsupportedFormatError):
         return False
     return isinstance(cause, CorruptCheckpointError | CheckpointFormatError)
@@ -160,13 +161,17 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def pack_failure(error: BaseException) -> bytes:
-    """Return what `decode_failure` makes an exception of on another rank."""
+    """Encode an exception for `decode_failure`."""
     trace = without_our_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, trace))
     wire = error_to_wire(error, text[-8000:])
     try:
         return _packed(wire)
-    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ):  # unencodable attributes must not hide the failure
         wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
         return _packed(wire)
 
@@ -177,7 +182,7 @@ def _packed(wire: dict[str, Any]) -> bytes:
 
 
 def decode_failure(data: bytes) -> CheckpointError:
-    """Return what another rank packed, with its traceback as a note."""
+    """Decode another rank's exception, with its traceback as a note."""
     wire = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
     error = error_from_wire(wire)
     error.add_note(f"traceback of that rank:\n{wire['traceback']}")
@@ -189,18 +194,17 @@ _SHORTEST_GRACE_SECONDS = 0.5
 
 
 def grace_seconds(timeout_seconds: float) -> float:
-    """Return how much of the time that a rank waits for the others is for their signs of life."""
+    """Return the part of a timeout reserved for signs of life."""
     return max(_SHORTEST_GRACE_SECONDS, min(_LONGEST_GRACE_SECONDS, timeout_seconds / 4))
 
 
 @dataclass(frozen=True)
 class Presence:
-    """Signs that the ranks of one operation give each other by ``store``, for when collectives do not work.
+    """Signs of life between the ranks of one operation, through ``store``.
 
-    Who gives an operation up says so there; who waits looks there, and answers. Those who do not answer
-    within a while are lost. ``keys`` are prefixes that the ranks share: that of the operation; and before it
-    that of the group's first exchange, if that is not over yet, because some ranks may still be in it.
-    RuntimeError where the store is gone.
+    A rank that gives up an operation posts a sign; waiting ranks look for signs and answer. Silent ranks
+    count as lost. ``keys`` are the shared prefixes of the operation and, until the group's first exchange is
+    over, of that exchange. Raises RuntimeError if the store is gone.
     """
 
     store: Any
@@ -209,12 +213,12 @@ class Presence:
     keys: Sequence[str]
 
     def give(self, sign: str) -> None:
-        """Give a sign to the others."""
+        """Post a sign."""
         for key in self.keys:
             self.store.set(f"{key}/{sign}", "1")
 
     def has(self, sign: str) -> bool:
-        """Return whether a rank has given a sign."""
+        """Return whether a rank has posted a sign."""
         return any(self.store.check([f"{key}/{sign}"]) for key in self.keys)
 
     def show(self) -> None:
@@ -222,8 +226,9 @@ class Presence:
         self.give(f"alive/{self.rank}")
 
     def absent(self, step: str) -> list[int]:
-        """Return the ranks that have not said that they wait in ``step``, for the lowest of those that have;
-        for the others none, so that not every rank asks for every other."""
+        """Return the ranks that do not wait in ``step``, on the lowest waiting rank; an empty list on other
+        ranks.
+        """
         absent: list[int] = []
         for rank in range(self.world_size):
             if rank != self.rank and not self.has(f"late/{step}/{rank}"):
@@ -233,7 +238,7 @@ class Presence:
         return absent
 
     def missing(self, deadline: float) -> list[int]:
-        """Return the ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
+        """Return the ranks without a sign of life until ``deadline`` (`time.monotonic`)."""
         missing = list(range(self.world_size))
         while True:
             missing = [rank for rank in missing if not self.has(f"alive/{rank}")]

@@ -1,4 +1,4 @@
-"""A save: what a rank has, and the engine that plans, writes and commits it on columns.
+"""Save on columns: plan, write and commit the state of all ranks.
 
-The door is `dcp.state_dict_saver`; plans made of torch's objects are in `dcp.engines`.
+`dcp.state_dict_saver` has the public functions; `dcp.engines` handles torch's plan objects.
 """

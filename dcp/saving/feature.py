@@ -1,8 +1,8 @@
-"""Features of a save: their methods, which the steps of a save call.
+"""Features of a save: methods called by the steps of a save.
 
-The steps (`dcp.saving.save`) call each method of those that have a part in the save, in the order of
-`dcp.features.registry`. A feature is a value of the save's options and storage, the same in the training
-loop, a thread and a writer process. The core imports none of them.
+The steps (`dcp.saving.save`) call each method of the active features, in the order of
+`dcp.features.registry`. A feature depends on the save's options and storage only, so it is the same in the
+training loop, a thread and a writer process. The core imports no feature.
 """
 
 from __future__ import annotations
@@ -27,42 +27,39 @@ _FACTS: Final = frozenset(
     {"assemble_seconds", "dcphub_version", "durable", "rank_seconds", "rank_traffic", "replaced_files"}
     | {"resumed_from", "save_id", "structure", "time", "torch_version", "world_size"}
 )
-"""Names of the provenance that saves have."""
+"""Names of the standard provenance."""
 
 
 @dataclass(frozen=True)
 class SaveFeature(Feature):
-    """One feature in one save.
-
-    Methods are listed in the order in which they are called; `held` comes first where the state is staged.
+    """One feature in one save. Methods are listed in the order of their calls; for a staged save, `held` is
+    called first.
     """
 
     options: SaveOptions
     writer: FileSystemWriter
 
     def held(self, local: RankState, at: SavingRank) -> RankState:
-        """Return another view of what this rank has."""
+        """Return another view of this rank's state."""
         return local
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:
-        """Make a better error of a plan of ``parts`` that failed, on the coordinator; None for none."""
+        """Return a better error for a failed plan of ``parts``, on the coordinator; None to keep the error."""
         return None
 
     def groups(self, local: RankState) -> Int64 | None:
-        """Return a number for each local tensor: those of different numbers go into different files; None for
-        one group."""
+        """Return a number for each local tensor; each number gets a file of its own. None for one group."""
         return None
 
     def observer(self, local: RankState, columns: WriteColumns) -> Observer | None:
-        """Make an object that sees the bytes of the rows that this rank writes; None for none."""
+        """Return an object that observes the bytes written by this rank; None for no observer."""
         return None
 
     def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
-        """Return the index with what goes into it, on the coordinator before the commit.
+        """Return the index with the feature's additions, on the coordinator before the commit.
 
-        ``found`` is what the observer's `finish` returned, by rank; ``rows`` the chunks of the index that the
-        ranks have written, one rank after the other in the order of their rows. What a feature notes in the
-        provenance is under its own name.
+        ``found`` has the results of the observers' `finish` by rank. ``rows`` are the chunks written by the
+        ranks, in order. A feature's provenance is stored under its name.
         """
         return index
 
@@ -70,7 +67,7 @@ class SaveFeature(Feature):
 def save_features(
     kinds: Sequence[type[SaveFeature]], options: SaveOptions, writer: FileSystemWriter
 ) -> Features[SaveFeature]:
-    """Make the features that have a part in a save."""
+    """Return the active features of a save."""
     made = []
     for kind in kinds:
         if kind.name in _FACTS:

@@ -1,9 +1,8 @@
-"""One save: begin, plan, write, commit.
+"""Run one save: begin, plan, write, commit.
 
-`Save` has the steps in their order. What each of them does on columns is `ColumnSave`, by planners and
-storages of other packages `dcp.engines.protocol_save`; `dcp.engines` chooses, once a save. The training
-loop runs a save itself, the thread writer in the background, the process writer in a process to which the
-save travels.
+`Save` has the steps in order. `ColumnSave` implements them on columns, and `dcp.engines.protocol_save` for
+custom planners and storages. A save runs in the training loop, in a thread, or in a writer process that
+receives the pickled save.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ _OF_WRITERS: Final = ("overwrite", "torch_compatible", "digests", "sync_files", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """The options of `dcp.save` and `CheckpointManager`, which say what they mean; of a manager's also its
-    ``step`` and what its run was ``resumed_from``."""
+    """Options of `dcp.save` and `CheckpointManager`, with the manager's ``step`` and ``resumed_from``."""
 
     step: int | None = None
     resumed_from: Mapping[str, Any] | None = None
@@ -78,16 +76,14 @@ class SaveOptions:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     map: WeightMap | None = None
     map_must_invert: bool = False
-    """What is saved through the map will be restored through its inverse."""
+    """True if the checkpoint must be restorable through the inverse of the map."""
     retries: int = 0
     retry_pause_seconds: float = 1.0
     apart: tuple[tuple[str, ...], ...] = ()
-    """Globs on names: what those of one tuple match goes into files of its own, so that it can be dropped
-    later without rewriting the rest. On columns only; those of a manager have no effect elsewhere."""
+    """Patterns of entries for separate files, one tuple for each part. Applies to saves on columns."""
 
     def check(self) -> None:
-        """Raise OptionError for text as a flag, and for user metadata that no manifest can hold: now, not
-        after all was written."""
+        """Raise OptionError for invalid flags and user metadata, before any write."""
         check_flags(use_collectives=self.use_collectives, progress=self.progress)
         if not isinstance(self.user_metadata, Mapping):
             raise OptionError(f"user_metadata must be a dict, not a {type(self.user_metadata).__name__}")
@@ -103,7 +99,7 @@ _LONGEST_AGREEING_SECONDS = 20.0
 
 
 class SavingRank(NamedTuple):
-    """A rank among those that save together."""
+    """This rank among the ranks of a save."""
 
     rank: int
     world_size: int
@@ -112,8 +108,7 @@ class SavingRank(NamedTuple):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """The outcome of a save on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once) and
-    ``staged_bytes`` of this rank's tensors."""
+    """Result of a save on this rank: ``seconds`` by phase, ``attempts`` and ``staged_bytes``."""
 
     save_id: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -123,11 +118,11 @@ class SaveOutcome:
 
 @dataclass(kw_only=True, eq=False)
 class Save(ABC):
-    """One save, as it travels to who carries it out, and its steps.
+    """One save and its steps; picklable for a writer process.
 
-    Every rank says what it has, one plans for all, each writes its share, one commits. ``storage`` is
-    ``writer`` where that is of this package, else None; ``plan_options`` are the planner's, if it is.
-    ``seconds`` are phases that came before; those of an attempt are ``times``.
+    Every rank describes its state, the coordinator plans, every rank writes, and the coordinator commits.
+    ``storage`` is ``writer`` if it is dcp's, otherwise None. ``plan_options`` are those of dcp's planner.
+    ``seconds`` has earlier phases and ``times`` those of the current attempt.
     """
 
     writer: StorageWriter
@@ -139,9 +134,9 @@ class Save(ABC):
 
     on_columns: ClassVar[bool]
     manner: ClassVar[tuple[str, ...]] = ()
-    """What decides which steps follow."""
+    """Facts that select the steps of the save."""
     outcomes: ClassVar[Codec]
-    """Packs what `write` returns for the way to the coordinator."""
+    """Codec of the results of `write`."""
 
     ranks: Ranks = field(init=False)
     steps: Ranks = field(init=False)
@@ -154,8 +149,7 @@ class Save(ABC):
 
     @abstractmethod
     def held(self, state: dict[str, Any], at: SavingRank) -> Any:
-        """Return what this rank has, of its state dict, to be staged or saved: a `RankState`, or for planners
-        of other packages the state dict."""
+        """Return this rank's state to stage or save: a `RankState`, or the state dict for custom planners."""
 
     @abstractmethod
     def plan(self) -> Callable[[], Any]:
@@ -163,31 +157,31 @@ class Save(ABC):
 
     @abstractmethod
     def write(self, plan: Any) -> Any:
-        """Write this rank's part of the plan; return what the commit has to know of it."""
+        """Write this rank's part of the plan; return the facts for the commit."""
 
     @abstractmethod
     def commit(self, outcomes: list[Any]) -> bytes:
-        """Publish what was written, on the coordinator; the answer goes to all ranks."""
+        """Publish the checkpoint on the coordinator; return the answer for all ranks."""
 
     @abstractmethod
     def metadata(self, answer: bytes) -> Metadata:
-        """Return torch's metadata of what is committed."""
+        """Return torch's metadata of the checkpoint."""
 
     # -- the steps -------------------------------------------------------------------------------------------
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options that must be the same on all ranks, by the names that their caller knows."""
+        """Return the options that must be equal on all ranks, by public name."""
         found: dict[str, Any] = {} if self.options.step is None else {"step": self.options.step}
         if self.storage is not None:
             found |= zip(_OF_WRITERS, attrgetter(*_OF_WRITERS)(self.storage), strict=True)
         return {**found, **self.plan_options}
 
     def run(self, given: Callable[[], Any], ranks: Ranks) -> tuple[Metadata, SaveOutcome]:
-        """Save what ``given`` gives: what this rank has, or a staged copy of it.
+        """Save the result of ``given``: this rank's state, or a staged copy.
 
-        It is asked within a step, so that a failed staging of one rank fails the save on all. Storage errors
-        that may pass are followed by ``options.retries`` further attempts, which end alike on all ranks,
-        since all see the same error. The abort of ``ranks`` calls the save off.
+        ``given`` is called inside a step, so that a failed staging fails the save on all ranks. Passing
+        storage errors are retried ``options.retries`` times, on all ranks. The abort of ``ranks`` cancels the
+        save.
         """
         self.ranks, self.given = ranks, given
         self.together = self.options.use_collectives
@@ -202,7 +196,7 @@ class Save(ABC):
                 wait=(ranks.abort or threading.Event()).wait,
             )
         finally:
-            del self.given  # it may refer to this save: a cycle would keep the tensors for a while
+            del self.given  # avoids a reference cycle that would keep the tensors
 
     def _attempt(self, number: int) -> tuple[Metadata, SaveOutcome]:
         if number > 1:
@@ -226,7 +220,7 @@ class Save(ABC):
         return self.storage.store.url if self.storage else str(getattr(self.writer, "checkpoint_id", ""))
 
     def _save(self) -> bytes:
-        """Plan, write and commit; return the answer of the commit. What fails leaves nothing behind."""
+        """Plan, write and commit; return the commit's answer. A failed save leaves no files."""
         ranks, begun = self.ranks, time.perf_counter()
         plan = None
         try:
@@ -237,12 +231,12 @@ class Save(ABC):
             )
             return answer
         except BaseException as error:  # an interrupt, too, must not leave files behind
-            # By the coordinator alone: by now every rank has reported to it, or was given up. Another rank,
-            # which was interrupted, would take away what the coordinator is just committing.
+            # On the coordinator alone, after every rank has reported or was given up. Another rank,
+            # if interrupted, would remove files of a commit in progress.
             if ranks.is_coordinator or not self.together:
                 self._clear_up(error, is_planned=plan is not None)
             if self.together and isinstance(error, SaveAbortedError):
-                with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
+                with suppress(CheckpointError):  # all ranks wait for the clean-up
                     ranks.all_gather("clear up", bytes)
             raise
 
@@ -271,22 +265,23 @@ class Save(ABC):
 
 
 def _is_passing(error: CheckpointError) -> bool:
-    """Test whether another attempt may succeed: not on a full disk, which stays full until space is freed.
-
-    The class of the error is the same on all ranks."""
+    """Return whether another attempt may succeed; False for a full disk. The class of the error is equal on
+    all ranks.
+    """
     if error.committed or isinstance(error, CheckpointConflictError | StorageFullError):
         return False
     return isinstance(error, StorageError)
 
 
 def agreeing_seconds(timeout_seconds: float) -> float:
-    """Return how much of the time that a save may wait for other ranks is for the trainers, who agree on how
-    it ended once their writer processes have given up."""
+    """Return the part of a timeout reserved for trainers to agree on the end, after their writer processes
+    gave up.
+    """
     return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
 
 
 class RankPlan(NamedTuple):
-    """The id of the save, the rows that one rank has to write, and what it keeps of the plan."""
+    """Plan of one rank: the save id, its rows to write, and cached parts of the plan."""
 
     save_id: str
     writes: WriteColumns
@@ -303,12 +298,11 @@ def _decode_plan(data: bytes) -> RankPlan:
 
 @dataclass(kw_only=True, eq=False)
 class ColumnSave(Save):
-    """A save by our own planner and storage: no plan object per tensor is made on any rank.
+    """Save by dcp's planner and storage, without a plan object for each tensor.
 
-    The planner does not travel: what it decides on is in the options. Digests of replicas are made when this
-    rank plans. All of ``times`` end up in the manifest, by rank: ``plan`` is all until
-    this rank knows what to write, ``local_plan``, ``digests`` (the wait for the others' and the answer) and
-    ``global_plan`` (on the coordinator) are parts of it.
+    The planner itself is not pickled; the options have its decisions. Digests of replicas are computed during
+    the local plan. All ``times`` are stored in the manifest, by rank: ``plan`` includes ``local_plan``,
+    ``digests`` (exchange) and ``global_plan`` (coordinator).
     """
 
     storage: FileSystemWriter
@@ -332,7 +326,7 @@ class ColumnSave(Save):
         return {name: value for name, value in vars(self).items() if name not in ("planner", "features")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, planner=DefaultSavePlanner())  # which makes no plan there
+        vars(self).update(state, planner=DefaultSavePlanner())  # unused in the writer process
         self.__post_init__()
 
     def held(self, state: dict[str, Any], at: SavingRank) -> RankState:
@@ -349,7 +343,7 @@ class ColumnSave(Save):
     # -- begin -----------------------------------------------------------------------------------------------
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options of the save, its storage, its planner and its features, and their names."""
+        """Return the options of the save, storage, planner and features."""
         return self.features.agreed(super().agreed())
 
     # -- plan ------------------------------------------------------------------------------------------------
@@ -362,7 +356,7 @@ class ColumnSave(Save):
         )
 
     def start(self) -> None:
-        """Forget the attempt before. A rank that plans alone has no replicas to compare."""
+        """Clear the previous attempt. A single rank has no replicas to compare."""
         self.local, self.planned = None, None
         # names and paths are the same on most ranks, and then decoded once
         self.parts = Codec(encode_save_columns, partial(decode_save_columns, cache={}))
@@ -370,7 +364,7 @@ class ColumnSave(Save):
         self.check = "off" if is_alone else self.plan_options["replica_check"]
 
     def local_state(self) -> RankState:
-        """Set the storage up, and ask once for what this rank has."""
+        """Set up the storage and return this rank's state."""
         if self.local is None:
             storage, ranks = self.storage, self.ranks
             storage.set_up_storage_writer(
@@ -384,7 +378,7 @@ class ColumnSave(Save):
         return self.local
 
     def local_plan(self) -> SaveColumns:
-        """Return what this rank could write."""
+        """Return the rows that this rank can write."""
         begun, local = time.perf_counter(), self.local_state()
         if self.check != "off":
             self.local = local = local.with_digests(self.check)
@@ -433,16 +427,16 @@ class ColumnSave(Save):
                         columns, memory, objects, watched, groups, [*observers.values()]
                     )
             except StorageError:
-                ranks.check_called_off()  # then that is what has ended the request
+                ranks.check_called_off()  # a cancellation has ended the request
                 raise
         self.times["write"] = time.perf_counter() - begun
         found = {}
-        for name, observer in observers.items():  # as it is after its way to the coordinator
+        for name, observer in observers.items():  # in its decoded form
             found[name] = ask(name, "finish", lambda one: unpack(pack(one.finish())), object, observer)
         return replace(outcome, found=found, seconds=self.times, traffic=storage.traffic)
 
     def _groups(self, local: RankState) -> Int64 | None:
-        """Return the number of the file of each local tensor, by the first feature that has any."""
+        """Return the file number of each local tensor, from the first feature with groups."""
         count = len(local.memory.tensors)
         for feature, call in self.features.having("groups"):
             numbers = call(np.ndarray | None, local)
@@ -457,7 +451,7 @@ class ColumnSave(Save):
     # -- commit ----------------------------------------------------------------------------------------------
 
     def commit(self, outcomes: list[WriteOutcome]) -> bytes:
-        """Publish the index of what all have written, on the coordinator."""
+        """Publish the index on the coordinator."""
         plan, begun = self.planned, time.perf_counter()
         if plan is None:
             raise PlanError("the save was not planned")
@@ -480,7 +474,7 @@ class ColumnSave(Save):
         return b""
 
     def metadata(self, answer: bytes) -> Metadata:
-        """Return torch's metadata, made of the index when it is looked at."""
+        """Return torch's metadata, built from the index on access."""
         index, store = self.storage.index, self.storage.store
         rank = None if self.together else self.ranks.rank
         return LazyMetadata.of(
@@ -492,11 +486,10 @@ class ColumnSave(Save):
 
 
 def _check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) -> None:
-    """Raise PlanError on all ranks unless all of them save to one place.
+    """Raise PlanError on all ranks unless all save to the same place.
 
-    ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
-    the coordinator leaves an empty file in its ``store``, which the others look for in theirs: a rank that
-    has nothing to write would not find out otherwise. It is None for other packages' storages.
+    ``places`` are the ids from `begin`. If they differ, the coordinator creates an empty file in its
+    ``store`` and the other ranks look for it. ``store`` is None for custom storages.
     """
     if len(set(places)) == 1:
         return
@@ -523,9 +516,9 @@ def _check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None)
         found = ranks.all_gather("compare", look)
     finally:
         if ranks.is_coordinator and store is not None:
-            try:  # the other ranks are in the next step already; a save removes what stays
+            try:  # the other ranks are in the next step; a later save removes the file
                 store.delete_all([name])
-                if is_new:  # the save makes the folder again, and takes away what it made
+                if is_new:  # the save makes the folder again
                     store.remove_root()
             except Exception as error:  # noqa: BLE001 - as said
                 logging.getLogger(__name__).warning("%s may stay behind: %s", name, error)

@@ -1,6 +1,6 @@
-"""Values and keys that a save stores and a load does not give back as they are: found, and warned of.
+"""Warn of values and keys that a load does not return unchanged.
 
-The coordinator's save warns, because the next to notice would be whoever resumes.
+The coordinator warns during the save, because otherwise only a resume would notice.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ _MAX_TOLD: Final = 10
 
 
 def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[str, str]) -> None:
-    """Log a warning of values that only a trusted checkpoint gives back, and of ``keys`` that none does, by
-    name with their types."""
+    """Log a warning of values that need a trusted load, and of ``keys`` (type by name) that no load restores."""
     found = dict[str, str]()
     if not _ATOMS.issuperset(map(type, values)):
-        # classes that the user has registered as safe with torch need no trust
+        # includes classes registered with torch as safe
         safe = torch.serialization.get_safe_globals()
         allowed = {item[0] if isinstance(item, tuple) else item for item in safe}
         for name, value in zip(fqns, values, strict=True):
@@ -70,8 +69,7 @@ def _listed(found: Mapping[str, str]) -> str:
 
 
 def _foreign(value: Any, allowed: set[Any], depth: int) -> str | None:
-    """Describe the class, of a value or in it, that `torch.load(weights_only=True)` and this package
-    refuse."""
+    """Return the class in a value that `torch.load(weights_only=True)` and dcp refuse; None if none."""
     kind = type(value)
     if kind in _ATOMS:
         return None
@@ -92,7 +90,7 @@ def _foreign(value: Any, allowed: set[Any], depth: int) -> str | None:
 
 
 def _foreign_key(keys: Iterable[Any], allowed: set[Any]) -> str | None:
-    """Describe the first of ``keys`` that a load hashes for a trusted checkpoint only."""
+    """Return the first of ``keys`` that only a trusted load accepts; None if none."""
     for key in keys:
         foreign = _foreign(key, allowed, 0)
         is_known = isinstance(key, _TORCH) or type(key) in allowed
