@@ -95,7 +95,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def database_of(kind: str, folder: Path) -> Iterator[str]:
-    """Return the URL of a new database, "sqlite" or "postgresql"."""
+    """Yield the URL of a new database, "sqlite" or "postgresql"."""
     if kind == "sqlite":
         yield f"sqlite:///{folder / 'catalog.sqlite'}"
         return
