@@ -1,4 +1,4 @@
-"""Planners, which decide who writes and reads which box, and the columns that plans are made of.
+"""Planners: decide which rank writes and reads which box, as columns.
 
-Plans are values: nothing here reads or writes a file, or talks to another rank.
+Plans are values; nothing here reads files or communicates.
 """

@@ -1,8 +1,8 @@
-"""Values of classes that are plain data with a name: stored as that data, which is equal to them.
+"""Values of plain-data subclasses, stored as the equal plain data.
 
-An `enum.IntEnum` is an int, an `enum.StrEnum` a str, a named tuple a tuple, `torch.__version__` a str. Stored
-as such they need no class to be loaded, so no trust; where the state dict that is loaded into has the class,
-the value is of it again.
+An `enum.IntEnum` is an int, an `enum.StrEnum` a str, a named tuple a tuple, `torch.__version__` a str. The
+stored data need no class and no trust to load; if the loading state dict has the class, values are
+converted back.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MAX_DEPTH: Final = 64
 
 
 def by_value(value: Any) -> Any:
-    """Convert ``value``, and the lists, tuples and dicts that it holds, to equal plain data; ``value`` itself
-    where there is nothing to change.
+    """Convert ``value`` and items of its lists, tuples and dicts to equal plain data; return ``value``
+    itself if unchanged.
 
-    Values of classes that the user registered as safe with torch stay as they are.
+    Classes registered as safe with torch stay unchanged.
     """
     return _by_value(value, 0, {}) if type(value) not in _EXACT else value
 
 
 def encode_by_value(value: Any) -> bytes | None:
-    """Encode plain data, or a value that equals plain data, with msgpack; None for any other value."""
+    """Encode plain data, or a value equal to plain data, with msgpack; None for other values."""
     encoded = encode_plain(value)
     if encoded is None:
         plain = by_value(value)
@@ -40,8 +40,7 @@ def encode_by_value(value: Any) -> bytes | None:
 
 
 def _by_value(value: Any, depth: int, seen: dict[int, Any]) -> Any:
-    """Convert a value; ``seen`` has converted containers by identity, because many may hold one another, or
-    themselves."""
+    """Convert a value; ``seen`` has converted containers by identity, for shared and recursive containers."""
     kind = type(value)
     if kind in _EXACT or depth > _MAX_DEPTH:
         return value
@@ -72,7 +71,7 @@ def _container(value: Any, kind: type, depth: int, seen: dict[int, Any]) -> Any:
 
 
 def _atom(value: Any, kind: type) -> Any:
-    """Give the plain value, unless the object has attributes, or compares otherwise."""
+    """Return the plain value, unless the object has attributes or a different comparison."""
     if _has_more(value) and not isinstance(value, enum.Enum):
         return value
     base = next(base for base in _ATOMS if issubclass(kind, base))
@@ -81,7 +80,7 @@ def _atom(value: Any, kind: type) -> Any:
 
 
 def _has_more(value: Any) -> bool:
-    """Test whether an object has attributes beside the value that its base class holds."""
+    """Return True if an object has attributes beside the value of its base class."""
     slots = any(getattr(base, "__slots__", ()) for base in type(value).__mro__)
     return slots or bool(getattr(value, "__dict__", None))
 
@@ -99,15 +98,15 @@ def _is_allowed(kind: type) -> bool:
 
 
 def has_plain_types(types: Iterable[type]) -> bool:
-    """Test whether values of ``types`` need no conversion by `like`."""
+    """Return True if values of ``types`` need no conversion by `like`."""
     return _EXACT.issuperset(types)
 
 
 def like(current: Any, value: Any) -> Any:
-    """Convert ``value``, loaded in place of ``current``, to the class of that if it stores its values as
-    data; so also the items of lists, tuples and dicts of one shape.
+    """Convert ``value``, loaded in place of ``current``, to the class of ``current`` if that stores its
+    values as data; also items of lists, tuples and dicts of equal shape.
 
-    The class is the caller's, and does not depend on the checkpoint.
+    The class comes from the caller, not from the checkpoint.
     """
     kind = type(current)
     if kind is type(value):
@@ -130,8 +129,9 @@ def like(current: Any, value: Any) -> Any:
 
 
 def _like_inside(current: Any, value: Any) -> Any:
-    """Apply `like` to the items of lists, tuples and dicts of one shape; ``value`` itself if nothing
-    changes."""
+    """Apply `like` to the items of lists, tuples and dicts of equal shape; return ``value`` itself if
+    unchanged.
+    """
     if type(value) not in (dict, list, tuple):
         return value
     if _EXACT.issuperset(map(type, current.values() if isinstance(current, dict) else current)):

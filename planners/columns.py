@@ -1,9 +1,9 @@
-"""Plans as columns: what travels between ranks and what the writer and reader execute.
+"""Plan columns: messages between ranks, executed by writer and reader.
 
-One numpy array per attribute instead of one object per item. Ragged columns follow
-`dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values an item, sliced
-by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns`
-(`dcp.storage.engine.write`) comes back.
+One numpy array per attribute instead of an object per item. Ragged columns follow
+`dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values per item,
+sliced by ``box_start``. `SaveColumns` goes to the coordinator, `WriteColumns` (`dcp.storage.engine.write`)
+comes back.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dcp.storage.packing import pack, unpack
 
 @dataclass(frozen=True, eq=False)
 class SaveObjects:
-    """One rank's non-tensor values: names, and a digest of each value.
+    """Objects of a rank: names and digests of values.
 
-    ``digests`` is uint64: 0 for "not known" (a plan that was made elsewhere), NOT_COMPARABLE of
-    `dcp.planners.value_digests` for a value without state to compare.
-    ``sizes`` is the bytes each will take, about (for balancing).
+    ``digests`` is uint64: 0 for unknown (a plan made elsewhere), NOT_COMPARABLE of
+    `dcp.planners.value_digests` for values without comparable state. ``sizes`` are approximate bytes, for
+    balancing.
     """
 
     fqns: Sequence[str] = ()
@@ -39,12 +39,12 @@ class SaveObjects:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeldBoxes:
-    """The tensors that one rank has memory for, to save it or to load into it.
+    """Tensors in the memory of a rank, to save or to load into.
 
-    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes (``shape_start``/``shape_values``).
-    Items (m rows): a box of tensor ``item_tensors``. ``item_offsets``/``item_sizes`` are in the global
-    tensor; ``item_local_offsets`` says where the box begins in the local tensor number ``item_sources`` (an
-    index into a list that never leaves the rank).
+    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes (``shape_start``/``shape_values``). Items (m
+    rows): boxes of tensors ``item_tensors``. ``item_offsets``/``item_sizes`` are in the global tensor;
+    ``item_local_offsets`` is the start in local tensor ``item_sources`` (an index into a list that stays on
+    the rank).
     """
 
     fqns: Sequence[str]
@@ -59,25 +59,24 @@ class HeldBoxes:
 
     @cached_property
     def ndims(self) -> Int64:
-        """Return the number of dimensions by tensor."""
+        """Number of dimensions by tensor."""
         return np.diff(self.shape_start)
 
     @cached_property
     def box_start(self) -> Int64:
-        """Return the positions of the items' boxes."""
+        """Positions of the items' boxes."""
         return starts(self.ndims[self.item_tensors])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SaveColumns(HeldBoxes):
-    """One rank's local save plan: what it could write.
+    """Local save plan of a rank: everything that the rank can write.
 
-    ``item_sharded`` is 0 for plain tensors (every rank has the whole), 1 for boxes of DTensor and
-    ShardedTensor. ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
-    ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
-    place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
-    nested state dict (or is None), ``notes`` are of its containers
-    (`dcp.storage.formats.container_notes`).
+    ``item_sharded`` is 0 for plain tensors (each rank has the whole), 1 for boxes of DTensor and
+    ShardedTensor. ``item_digests`` (uint64, 0 for none) are digests of boxes for the replica check.
+    ``item_ties`` (int64): items with equal non-negative numbers share memory and need one record; -1
+    otherwise. ``planner_data`` maps fqn to the path in the nested state dict (or is None), ``notes``
+    describe containers (`dcp.storage.formats.container_notes`).
     """
 
     requires_grad: npt.NDArray[np.uint8]
@@ -101,7 +100,7 @@ def box_columns(
     sharded: Sequence[bool],
     **others: Any,
 ) -> SaveColumns:
-    """Make the columns of tensors, and of boxes of these ``rows``, each all of a local tensor of its own."""
+    """Return the columns of tensors with boxes of ``rows``, each a separate local tensor."""
     extents, count = _flat(sizes), len(rows)
     columns = {
         "fqns": tuple(fqns),
@@ -126,10 +125,10 @@ def _flat(rows: Iterable[Sequence[int]]) -> Int64:
 
 
 class RankSets(NamedTuple):
-    """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
+    """Sets of replicas of a rank, ascending by ``numbers``, which are the same on all ranks.
 
-    Set i has the rank's ``rows[start[i]:start[i + 1]]``, in the order in which all ranks of the set fold
-    them: rows of items, and -1 - row of objects.
+    Set i has ``rows[start[i]:start[i + 1]]`` in an order common to all ranks of the set: rows of items, and
+    -1 - row of objects.
     """
 
     numbers: Int64
@@ -140,18 +139,17 @@ class RankSets(NamedTuple):
 # -- as bytes, for the way between ranks ---------------------------------------------------------------------
 
 SectionCache = dict[bytes, Any]
-"""Decoded sections by their bytes; lives as long as one global plan."""
+"""Decoded sections by bytes, for one global plan."""
 
 _NAMES: Final = ("fqns", "dtype_codes", "requires_grad", "shape_start", "shape_values", "stride_orders")
 ITEM_COLUMNS: Final = tuple(each.name for each in fields(SaveColumns) if each.name.startswith("item_"))
 
 
 def encode_save_columns(columns: SaveColumns) -> bytes:
-    """Pack one rank's save plan.
+    """Pack the save plan of a rank.
 
-    Names, shapes and paths, which are mostly equal on all ranks, are sections of their own with equal bytes
-    for equal content: a cache shared by the decoding of many plans decodes each once, and equal sections come
-    back as one object.
+    Names, shapes and paths are separate sections with equal bytes for equal content; a shared cache decodes
+    equal sections of many ranks once.
     """
     objects = columns.objects
     sections = (
@@ -165,7 +163,7 @@ def encode_save_columns(columns: SaveColumns) -> bytes:
 
 
 def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveColumns:
-    """Unpack what `encode_save_columns` packed; give all ranks' plans one ``cache``."""
+    """Unpack the plan of `encode_save_columns`; pass one ``cache`` for all ranks."""
     cache = cache if cache is not None else {}
     *shared, own = unpack(data)
     for section in shared:

@@ -1,15 +1,13 @@
-"""Nested state dicts to flat ones and back, with the keys that stock torch gives them.
+"""Flatten nested state dicts and restore them, with the keys of stock torch.
 
-Mappings are opened at every level, lists only where they hold a tensor, a mapping or such a list; tuples
-never. A flat key is the path joined by dots. torch before 2.4 opened mappings by the rule of lists only; that
-variant (`legacy=True`) finds the entries of checkpoints from then. `PerRank` is opened like a mapping of one
-key. Names and paths have strings only: keys that are none, and mappings without entries, are noted
-(`dcp.storage.formats.container_notes`).
+Mappings are opened at every level, lists only if they contain a tensor, a mapping or such a list, tuples
+never. A flat key is the path joined by dots. torch before 2.4 opened mappings by the rule of lists;
+`legacy=True` gives these keys. `PerRank` is opened like a mapping with one key. Names and paths have
+strings only; other keys and empty mappings are noted (`dcp.storage.formats.container_notes`).
 
-Tensor subclasses that are made of other tensors (``__tensor_flatten__``), such as quantised weights of
-torchao, are saved and loaded as their parts: each inner tensor under a name of its own below theirs, and
-beside these the other facts of the tensor, as plain data. A load fills the inner tensors of a given subclass,
-and compares the facts.
+Tensor subclasses made of other tensors (``__tensor_flatten__``), such as quantized weights of torchao, are
+saved as parts: each inner tensor below the tensor's name, plus other facts as plain data. A load fills the
+inner tensors of the given subclass and compares the facts.
 """
 
 from __future__ import annotations
@@ -34,23 +32,26 @@ from dcp.storage.near_names import listed
 from dcp.storage.torch_compat import StridedShard, local_part
 
 FACTS: Final = "subclass"
-"""The last part of the name of the facts that are no tensor."""
+"""Last name part of facts of a tensor subclass."""
 
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
 _NAMED: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def is_dtensor_of_parts(value: Any) -> bool:
-    """Test whether ``value`` is a DTensor of such tensors."""
+    """Return True if ``value`` is a DTensor of tensors made of parts."""
     return tensor_kind(type(value)) == DTENSOR and tensor_kind(type(local_part(value))) == WRAPPER
 
 
 def parts_of(fqn: str, value: Any) -> dict[str, Any]:
-    """Give the inner tensors of such a tensor, or of a DTensor of them, by attribute, and `FACTS`.
+    """Return the inner tensors by attribute, and `FACTS`, of a tensor subclass or a DTensor of such
+    tensors.
 
-    Those of a DTensor are DTensors where they are divided as it is. Raises PlanError for facts that are no
-    plain data, for inner tensors that are made anew at each access, so that values loaded into them are lost,
-    and for those that are divided otherwise than the DTensor.
+    Inner tensors of a DTensor are DTensors with the same sharding.
+
+    Raises:
+        PlanError: For facts that are not plain data, inner tensors recreated at each access, and
+            differently sharded inner tensors.
     """
     outer = value if isinstance(value, DTensor) else None
     tensor: Any = value if outer is None else local_part(outer)
@@ -83,7 +84,7 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
 
 
 def check_facts(fqn: str, own: Mapping[str, Any], stored: Any) -> None:
-    """Raise PlanError where the checkpoint's tensor ``fqn`` is of another kind than the one to fill."""
+    """Raise PlanError if the checkpoint's tensor ``fqn`` is of another kind."""
     stored = stored if isinstance(stored, Mapping) else {}
     differs = [name for name in own if name != "class" and stored.get(name) != own[name]]
     names = [str(facts.get("class")).rpartition(".")[2] for facts in (own, stored)]
@@ -100,8 +101,9 @@ def check_facts(fqn: str, own: Mapping[str, Any], stored: Any) -> None:
 
 
 def _divided(fqn: str, name: str, part: Any, outer: DTensor) -> Any:
-    """Make of ``part`` of this rank's local tensor a DTensor that is divided along the same dimensions, or
-    give it as it is where it is one value for all ranks."""
+    """Return ``part`` of the local tensor as a DTensor with the same sharding, or unchanged if common to
+    all ranks.
+    """
     local = local_part(outer)
     placements: Sequence[Any] = outer.placements
     dims = [placement.dim for placement in placements if placement.is_shard()]
@@ -137,7 +139,7 @@ def _class_name(cls: type) -> str:
 
 
 def _plain(value: Any, shapes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Any:
-    """Convert ``value`` to plain data, with each of ``shapes`` replaced: that of a shard by the whole's."""
+    """Convert ``value`` to plain data, with shapes of shards replaced by whole shapes."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, enum.Enum):
@@ -161,14 +163,15 @@ def _plain(value: Any, shapes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Any
 
 
 OTHER, TENSOR, MAPPING, LIST, PER_RANK, _PARTS = range(6)
-"""Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them. Those
-above TENSOR may be opened."""
+"""Kinds of values, which decide the flattening (for lists, together with their items). Kinds above TENSOR
+may be opened.
+"""
 _MAX_LISTED = 10
 _MAX_SHOWN = 80
 _STRINGS = frozenset({str})
 _INTEGERS = frozenset({int})
 MAX_NESTING = 256
-"""Levels of containers; deeper ones contain themselves, or cannot be walked through."""
+"""Maximum nesting; deeper containers contain themselves or cannot be traversed."""
 
 
 def _kind_of(cls: type) -> int:
@@ -182,12 +185,13 @@ def _kind_of(cls: type) -> int:
 
 
 kind_of: Final[Callable[[type], int]] = cache(_kind_of)
-"""The kind of values of a class."""
+"""Kind of values by class."""
 
 
 def is_closed(entries: Iterable[Any], fqn: str = "", depth: int = 0, *, legacy: bool = False) -> bool:
-    """Return whether flattening keeps a list of these entries, in what is called ``fqn``, as one value; with
-    ``legacy`` also a mapping."""
+    """Return True if flattening keeps a list with these entries, named ``fqn``, as one value; with
+    ``legacy`` also a mapping.
+    """
     if depth > MAX_NESTING:
         raise _too_deep(fqn)
     for entry in entries:
@@ -203,11 +207,11 @@ def is_closed(entries: Iterable[Any], fqn: str = "", depth: int = 0, *, legacy: 
 
 @dataclass(eq=False)
 class Flat:
-    """A state dict by flat key: values, paths, what paths do not say, and keys that cannot be noted.
+    """State dict by flat key: values, paths, container notes, and keys without notes.
 
-    ``foreign_keys`` are of types that a checkpoint cannot give back, by flat key. ``per_rank`` are the
-    `PerRank` values by their names, and ``owners`` those names by the flat keys of what is in the values.
-    ``facts`` are flat keys of the facts of tensor subclasses. `flatten` fills it.
+    ``foreign_keys`` are types of keys that a checkpoint cannot restore, by flat key. ``per_rank`` are
+    `PerRank` values by name, ``owners`` those names by the flat keys inside. ``facts`` are flat keys of
+    facts of tensor subclasses. Filled by `flatten`.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -222,7 +226,7 @@ class Flat:
     legacy: bool = False
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
-        """Add a value, or what is in it."""
+        """Add a value, or its contents."""
         kind = kind_of(type(value))
         if kind > TENSOR and len(path) > MAX_NESTING:
             raise _too_deep(fqn)
@@ -257,7 +261,7 @@ class Flat:
         self.facts.add(name)
 
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
-        """Add the entries of a mapping at ``path``; their keys begin with ``prefix``."""
+        """Add the entries of a mapping at ``path``, with keys that begin with ``prefix``."""
         flat, paths = self.values, self.paths
         has_only_strings = _STRINGS.issuperset(map(type, mapping))
         all_have_entries = True
@@ -278,7 +282,7 @@ class Flat:
             self.note(prefix, path, mapping, all_have_entries=all_have_entries)
 
     def add_leaves(self, prefix: str, path: Path, mapping: Mapping[str, Any]) -> bool:
-        """Add the entries of a mapping all together if none of them is opened; False otherwise."""
+        """Add the entries of a mapping at once if none is opened; return False otherwise."""
         keys, entries = list(mapping), list(mapping.values())
         if max(map(kind_of, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
             return False
@@ -290,7 +294,7 @@ class Flat:
         return True
 
     def note(self, prefix: str, path: Path, mapping: Mapping[Any, Any], *, all_have_entries: bool) -> None:
-        """Note what the paths of a mapping's entries do not say. Keys with one string collide."""
+        """Note the keys of a mapping beyond the paths. Keys with equal strings collide."""
         if all_have_entries and mapping and _INTEGERS.issuperset(map(type, mapping)):
             self.notes.append(note_of(path, mapping, all_have_entries=True))
             return
@@ -317,10 +321,15 @@ def _too_deep(fqn: str) -> PlanError:
 
 
 def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False) -> Flat:
-    """Return a nested state dict by flat key, in its order.
+    """Return a nested state dict by flat key, in order.
 
-    ``rank`` names the entries below `PerRank`. ``legacy`` gives the keys of torch 2.3 and before.
-    Raises PlanError when two entries, or two keys of one mapping, have one flat key.
+    Args:
+        state_dict: Nested state dict.
+        rank: Rank that names entries below `PerRank`.
+        legacy: Use the keys of torch 2.3 and earlier.
+
+    Raises:
+        PlanError: If two entries, or two keys of a mapping, have the same flat key.
     """
     flat = Flat(rank=rank, legacy=legacy)
     flat.visit_all("", (), state_dict)
@@ -343,7 +352,7 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
 
 
 def _step(container: Any, key: str | int, default: Callable[[], Any]) -> Any:
-    """Return the child of ``container`` at ``key``, made by ``default`` where there is none."""
+    """Return the child of ``container`` at ``key``, created by ``default`` if missing."""
     if isinstance(container, PerRank):
         if container.value is None:
             container.value = default()
@@ -375,10 +384,10 @@ def _put(container: Any, key: str | int, value: Any) -> None:
 
 
 def set_element(root: Any, path: Path, value: Any, *, replaces: bool = False) -> None:
-    """Put ``value`` at ``path`` below ``root``, making dicts (str keys) and lists (int positions) on the way.
+    """Put ``value`` at ``path`` below ``root``, creating dicts (str keys) and lists (int positions).
 
-    With ``replaces`` the path is one that `flatten` found: an existing key that is no string (``state[0]`` of
-    an optimizer) is found again rather than shadowed by its string.
+    With ``replaces`` the path comes from `flatten`: an existing key of another type (``state[0]`` of an
+    optimizer) is found instead of its string.
     """
     container = root
     for key, following in itertools.pairwise(path):
@@ -388,8 +397,7 @@ def set_element(root: Any, path: Path, value: Any, *, replaces: bool = False) ->
 
 
 def _original_key(container: Any, key: str | int) -> Any:
-    """Return the key of a mapping that flattening turned into the string ``key``: optimizers count in
-    ints."""
+    """Return the key of a mapping behind the string ``key``; optimizers use integers."""
     if not isinstance(container, Mapping) or key in container:
         return key
     if isinstance(key, str) and key.lstrip("-").isdecimal() and int(key) in container:

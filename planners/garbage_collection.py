@@ -1,4 +1,4 @@
-"""No garbage collection while a plan is made: that makes many objects that all live, and looks for none."""
+"""Pause garbage collection during planning, which creates many live objects."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Put off the interpreter's cyclic collection until the end of the block, unless it was off before.
+    """Pause cyclic garbage collection in this block, unless already off.
 
-    It is that of all threads, so the block is to take tenths of a second at most.
+    The pause affects all threads; keep the block below a few tenths of a second.
     """
     if not gc.isenabled():
         yield

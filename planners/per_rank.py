@@ -1,4 +1,4 @@
-"""State that differs by rank on purpose."""
+"""State that differs by rank."""
 
 from __future__ import annotations
 
@@ -11,38 +11,42 @@ _RANK_KEY: Final = re.compile(r"\.rank-(\d{1,9})(?=\.|$)")
 
 @dataclass(slots=True)
 class PerRank:
-    """Marks ``value`` as this rank's own: a data loader position, a random generator's state.
+    """Wrapper for a ``value`` that belongs to this rank, such as a data loader position or a random
+    generator state.
 
-    Replicated values must be equal on all ranks; a value under `PerRank` is stored once a rank, below the key
-    ``rank-<n>`` where it stood, so that stock torch sees a nested dict. On load, ``PerRank(template)`` takes
-    the entry of the loading rank, and ``value`` is replaced by what was loaded.
+    Replicated values must be equal on all ranks; a value in `PerRank` is stored once per rank, below the
+    key ``rank-<n>``, as a nested dict for stock torch. On load, ``PerRank(template)`` takes the entry of
+    the loading rank and replaces ``value``.
+
+    Examples:
+        state = {"model": model, "rng": dcp.PerRank(torch.get_rng_state())}
+        dcp.save(state, checkpoint_id="checkpoints/step-100")
     """
 
     value: Any
 
 
 def rank_key(rank: int) -> str:
-    """Return the path component under which a rank's own value is stored."""
+    """Return the path component of a rank's value."""
     return f"rank-{rank}"
 
 
 def rank_holder(fqn: str) -> str | None:
-    """Return what is before the first component of a flat key that looks like a rank's; None if there is
-    none."""
+    """Return the flat key before the first component that looks like a rank; None without one."""
 
     found = _RANK_KEY.search(fqn)
     return fqn[: found.start()] if found is not None else None
 
 
 def rank_number(fqn: str) -> int:
-    """Return the rank that the component found by `rank_holder` names; -1 if there is none."""
+    """Return the rank in the component found by `rank_holder`; -1 without one."""
 
     found = _RANK_KEY.search(fqn)
     return int(found[1]) if found is not None else -1
 
 
 def current_rank() -> int:
-    """This process's number in the default process group, 0 where there is none."""
+    """Return the rank in the default process group; 0 without a group."""
     import torch.distributed as dist  # this module is imported where torch is not
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

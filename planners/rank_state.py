@@ -1,4 +1,4 @@
-"""A rank's part of a state dict, without nesting: columns, local tensors, values."""
+"""Flat state of a rank: columns, local tensors, objects."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from dcp.storage.geometry.strides import Int64, row_products
 from dcp.storage.tensors import LocalMemory, narrow
 
 OPAQUE_OBJECT_BYTES = 4 << 10
-"""What an object that is no plain data is taken to need, for balancing."""
+"""Assumed size of an object other than plain data, for balancing."""
 
 
 _KEPT_ENCODINGS = 256
 
 
 class EncodedObject(NamedTuple):
-    """A value as it will be stored: torch.save bytes, and plain msgpack bytes where it is plain data; else a
-    digest by which ranks compare it (`dcp.planners.value_digests`)."""
+    """Encoded object: torch.save bytes, plus plain msgpack bytes for plain data, or a digest for comparison
+    between ranks (`dcp.planners.value_digests`).
+    """
 
     blob: bytes
     plain: bytes | None
@@ -40,11 +41,13 @@ class EncodedObject(NamedTuple):
 def encoded_object(
     fqn: str, value: Any, cache: dict[bytes, bytes], *, with_digest: bool = False
 ) -> EncodedObject:
-    """Encode ``value``, unless it is already; ``cache`` lives as long as one save.
+    """Encode ``value`` unless encoded; ``cache`` serves one save.
 
-    Plain data is put into the torch.save container without torch (its pickle has no classes), once for
-    equal values. So is what is equal to plain data (`dcp.planners.by_value`). Anything else is torch's to
-    pickle. Raises PlanError, with the name, for what cannot be encoded.
+    Plain data and values equal to plain data (`dcp.planners.by_value`) are put into a torch.save container
+    without torch, once for equal values. torch pickles other values.
+
+    Raises:
+        PlanError: For values that cannot be encoded, with the name.
     """
     if type(value) is EncodedObject:
         return value
@@ -71,12 +74,12 @@ def encoded_object(
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """One rank's part of a state dict.
+    """State dict of a rank in columns.
 
-    ``memory`` has the local tensors by the source numbers of ``columns``: the state's own, on any device, or
-    staged copies. ``objects`` are the values by object row, encoded where they must not change any more.
-    ``replicated`` (by item) says which boxes other ranks may hold too. ``digested``: the columns have the
-    digests of the replica check. ``foreign_keys``: types of keys that are saved as strings, by name.
+    ``memory`` has the local tensors by source number: the state's own, on any device, or staged copies.
+    ``objects`` are values by object row, encoded if later changes must not matter. ``replicated`` (by
+    item): other ranks may hold the same box. ``digested``: columns contain digests for the replica check.
+    ``foreign_keys``: types of keys saved as strings, by name.
     """
 
     columns: SaveColumns
@@ -87,8 +90,7 @@ class RankState:
     foreign_keys: Mapping[str, str] = field(default_factory=dict)
 
     def views(self, rows: Int64) -> list[torch.Tensor]:
-        """Return the box of each of the items ``rows``: its local tensor itself where the box is all of
-        that."""
+        """Return the box of each item of ``rows``, or the local tensor itself if whole."""
         columns, numbers = self.columns, self.columns.item_sources[rows]
         views = [self.memory.tensors[number] for number in numbers.tolist()]
         sizes = row_products(columns.item_sizes, columns.box_start)[rows]
@@ -100,14 +102,14 @@ class RankState:
         return views
 
     def encoded(self) -> RankState:
-        """Encode all values: later changes of lists and dicts do not reach them."""
+        """Encode all values, to be independent of later changes."""
         cache: dict[bytes, bytes] = {}
         named = zip(self.columns.objects.fqns, self.objects, strict=True)
         objects = [encoded_object(fqn, value, cache, with_digest=True) for fqn, value in named]
         return replace(self, objects=objects)
 
     def encoded_objects(self, rows: Int64) -> tuple[list[bytes], list[bytes | None]]:
-        """Encode the values of object rows ``rows``: torch.save bytes, and plain msgpack bytes or None."""
+        """Encode the values of ``rows``: torch.save bytes, and plain msgpack bytes or None."""
         cache: dict[bytes, bytes] = {}
         fqns, values = self.columns.objects.fqns, self.objects
         # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
@@ -120,8 +122,7 @@ class RankState:
         return blobs, plains
 
     def with_digests(self, check: ReplicaCheck) -> RankState:
-        """Add the digests that the replica check compares: of boxes that other ranks may hold as
-        well, and of values."""
+        """Add digests for the replica check: of replicated boxes and of values."""
         if self.digested:
             return self
         rows = np.flatnonzero(self.replicated)
@@ -131,8 +132,7 @@ class RankState:
         return replace(self, columns=columns, digested=True)
 
     def digested_objects(self, check: ReplicaCheck) -> SaveObjects:
-        """Return the names of the values with their digests, 0 for what is not compared, and about their
-        sizes."""
+        """Return the names of values with digests (0 if not compared) and approximate sizes."""
         fqns = self.columns.objects.fqns
         digests, sizes = np.zeros(len(fqns), np.uint64), np.zeros(len(fqns), np.int64)
         for row, value in enumerate(self.objects if check != "off" else ()):

@@ -1,4 +1,4 @@
-"""State that differs by rank, with the rule that makes it for another number of ranks."""
+"""State that differs by rank, with a rule for another number of ranks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from dcp.planners.per_rank import PerRank
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 RescaleRule = Literal["same", "sum", "split", "keep"] | Callable[[list[Any], int, int], Any]
-"""From the states of all ranks that saved, to that of one rank of those that load; see `Rescale`."""
+"""Function from the saved states of all ranks to the state of a loading rank; see `Rescale`."""
 
 
 @dataclass(slots=True)
 class Rescale(PerRank):
-    """`PerRank` that says how ``value`` is made for another number of ranks than saved it.
+    """`PerRank` with a ``rule`` for loading on another number of ranks.
 
-    It is saved as `PerRank` is, and loaded so by as many ranks. By another number of ranks each rank reads
-    the states of all that saved, and ``rule`` makes its own of them:
+    Saved like `PerRank`, and loaded like it on the same number of ranks. On another number, each rank reads
+    the states of all saving ranks and ``rule`` computes its state:
 
-    - "same": they are all equal, and stay so;
-    - "sum": numbers and tensors whose sum over the ranks stays what it is, dealt out evenly;
-    - "split": lists, or tensors in their first dimension, that are joined in the order of the ranks and cut
-      into parts whose lengths differ by one at most;
-    - "keep": as it is before the load, such as a generator that begins anew;
-    - a function of the list of the states (in the order of the ranks), the rank and the number of ranks.
+    - "same": the states are equal, and stay equal;
+    - "sum": numbers and tensors with a constant sum over the ranks, distributed evenly;
+    - "split": lists, or tensors along the first dimension, concatenated in rank order and cut into parts whose
+      lengths differ by at most one;
+    - "keep": keep the present value, for example of a generator that starts over;
+    - a function of the list of states (in rank order), the rank and the number of ranks.
 
-    "same", "sum" and "split" go through dicts that have the same keys on all ranks. ``per_rank`` of a load
-    concerns values without a rule alone. Raises OptionError for what is no rule.
+    "same", "sum" and "split" apply to dicts with equal keys on all ranks, item by item. ``per_rank`` of a
+    load affects only values without a rule.
+
+    Raises:
+        OptionError: For an invalid rule.
+
+    Examples:
+        state = {"samples_seen": dcp.Rescale(1024, "sum"), "pending": dcp.Rescale(queue, "split")}
     """
 
     rule: RescaleRule
@@ -45,7 +51,7 @@ class Rescale(PerRank):
 
 
 def rescaled_value(name: str, rule: RescaleRule, states: list[Any], rank: int, world_size: int) -> Any:
-    """Return what ``rule`` makes of ``states`` for one rank; raises CheckpointError with its ``name``."""
+    """Apply ``rule`` to ``states`` for one rank; raises CheckpointError with ``name``."""
     make = rule if callable(rule) else _RULES[rule]
     try:
         return make(states, rank, world_size)
@@ -92,7 +98,7 @@ def _sum(states: list[Any], rank: int, world_size: int) -> Any:
 
 
 def _share(total: Any, rank: int, world_size: int) -> Any:
-    """Return the part of a whole number, or of a tensor of such, that one rank has."""
+    """Return a rank's share of an integer, or of a tensor of integers."""
     return (total + world_size - 1 - rank) // world_size
 
 

@@ -1,4 +1,4 @@
-"""Between columns and torch's plan objects, for planners and storages that speak torch's interface."""
+"""Conversions between columns and torch's plan objects, for planners and storages with torch's interface."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from dcp.storage.torch_compat import tensor_properties
 
 @dataclass(frozen=True)
 class ComparedItem(WriteItem):
-    """A `WriteItem` with a digest of what it names (0: not known), so that replicas can be compared."""
+    """`WriteItem` with a digest (0: unknown) for the replica check."""
 
     digest: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class NotedPlan(SavePlan):
-    """A `SavePlan` with notes on the containers of the state dict, which its paths do not tell."""
+    """`SavePlan` with notes on containers of the state dict."""
 
     notes: Sequence[ContainerNote] = dataclasses.field(default=(), compare=False)
 
@@ -52,8 +52,9 @@ class NotedPlan(SavePlan):
 def write_items(
     columns: SaveColumns, sources: Sequence[torch.Tensor], order: Sequence[str]
 ) -> list[WriteItem]:
-    """Make an item for each box and each object, in the order of the names ``order``. ``sources`` are by
-    source number."""
+    """Return an item per box and object, in the order of the names ``order``. ``sources`` are by source
+    number.
+    """
     boxes: dict[str, list[WriteItem]] = {}
     offsets, sizes = columns.item_offsets.tolist(), columns.item_sizes.tolist()
     start, shape_start = columns.box_start.tolist(), columns.shape_start.tolist()
@@ -78,9 +79,9 @@ def write_items(
 
 
 def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], list[WriteItem]]:
-    """Return (columns, items by item row, items by object row) of a plan made of objects, whoever made it.
+    """Return (columns, items by item row, items by object row) of a plan of objects.
 
-    ``planner_data`` is carried over only where it maps names to paths.
+    ``planner_data`` is kept only as a mapping from names to paths.
     """
     tensor_items, object_items = list[WriteItem](), list[WriteItem]()
     tensors, kinds, grads = dict[str, int](), list[tuple[int, tuple[int, ...]]](), list[bool]()
@@ -130,7 +131,7 @@ def plan_from_writes(
     tensor_items: Sequence[WriteItem],
     object_items: Sequence[WriteItem],
 ) -> SavePlan:
-    """Reduce ``plan`` to what its rank writes, in its order; items of split boxes name their part."""
+    """Return ``plan`` reduced to its rank's writes, in order; items of split boxes name their part."""
     position = {id(item): number for number, item in enumerate(plan.items)}
     hints = writes.chunks - index.chunk_start[index.chunk_tensors[writes.chunks]]
     placed: list[tuple[int, int, WriteItem]] = []
@@ -155,8 +156,7 @@ def plan_from_writes(
 
 
 def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Metadata:
-    """Return torch's metadata of a global plan. A tensor's properties are those of its first item in a local
-    plan."""
+    """Return torch's metadata of a global plan; tensor properties come from the first item."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for plan in plans:
         for item in plan.items:
@@ -177,7 +177,7 @@ def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Me
 def read_items(plan: LoadPlan, wanted: HeldBoxes, index: CheckpointIndex) -> list[ReadItem]:
     """Return torch's read items of a load plan.
 
-    Destination offsets are relative to the wanted box, which the destination index names by its offset.
+    Destination offsets are relative to the wanted box, named by the destination index's offset.
     """
     columns = plan.pieces
     names, tensors = wanted.fqns, wanted.item_tensors.tolist()

@@ -1,13 +1,12 @@
-"""Digests of tensor bytes and of values, so that ranks can compare replicas without exchanging them.
+"""Digests of tensors and values, for comparing replicas between ranks.
 
-A digest of a tensor is 64 bits over the logical bytes (C order, whatever the strides), which find accidents,
-not forgeries. 0 is reserved for "not known". The host's memory is read once, by CRC-32. Large tensors of
-other devices stay there: blocks of 64 KiB are multiplied by fixed random numbers and summed, and the sums are
-copied. The two kinds of digests cannot be compared with each other (`is_made_on_device`).
+A tensor digest has 64 bits over the logical bytes in C order and detects accidents, not forgeries. 0 means
+unknown. Host memory is read once, by CRC-32. Large tensors of other devices are reduced on the device:
+blocks of 64 KiB are multiplied by fixed random numbers and summed. Both kinds are not comparable
+(`is_made_on_device`).
 
-Pickles of equal values may differ: they record which of their parts are one object. So a value is taken apart
-here, down to containers, tensors, arrays and the library's values; an object of any other class by the state
-that it gives pickle.
+Pickles of equal values may differ because of shared objects. Values are therefore decomposed into
+containers, tensors, arrays and known types; objects of other classes into their pickle state.
 """
 
 from __future__ import annotations
@@ -38,28 +37,27 @@ from dcp.storage.formats.torch.python_values import is_harmless_leaf
 ReplicaCheck = Literal["sampled", "full", "off"]
 
 WHOLE_LIMIT_BYTES = 64 << 10
-"""Tensors up to this size are copied whole from any device; of larger ones ``sampled`` takes as much in
-samples."""
+"""Maximum size of tensors copied whole from a device, and of the samples of larger ones with ``sampled``."""
 SAMPLE_BYTES = 4 << 10
 SAMPLES = WHOLE_LIMIT_BYTES // SAMPLE_BYTES
 
 _CRC_BLOCK_BYTES: Final = 1 << 20
-"""Adler-32 has a third of the speed of CRC-32, so it takes the CRCs of blocks instead of the bytes."""
+"""Block size of CRC-32s that Adler-32 combines, because Adler-32 is slower."""
 _SUM_BLOCK_BYTES: Final = 64 << 10
 _SUMMED_BYTES: Final = 32 << 20
-"""At once, because the products take four times as much memory of the device."""
+"""Bytes multiplied at a time; products take four times the memory of the device."""
 _WORD_BYTES: Final = 4
 _FROM_DEVICE: Final = np.uint64(0xFFFF << 48)
-"""No Adler-32 is that high."""
+"""Digests above were made on a device; Adler-32 is smaller."""
 
 
 def digest_bytes(data: Any) -> int:
-    """Compute the digest of a buffer, never 0."""
+    """Return the digest of a buffer, never 0."""
     return (adler32(data) << 32 | crc32(data)) or 1
 
 
 def is_made_on_device(digest: int) -> bool:
-    """Test whether a digest is of a large tensor and was made on an accelerator."""
+    """Return True for digests of large tensors made on an accelerator."""
     return digest >= int(_FROM_DEVICE)
 
 
@@ -72,13 +70,13 @@ def _digest_contiguous(tensor: torch.Tensor) -> int:
 
 
 def _sample_starts(nbytes: int) -> list[int]:
-    """Place the samples: head, tail and evenly between, on multiples of 16 (any item size)."""
+    """Return sample positions: head, tail and evenly between, at multiples of 16."""
     span = nbytes - SAMPLE_BYTES
     return [span * number // (SAMPLES - 1) // 16 * 16 for number in range(SAMPLES - 1)] + [span]
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the sampled elements to one contiguous tensor on the tensor's device."""
+    """Return the sampled elements in a contiguous tensor on the device."""
     itemsize, length = tensor.itemsize, SAMPLE_BYTES // tensor.itemsize
     places = [start // itemsize for start in _sample_starts(tensor.nbytes)]
     if tensor.is_contiguous():
@@ -106,10 +104,10 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def block_sums(data: torch.Tensor) -> torch.Tensor:
-    """Compute for each whole block of ``data`` the sum of its words times random numbers modulo 2**64; behind
-    these come the bytes behind the last block, all as flat bytes.
+    """Return for each whole block of ``data`` the sum of words times random numbers modulo 2**64, followed
+    by the remaining bytes, as flat bytes.
 
-    Blocks that differ have equal sums by chance only, at worst once in 2**32: words have 32 bits, numbers 64.
+    Different blocks have equal sums with a probability of at most 2**-32: words have 32 bits, factors 64.
     """
     if data.storage_offset() % _WORD_BYTES:
         data = data.clone()
@@ -124,13 +122,13 @@ def block_sums(data: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _factors(device: torch.device) -> torch.Tensor:
-    """Make a random number for each word of a block, the same in every process."""
+    """Return a random number per word of a block, the same in every process."""
     numbers = np.random.PCG64(0).random_raw(_SUM_BLOCK_BYTES // _WORD_BYTES).view(np.int64)
     return torch.from_numpy(numbers).to(device)
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor], check: ReplicaCheck = "full") -> npt.NDArray[np.uint64]:
-    """Compute a digest of each tensor: of all bytes with ``full``, of some with ``sampled``, 0 with ``off``.
+    """Return a digest per tensor: of all bytes with ``full``, of samples with ``sampled``, 0 with ``off``.
 
     Tensors of other devices are reduced there, and copied together.
     """
@@ -162,12 +160,12 @@ def digest_tensors(tensors: Sequence[torch.Tensor], check: ReplicaCheck = "full"
 
 
 NOT_COMPARABLE: Final = (1 << 64) - 1
-"""Stands for a digest that cannot be computed; no digest is so high."""
+"""Digest of values without comparable state; larger than any other digest."""
 
 _MAX_DEPTH: Final = 256
 _MAX_BYTES: Final = 256
 _OPEN: Final = b"in "
-"""Before the depth of a container that is being looked at. No description begins so."""
+"""Marker of an open container before its depth."""
 _SEQUENCES: Final = (list, tuple, deque, torch.Size)
 _SETS: Final = (set, frozenset)
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
@@ -178,15 +176,16 @@ _GLOBALS: Final = (type, types.FunctionType, types.BuiltinFunctionType)
 _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 _NO_REFERENCES: Final = 0
-"""The version of marshal that does not record which parts are one object."""
+"""Version of marshal that does not record shared objects."""
 
 _PICKLE_PROTOCOL: Final = 2
-"""The one of torch.save."""
+"""Pickle protocol of torch.save."""
 
 
 def digest_value(value: Any) -> int:
-    """Compute a digest that is equal for values of equal state; NOT_COMPARABLE for a value that contains
-    itself, or has an object of a class that does not give its state."""
+    """Return a digest equal for values of equal state; NOT_COMPARABLE for recursive values and objects
+    without pickle state.
+    """
     try:
         return digest_bytes(_Describer().described(by_value(value), 0))
     except Exception:  # noqa: BLE001 - the value's own code may raise anything; the save names the value
@@ -194,15 +193,15 @@ def digest_value(value: Any) -> int:
 
 
 class _Describer:
-    """Describes one value as bytes, which are equal for values of equal state."""
+    """Description of values as bytes, equal for equal state."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Any, bytes]] = {}
         self._open = 0
-        """Objects, but for containers, that are being described."""
+        """Objects other than containers that are being described."""
 
     def described(self, value: Any, depth: int) -> bytes:
-        """Describe a value; a container or an object once, because many may hold it."""
+        """Describe a value; containers and objects once."""
         kind = type(value)
         if depth > _MAX_DEPTH:
             raise RecursionError
@@ -233,8 +232,7 @@ class _Describer:
         return found
 
     def _items(self, value: Any, kind: type, depth: int) -> list[bytes]:
-        """Describe the items of a dict, whose order counts for an OrderedDict only: others are made of sets,
-        too."""
+        """Describe the items of a dict; the order counts only for an OrderedDict."""
         if set(map(type, value)) == {str} and _QUICK.issuperset(map(type, value.values())):
             items = value.items() if kind is OrderedDict else sorted(value.items())
             return [marshal.dumps(list(chain.from_iterable(items)), _NO_REFERENCES)]
@@ -245,15 +243,16 @@ class _Describer:
 
 
 def _named(kind: type, parts: Sequence[bytes]) -> bytes:
-    """Join the parts of a description, or their hash where they are long."""
+    """Join the parts of a description, hashed if long."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     whole = b"%s %d:" % (name.encode(), len(parts)) + b"".join(b"%d " % len(part) + part for part in parts)
     return whole if len(whole) <= _MAX_BYTES else hashlib.blake2b(whole, digest_size=32).digest()
 
 
 def _held(value: Any, kind: type, has_items: bool) -> Iterator[Any]:
-    """Give the items of a container, without those of a dict; of an object what it gives pickle: a function,
-    its arguments, the state, items."""
+    """Yield the items of a container other than a dict; of an object its pickle parts: function, arguments,
+    state, items.
+    """
     if kind is deque:
         yield value.maxlen
     elif kind is defaultdict:
@@ -278,7 +277,7 @@ def _is_equal_by_fields(value: Any, kind: type) -> bool:
 
 
 def _compared(value: Any, kind: type) -> Iterator[Any]:
-    """Give the fields of a dataclass that it is compared by, and other attributes but cached properties."""
+    """Yield the compared fields of a dataclass, and attributes other than cached properties."""
     fields = dataclasses.fields(kind)
     yield from (getattr(value, field.name) for field in fields if field.compare)
     others = getattr(value, "__dict__", {}).keys() - {field.name for field in fields}
@@ -289,7 +288,7 @@ def _compared(value: Any, kind: type) -> Iterator[Any]:
 
 
 def _leaf(value: Any, kind: type) -> bytes | None:
-    """Describe a value by itself; None for an object that has to be asked for its state."""
+    """Describe a simple value; None for objects with pickle state."""
     if kind in (bytes, bytearray):
         return b"%d %d" % (len(value), digest_bytes(value))
     if kind is io.BytesIO:

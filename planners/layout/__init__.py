@@ -1,4 +1,1 @@
-"""Boxes of tensors that a rank holds, and their places in its memory.
-
-Saves and loads share it.
-"""
+"""Boxes of tensors in the memory of a rank, for saves and loads."""

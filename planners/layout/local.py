@@ -1,7 +1,7 @@
-"""The tensors of one rank as columns: which boxes of which global tensors lie where in local memory.
+"""Local layout: the tensors of a rank as columns of boxes in local memory.
 
-Shared by saving and loading. There may be many thousands of tensors, and most differ in name and memory only.
-So boxes are found once a form, and each tensor is asked only what torch alone knows.
+Shared by saves and loads. Of many thousands of tensors most differ only in name and memory; boxes are
+computed once per form, and each tensor is asked only for facts known to torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dcp.storage.tensors import LocalMemory
 DTYPE_CODES: Mapping[torch.dtype, int] = {
     getattr(torch, name): dtype.code for name, dtype in dtypes.BY_NAME.items() if hasattr(torch, name)
 }
-"""Stable code of `dcp.storage.formats.dtypes` by torch dtype."""
+"""Code of `dcp.storage.formats.dtypes` by torch dtype."""
 
 
 _nbytes, _is_resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resizable
@@ -49,10 +49,10 @@ _MAX_LISTED = 20
 
 
 class _SourceFacts(NamedTuple):
-    """Facts of the sources that torch alone knows. `of` raises RuntimeError for tensors without memory.
+    """Facts of local tensors from torch. `of` raises RuntimeError for tensors without memory.
 
-    ``is_cut``: memory that the tensor has was given back, the storage was resized. ``is_nowhere``: it has
-    elements and no memory. ``is_foreign``: another library owns the memory, such as numpy.
+    ``is_cut``: the storage was resized below the tensor. ``is_nowhere``: elements without memory.
+    ``is_foreign``: memory of another library, such as numpy.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -88,10 +88,10 @@ class _SourceFacts(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The common part of tensors that differ in name, dtype and memory only.
+    """Common part of tensors that differ only in name, dtype and memory.
 
     ``counts`` are of dimensions, boxes, local tensors, and two flags: sharded, replicated. ``box_sources``
-    says which of the local tensors has each box. Integers of one kind, or as columns of all tensors.
+    is the local tensor of each box. Integers for one kind, or columns for all tensors.
     """
 
     counts: Any
@@ -106,10 +106,9 @@ class _Kind(NamedTuple):
 
 @dataclass(eq=False)
 class _Builder:
-    """Takes tensors one by one; ``problems`` begin with the row at which they were met.
+    """Builder of columns from tensors; ``problems`` begin with the row.
 
-    ``forms`` are numbers in ``kinds`` by row, ``known`` those of the boxes that many tensors share, which it
-    keeps.
+    ``forms`` are numbers in ``kinds`` by row, ``known`` those of shared layouts.
     """
 
     loading: bool
@@ -124,7 +123,7 @@ class _Builder:
     problems: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, fqn: str, local: LocalTensor) -> None:
-        """Add a tensor of any number of boxes, in any number of local tensors."""
+        """Add a tensor with any number of boxes and local tensors."""
         if not local.boxes:
             code = self.sourceless[len(self.fqns)] = DTYPE_CODES.get(local.dtype, 0)
             if not code:
@@ -143,7 +142,7 @@ class _Builder:
         self.requires_grad.append(local.requires_grad)
 
     def form(self, local: LocalTensor) -> int:
-        """Make a form, and return its number."""
+        """Add a form, and return its number."""
         sources, boxes = local.sources, local.boxes
         offsets, sizes, inner = zip(*boxes, strict=True) if boxes else ((), (), ())
         shapes = list(map(attrgetter("shape"), sources))
@@ -164,7 +163,7 @@ class _Builder:
         self.problems.append((len(self.fqns), problem))
 
     def finish(self) -> RankState:
-        """Make the columns; PlanError if anything cannot be stored."""
+        """Return the columns; PlanError if any tensor cannot be stored."""
         forms = np.array(self.forms, np.int64)
         by_kind = zip(*self.kinds, strict=True) if self.kinds else repeat((), len(_Kind._fields))
         found = _Kind._make(map(_of_all, by_kind, repeat(forms)))
@@ -201,8 +200,9 @@ class _Builder:
         return RankState(columns, memory, list(self.objects.values()), others)
 
     def _stride_orders(self, source_rows: Int64, facts: _SourceFacts) -> dict[int, tuple[int, ...]]:
-        """Return by tensor the order of dimensions in memory, slowest first, where that is dense but not
-        C-ordered."""
+        """Return the order of dimensions in memory, slowest first, of tensors that are dense but not
+        C-ordered.
+        """
         orders = {}
         for number in np.flatnonzero(~facts.is_contiguous).tolist():
             tensor = self.sources[number]
@@ -214,10 +214,9 @@ class _Builder:
     # -- sources ---------------------------------------------------------------------------------------------
 
     def _ask_sources(self, rows: Int64) -> _SourceFacts:
-        """Ask for the facts of all sources; PlanError for those that cannot be stored.
+        """Return the facts of all local tensors; PlanError for unsupported ones.
 
-        Lazily conjugated or negated views are saved by value. They are loaded into as they are, since copies
-        heed that.
+        Lazily conjugated or negated views are saved by value, and loaded by copies that heed the flags.
         """
         facts: _SourceFacts | None = None
         if not self.problems:
@@ -241,7 +240,7 @@ class _Builder:
         return facts
 
     def _raise_problems(self, rows: Int64) -> NoReturn:
-        """One error for all tensors that cannot be stored, in the order of the state dict."""
+        """Raise one error for all unsupported tensors, in the order of the state dict."""
         problems = [*self.problems]
         for row, source in zip(rows.tolist(), self.sources, strict=True):
             if tensor_kind(type(source)) == PLAIN and (fault := _fault(self.fqns[row], source)) is not None:
@@ -256,13 +255,13 @@ class _Builder:
 
 
 def _of_all(values: Sequence[Sequence[int]], forms: Int64) -> Int64:
-    """Return the ``values`` of all ``forms``, one after the other."""
+    """Return the concatenated ``values`` of all ``forms``."""
     flat = np.fromiter(chain.from_iterable(values), np.int64)
     return gather_rows(flat, starts([*map(len, values)]), forms)
 
 
 def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
-    """Return why a plain local tensor cannot be stored, and what to do about it."""
+    """Return the reason why a plain local tensor cannot be stored, with advice."""
     try:
         facts = _SourceFacts.of([tensor])
     except RuntimeError as error:
@@ -298,12 +297,13 @@ def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
 
 
 def collect_tensors(state_dict: Mapping[str, Any], *, loading: bool = False) -> RankState:
-    """Return what this rank has of a flat state dict, in its order, without digests and ties.
+    """Return the columns of a flat state dict on this rank, in order, without digests and ties.
 
-    The local tensors may require grad, so copy them under no_grad.
+    Local tensors may require grad; copy them under no_grad.
 
-    Raises PlanError naming every tensor that cannot be stored (sparse, quantized, meta, freed, unknown dtype)
-    and what to do about it.
+    Raises:
+        PlanError: For tensors that cannot be stored (sparse, quantized, meta, freed, unknown dtype), all in
+            one error with advice.
     """
     builder, plain, cache = _Builder(loading), dict[tuple[int, ...], int](), SpecCache()
     add_form, add_name = builder.forms.append, builder.fqns.append
@@ -331,8 +331,9 @@ def collect_tensors(state_dict: Mapping[str, Any], *, loading: bool = False) -> 
 
 
 def item_ties(columns: SaveColumns, memory: LocalMemory) -> Int64:
-    """Find ``SaveColumns.item_ties`` of a rank's tensors: boxes with the same bytes at the same place in
-    memory, as tied weights have, become one record."""
+    """Return ``SaveColumns.item_ties``: boxes with the same memory, such as tied weights, share one
+    record.
+    """
     ties = np.full(len(columns.item_tensors), -1, np.int64)
     _, inverse, counts = np.unique(memory.pointers, return_inverse=True, return_counts=True)
     shared = (counts[inverse] > 1) & (memory.pointers != 0)

@@ -1,9 +1,8 @@
-"""Local tensors: the boxes that a rank holds of a tensor of any kind, in plain local tensors.
+"""Local tensors: boxes of any kind of tensor in plain local tensors.
 
-A DTensor's boxes follow from mesh shape, coordinate and placements alone. Along each dimension the local
-tensor is a sequence of runs of global positions, in local order. Plain sharding gives one run; FSDP2 over
-tensor parallelism (`_StridedShard`) may give several, and then the local tensor is not one box of the global
-one, but the product of its runs.
+The boxes of a DTensor follow from mesh shape, coordinate and placements. Along each dimension the local
+tensor is a sequence of runs of global positions in local order. Plain sharding has one run; FSDP2 over
+tensor parallelism (`_StridedShard`) may have several, and the local tensor is the product of its runs.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from dcp.storage.torch_compat import (
 )
 
 OBJECT, PLAIN, DTENSOR, _SHARDED, _PROTOCOL, _ASYNC, WRAPPER = range(7)
-"""Kinds of values: what is no tensor, tensors that are their memory, and composite tensors."""
+"""Kinds of values: objects, tensors with their own memory, and composite tensors."""
 
 
 class LocalBox(NamedTuple):
-    """A part of a global tensor, and where it begins in the local one."""
+    """Box of a global tensor, with its start in the local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,10 +44,10 @@ class LocalBox(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """A rank's part of one global tensor.
+    """Part of a global tensor on this rank.
 
-    ``sharded`` is False where every rank has the whole; ``replicated`` is True where other ranks may hold the
-    same box. ``sources`` is one plain local tensor that has all ``boxes``, or one for each of them.
+    ``sharded`` is False if every rank has the whole; ``replicated`` is True if other ranks may hold the
+    same box. ``sources`` is one plain local tensor for all ``boxes``, or one per box.
     """
 
     shape: tuple[int, ...]
@@ -61,11 +60,10 @@ class LocalTensor(NamedTuple):
 
 
 Layout = tuple[tuple[int, ...], tuple[LocalBox, ...], bool]
-"""A rank's part of each DTensor of one shape, mesh and placements: its shape, its boxes, and whether other
-ranks have the same."""
+"""Layout of DTensors of equal shape, mesh and placements: local shape, boxes, and replication."""
 
 SpecCache = dict[Any, Layout | None]
-"""Layouts by (mesh, placements, shape) for the length of one call; None for a rank outside of the mesh."""
+"""Layouts by (mesh, placements, shape) for one call; None for ranks outside of the mesh."""
 
 
 def _kind_of(cls: type) -> int:
@@ -83,7 +81,7 @@ def _kind_of(cls: type) -> int:
 
 
 tensor_kind: Final[Callable[[type], int]] = cache(_kind_of)
-"""The kind of values of a class, found once: isinstance with abstract classes costs more than the rest."""
+"""Kind of values by class, cached because isinstance with abstract classes is slow."""
 
 
 # -- tensors that say which boxes they hold, in four attributes (torch 2.14 and newer) -----------------------
@@ -91,11 +89,11 @@ tensor_kind: Final[Callable[[type], int]] = cache(_kind_of)
 
 @runtime_checkable
 class CheckpointableTensor(Protocol):
-    """A stand-in for ``torch.distributed.checkpoint.CheckpointableTensor``, for versions without it.
+    """Stand-in for ``torch.distributed.checkpoint.CheckpointableTensor`` in versions without it.
 
-    A plain local tensor with these attributes holds boxes of a global one: box number i is at
-    ``local_offsets[i]`` of this tensor and at ``global_offsets[i]`` of one of ``global_shape``, with
-    ``local_sizes[i]`` elements a dimension. What lies outside of the boxes is neither saved nor loaded.
+    A plain local tensor with these attributes holds boxes of a global tensor: box i is at
+    ``local_offsets[i]`` of this tensor and at ``global_offsets[i]`` of the tensor of ``global_shape``, with
+    ``local_sizes[i]``. Elements outside of the boxes are neither saved nor loaded.
     """
 
     global_shape: tuple[int, ...]
@@ -106,27 +104,27 @@ class CheckpointableTensor(Protocol):
 
 Rows = tuple[tuple[int, ...], ...]
 ShardClaim = tuple[tuple[int, ...], Rows, Rows, Rows]
-"""The four attributes."""
+"""The four attributes of `CheckpointableTensor`."""
 
 _CLAIM: Final = tuple(CheckpointableTensor.__annotations__)
 
 
 def claim_of(tensor: object) -> ShardClaim | None:
-    """Return the attributes of a `CheckpointableTensor` as they are; None for any other tensor."""
+    """Return the attributes of a `CheckpointableTensor`; None for other tensors."""
     has_all = hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in _CLAIM)
     claim: ShardClaim | None = attrgetter(*_CLAIM)(tensor) if has_all else None
     return claim
 
 
 def with_claim(tensor: torch.Tensor, claim: ShardClaim | None) -> torch.Tensor:
-    """Give ``tensor`` these attributes, and return it."""
+    """Set these attributes on ``tensor``, and return the tensor."""
     for name, value in zip(_CLAIM, claim or (), strict=False):
         setattr(tensor, name, value)
     return tensor
 
 
 def _from_claim(fqn: str, tensor: torch.Tensor, claim: ShardClaim) -> LocalTensor:
-    """Return the boxes of a `CheckpointableTensor`; PlanError for what torch refuses."""
+    """Return the boxes of a `CheckpointableTensor`; PlanError for attributes that torch refuses."""
     shape = tuple(claim[0])
     parts = [[tuple(row) for row in rows] for rows in claim[1:]]
     if len({len(rows) for rows in parts}) > 1:
@@ -159,7 +157,9 @@ def _refused(fqn: str, why: str) -> PlanError:
 
 
 def _chunk(runs: Sequence[range], parts: int, number: int) -> list[range]:
-    """Return a part of ``runs`` by the rule of `torch.chunk`: equal parts, the last ones shorter or empty."""
+    """Return part ``number`` of ``runs`` by the rule of `torch.chunk`: equal parts, the last ones shorter
+    or empty.
+    """
     full = -(-sum(map(len, runs)) // parts)
     begin, end = number * full, (number + 1) * full
     taken = []
@@ -171,8 +171,9 @@ def _chunk(runs: Sequence[range], parts: int, number: int) -> list[range]:
 
 
 def _split(runs: Sequence[range], factor: int, parts: int, coordinate: int) -> list[range]:
-    """Return the runs of rank ``coordinate`` of ``parts``; ``factor`` above 1 is torch's `_StridedShard`:
-    first into that many pieces, then each over the ranks."""
+    """Return the runs of ``coordinate`` of ``parts`` ranks; ``factor`` above 1 is torch's `_StridedShard`:
+    split into that many pieces, then each over the ranks.
+    """
     taken: list[range] = []
     for piece in range(factor):
         for run in _chunk(_chunk(runs, factor, piece), parts, coordinate):
@@ -184,7 +185,7 @@ def _split(runs: Sequence[range], factor: int, parts: int, coordinate: int) -> l
 
 
 def _boxes_of_runs(runs: Sequence[Sequence[range]]) -> tuple[LocalBox, ...]:
-    """Return the boxes of a local tensor, in local C order; none where it is empty."""
+    """Return the boxes of a local tensor in local C order; none if empty."""
     located = []
     for dim in runs:
         positions = itertools.accumulate(map(len, dim), initial=0)
@@ -277,7 +278,7 @@ def _from_sharded(fqn: str, tensor: ShardedTensor) -> LocalTensor:
 
 
 def _from_protocol(fqn: str, value: Any) -> LocalTensor:
-    """Ask an object that implements torch's `_Checkpointable` for its boxes."""
+    """Return the boxes of an object with torch's `_Checkpointable` protocol."""
     items = value.__create_write_items__(fqn, value)
     if not items:
         return LocalTensor(tuple(value.shape), value.dtype, False, True, True, [], [])
@@ -298,7 +299,7 @@ def _from_protocol(fqn: str, value: Any) -> LocalTensor:
 
 
 def plain_tensor(tensor: torch.Tensor) -> LocalTensor:
-    """Return a tensor that every rank has as a whole."""
+    """Return the layout of a tensor that every rank holds as a whole."""
     shape = tuple(tensor.shape)
     zeros = (0,) * len(shape)
     box = LocalBox(zeros, shape, zeros)
@@ -306,9 +307,10 @@ def plain_tensor(tensor: torch.Tensor) -> LocalTensor:
 
 
 def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
-    """Return what this rank holds of the tensor-like ``value``; None where it is outside of a DTensor's mesh.
+    """Return the local part of the tensor-like ``value``; None outside of a DTensor's mesh.
 
-    Raises PlanError for a pending reduction, and for a subclass that hides its memory.
+    Raises:
+        PlanError: For a pending reduction, and a subclass with hidden memory.
     """
     kind = tensor_kind(type(value))
     if kind == DTENSOR:
@@ -333,16 +335,16 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
 
 
 def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
-    """Make nested ShardedTensors (FSDP1 over tensor parallelism) of a flat state dict flat, as torch does."""
+    """Flatten nested ShardedTensors (FSDP1 over tensor parallelism) in a flat state dict, like torch."""
     has_any = _SHARDED in map(tensor_kind, set(map(type, flat.values())))
     return flatten_sharded_tensors(flat) if has_any else flat
 
 
 @dataclass(eq=False)
 class BoxLookup:
-    """Finds what an index of a plan names, as a view of local memory.
+    """Lookup of plan indexes as views of local memory.
 
-    Boxes are looked up in the state dict as it is now; a tensor that was replaced since is looked at again.
+    Boxes are looked up in the present state dict, including replaced tensors.
     """
 
     _layouts: SpecCache = field(default_factory=dict)
@@ -351,10 +353,12 @@ class BoxLookup:
     def find(
         self, state_dict: Mapping[str, Any], index: MetadataIndex, sizes: tuple[int, ...] | None = None
     ) -> Any:
-        """Return the value or tensor view that ``index`` names.
+        """Return the value or tensor view named by ``index``.
 
-        ``sizes`` is the extent of the box; without it, the whole local box that begins at the index' offset.
-        Raises PlanError where this rank has no such name or box.
+        ``sizes`` is the extent of the box; by default, the whole local box at the index's offset.
+
+        Raises:
+            PlanError: If this rank has no such name or box.
         """
         fqn = index.fqn
         if fqn not in state_dict:

@@ -1,4 +1,4 @@
-"""The load planner: which entries are wanted, under which names, and from which chunks they come.
+"""Load planner: wanted entries, their stored names, and the chunks to read.
 
-What a rank holds is known to `dcp.planners.layout`.
+`dcp.planners.layout` provides the boxes of a rank.
 """

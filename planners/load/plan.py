@@ -1,4 +1,4 @@
-"""The load plan of one rank: which part of which stored chunk goes to which place of which local tensor."""
+"""Load plan of a rank: parts of stored chunks and their destinations in local tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, row_
 from dcp.storage.near_names import listed, near_names
 
 _MAX_LISTED: Final = 20
-"""Names in the facts of one error; the rest is counted."""
+"""Maximum number of names in the facts of an error."""
 
 _SHOWN: Final = 3
-"""Problems of a kind in the message."""
+"""Maximum number of problems of a kind in a message."""
 
 _ADVICE: Final[Mapping[type[PlanError], str]] = {
     ShapeMismatchError: "Build the state dict with the shapes that were saved.",
@@ -36,7 +36,7 @@ _ADVICE: Final[Mapping[type[PlanError], str]] = {
 }
 
 _KINDS: Final = (MissingKeyError, ShapeMismatchError, DtypeMismatchError, PlanError)
-"""In the order of messages."""
+"""Kinds of problems, in the order of messages."""
 
 _OTHER_KINDS: Final = (
     "Give the state dict what was saved there (dcp show lists it), or leave it out with exclude=[...]."
@@ -50,11 +50,11 @@ _PER_RANK_ADVICE: Final = (
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """The reads of one rank: ``pieces`` of tensors, in the order of the wanted boxes, and values.
+    """Reads of a rank: ``pieces`` of tensors in the order of wanted boxes, and objects.
 
-    ``objects`` are rows of the index' object columns; ``object_fqns`` the names they go to. What the plan was
-    allowed to pass over: ``missing``, wanted and not stored; ``unexpected``, stored and not wanted; ``cast``,
-    stored in another dtype.
+    ``objects`` are rows of the index's object columns, ``object_fqns`` their destination names. Permitted
+    differences: ``missing`` (wanted, not stored), ``unexpected`` (stored, not wanted), ``cast`` (other
+    dtype).
     """
 
     pieces: Pieces
@@ -75,15 +75,18 @@ def plan_load(
     cast: bool,
     per_rank: Collection[str],
 ) -> LoadPlan:
-    """Plan reading ``wanted`` and the values ``object_fqns`` from a checkpoint.
+    """Plan reading ``wanted`` boxes and the objects ``object_fqns`` from a checkpoint.
 
-    Every element of every wanted box is read exactly once, also where stored chunks overlap. ``names`` are
-    what the checkpoint calls all of these, where that differs; several may have one name.
+    Every wanted element is read exactly once, even if stored chunks overlap. ``names`` are stored names
+    where different; several may be equal. ``per_rank`` are names of `PerRank` values, with different advice
+    in errors.
 
-    Raises one error with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError,
-    DtypeMismatchError (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and
-    for elements that are not stored.
-    ``per_rank`` are names of `PerRank` values, about which the advice of the error is another.
+    Raises:
+        MissingKeyError: For missing keys, unless ``allow_missing``.
+        ShapeMismatchError: For different shapes.
+        DtypeMismatchError: For different dtypes, unless ``cast``.
+        PlanError: For tensors wanted as objects or the reverse, for elements that are not stored, and for
+            problems of several kinds.
     """
     problems = LoadProblems(names or {})
     tensors, values = index.position, index.objects.position
@@ -118,8 +121,7 @@ def plan_load(
 def _missing(
     fqns: Sequence[str], rows: Int64, others: Mapping[str, int], kind: str, problems: LoadProblems
 ) -> list[str]:
-    """Return names that are not stored at all; those stored as another ``kind``, which ``others`` has, are
-    problems."""
+    """Return missing names; names stored as another ``kind`` (in ``others``) are problems."""
     missing = []
     for row in np.flatnonzero(rows < 0).tolist():
         fqn = fqns[row]
@@ -134,7 +136,7 @@ def _missing(
 def _check_tensors(
     index: CheckpointIndex, wanted: HeldBoxes, rows: Int64, *, cast: bool, problems: LoadProblems
 ) -> tuple[npt.NDArray[np.bool_], list[str]]:
-    """Return (wanted tensors that are stored in the wanted shape, names whose dtype differs)."""
+    """Return (wanted tensors stored in the wanted shape, names with another dtype)."""
     found = np.flatnonzero(rows >= 0)
     stored = rows[found]
     wrong = wanted.ndims[found] != index.ndims[stored]
@@ -167,10 +169,9 @@ def intersect(
     usable: npt.NDArray[np.bool_],
     problems: LoadProblems,
 ) -> Pieces:
-    """Intersect those wanted boxes whose tensors are ``usable`` with the chunks of the tensors ``rows``.
+    """Intersect ``usable`` wanted boxes with the chunks of the tensors ``rows``.
 
-    Each element is there once, in the order of the boxes; boxes of which elements are not stored are noted as
-    problems.
+    Each element occurs once, in the order of the boxes; boxes with unstored elements are problems.
     """
     box_tensors = wanted.item_tensors
     boxes = np.flatnonzero(usable[box_tensors])
@@ -213,11 +214,10 @@ def intersect(
 def _intersect_ndim(
     index: CheckpointIndex, tensors: Int64, low: Int64, high: Int64
 ) -> tuple[tuple[Int64, Int64, Int64, Int64], Int64]:
-    """Intersect boxes of one dimensionality, one of each of ``tensors``, with the chunks.
+    """Intersect boxes of equal dimensionality, one per tensor of ``tensors``, with the chunks.
 
-    Returns columns (box, chunk, begin and end of the shared region in the tensor), and the number of elements
-    found by box. Overlaps, which some foreign checkpoints have, are cut, so that these numbers prove coverage
-    and nothing is read twice.
+    Returns columns (box, chunk, begin and end of the shared region), and the number of elements by box.
+    Overlapping chunks of some foreign checkpoints are cut, and the numbers prove coverage.
     """
     ndim = low.shape[1]
     filled = np.zeros(len(low), np.int64)
@@ -255,26 +255,26 @@ def _intersect_ndim(
 
 @dataclass
 class LoadProblems:
-    """Misfits between a state dict and a checkpoint: ``texts`` by name of the state dict, by the class of
-    their error.
+    """Differences between a state dict and a checkpoint: ``texts`` by name and by class of error.
 
-    ``names`` are what the checkpoint calls them where that differs. Messages have the words in which stock
-    torch says the same, since programs look for them.
+    ``names`` are stored names where different. Messages use stock torch's words, because programs search
+    for them.
     """
 
     names: Mapping[str, str]
     texts: dict[type[PlanError], dict[str, str]] = field(default_factory=partial(defaultdict, dict))
     has_other_kinds: bool = False
-    """A tensor here is another value there, or the other way around."""
+    """True if a tensor here is an object there or the reverse."""
 
     def shown(self, fqn: str) -> str:
-        """Return a name for a message, with what the checkpoint calls it where that differs."""
+        """Return a name for a message, with the stored name if different."""
         name = self.names.get(fqn, fqn)
         return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
 
     def raise_all(self, hint: Callable[[], str] = str, per_rank: Collection[str] = ()) -> NoReturn:
-        """Raise one error for all problems: of their own class where they are of one kind, else a
-        PlanError. ``hint`` is about missing names."""
+        """Raise one error for all problems: of their class if all are of one kind, else a PlanError.
+        ``hint`` concerns missing names.
+        """
         found = {kind: self.texts[kind] for kind in _KINDS if kind in self.texts}
         each = [(kind, fqn, text) for kind, texts in found.items() for fqn, text in texts.items()]
         lines = [_line(kind, list(texts.values())) for kind, texts in found.items()]
@@ -310,25 +310,25 @@ def _line(kind: type[PlanError], shown: Sequence[str]) -> str:
 # -- hints for names that are missing ------------------------------------------------------------------------
 
 _WRAPPERS: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What wrappers of modules put into keys: DDP, torch.compile, FSDP, activation checkpointing."""
+"""Key parts of module wrappers: DDP, torch.compile, FSDP, activation checkpointing."""
 
 _SUGGESTED: Final = 2
-"""Missing keys for each of which a name is suggested."""
+"""Maximum number of missing keys with a suggestion each."""
 
 _DEPTH: Final = 64
-"""Beginnings of one name that are taken away; modules are not nested deeper."""
+"""Maximum number of removed leading parts of a name."""
 
 _GROUP: Final = re.compile(r"(?:^|\.)param_groups\.[0-9]+(?:\.params)?$")
 
 _PREFIXES: Final = 8
-"""Other beginnings of names that are tried."""
+"""Maximum number of tried prefixes."""
 
 OTHER_GROUPS: Final = (
     "Groups of an optimizer are numbered: where some were added or removed, others may get their state. Save "
     "and load by the names of parameters, get_optimizer_state_dict() with "
     "StateDictOptions(flatten_optimizer_state_dict=True)"
 )
-"""What to say in place of options that would leave a group out."""
+"""Advice for options that would omit a parameter group."""
 
 Rules = Mapping[str, str]
 
@@ -336,7 +336,7 @@ Rules = Mapping[str, str]
 def _hint(
     index: CheckpointIndex, stored: Sequence[str], unexpected: Sequence[str], *, is_renamed: bool
 ) -> str:
-    """Return what to say about those of the ``stored`` names that are not there."""
+    """Return advice about missing names among the ``stored`` names."""
     absent: list[str] = []
     present: list[str] = []
     for name in stored:
@@ -356,10 +356,10 @@ def _hint(
 def hint_for_missing(
     missing: Sequence[str], unused: Sequence[str], found: Collection[str], *, is_renamed: bool
 ) -> str:
-    """Return the hint for ``missing`` names, of which there is one at least.
+    """Return advice for ``missing`` names (at least one).
 
-    ``unused``: names of the checkpoint that are not loaded; ``found``: those that are found as they are,
-    which no renaming may change. ``is_renamed``: whether the names were made by ``rename=``.
+    ``unused``: names of the checkpoint that are not loaded; ``found``: names loaded unchanged, which no
+    renaming may affect. ``is_renamed``: names come from ``rename=``.
     """
     rules, count = rename_for_missing(missing, unused, found)
     if rules:
@@ -385,15 +385,16 @@ def hint_for_missing(
 
 
 def is_group(name: str) -> bool:
-    """Return whether it is a group of an optimizer, or the entry that each of them has."""
+    """Return True for an optimizer's parameter group, or an entry common to all groups."""
     return _GROUP.search(name) is not None
 
 
 def rename_for_missing(
     missing: Sequence[str], unused: Sequence[str], found: Collection[str]
 ) -> tuple[Rules | None, int]:
-    """Return the renaming that finds the most of ``missing``, at least half of them, and how many; None
-    without any. The arguments are those of `hint_for_missing`."""
+    """Return the renaming that finds most of ``missing`` (at least half), and the number found; None
+    without one. Arguments as in `hint_for_missing`.
+    """
     there = frozenset(unused)
     best: tuple[Rules | None, int] = None, 0
     for rules in _candidates(missing, unused):
@@ -407,8 +408,9 @@ def rename_for_missing(
 
 
 def _candidates(missing: Sequence[str], unused: Sequence[str]) -> Iterator[Rules]:
-    """Suggest to take wrappers' parts away, to add one that the checkpoint's names have, always at the same
-    depth, and another beginning, which may be none, behind which the checkpoint has the same names."""
+    """Yield possible renamings: remove wrapper parts, add one of the checkpoint's at a constant depth, or
+    replace a prefix.
+    """
     present = {}
     for wrapper in _WRAPPERS:
         names = [name for name in missing if f".{wrapper}." in f".{name}"]
@@ -441,5 +443,5 @@ def _candidates(missing: Sequence[str], unused: Sequence[str]) -> Iterator[Rules
 
 
 def _raw(text: str) -> str:
-    """As one writes it in a program."""
+    """Return a string literal for a program."""
     return f'r"{text}"' if "\\" in text else f'"{text}"'

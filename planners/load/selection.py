@@ -1,7 +1,7 @@
-"""Options of a load: which entries of a state dict, their names in the checkpoint, and how they are loaded.
+"""Load options: selected entries, names in the checkpoint, and conversions.
 
-Patterns are shell globs on flat keys, case-sensitive; a pattern selects what it matches and everything below
-that: ``model`` is all of the model, ``*.bias`` every bias.
+Patterns are case-sensitive shell globs on flat keys; a pattern selects matches and everything below:
+``model`` is the whole model, ``*.bias`` every bias.
 """
 
 from __future__ import annotations
@@ -22,32 +22,37 @@ if TYPE_CHECKING:  # maps are made of what this folder finds
     from dcp.planners.weight_maps.weight_map import WeightMap
 
 Patterns = str | Sequence[str]
-"""One glob, or several of which any may match."""
+"""Glob, or several globs."""
 
 Rename = Mapping[str, str | Callable[[re.Match[str]], str]] | Callable[[str], str]
-"""From the state dict's flat key to the checkpoint's: regular expressions with their replacements as
-`re.sub` takes them, applied in order, each to what the ones before it gave; or a function of the key."""
+"""Renaming from flat keys of the state dict to those of the checkpoint: regular expressions with
+replacements as in `re.sub`, applied in order to the previous result, or a function of the key.
+"""
 
 _MAX_LISTED = 10
 _GLOB = re.compile(r"[*?\[]")
 
 
 Globs = Mapping[str, re.Pattern[str]]
-"""Globs, each with the regular expression for the names that it selects."""
+"""Globs, each with the regular expression for selected names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The entries that ``only`` and ``exclude`` select: matches of any pattern of ``only`` (all entries if
-    that is None), and of no pattern of ``exclude``."""
+    """Entries selected by ``only`` and ``exclude``: matches of any pattern of ``only`` (all if None) and of
+    no pattern of ``exclude``.
+    """
 
     only: Globs | None
     exclude: Globs
 
     @classmethod
     def of(cls, only: Patterns | None, exclude: Patterns | None) -> Selection | None:
-        """Return None where neither is given, and everything is selected. Raises PlanError for what are no
-        patterns."""
+        """Return the selection; None if neither is given.
+
+        Raises:
+            PlanError: For invalid patterns.
+        """
         if only is None and exclude is None:
             return None
         chosen = None if only is None else _globs("only", only)
@@ -60,13 +65,13 @@ class Selection:
         return " and ".join(f"{option} {', '.join(globs)}" for option, globs in given if globs)
 
     def selects(self, key: str) -> bool:
-        """Return whether the entry of this flat key is to be loaded."""
+        """Return True if the entry of this flat key is selected."""
         if self.only is not None and not any(regex.match(key) for regex in self.only.values()):
             return False
         return not any(regex.match(key) for regex in self.exclude.values())
 
     def reaches(self, key: str) -> bool:
-        """Return False where nothing at or below ``key`` can be selected, whatever there is below it."""
+        """Return False if nothing at or below ``key`` can be selected."""
         if self.only is not None and not any(_may_match_below(*glob, key) for glob in self.only.items()):
             return False
         return not any(
@@ -78,8 +83,8 @@ class Selection:
     def match(self, keys: Iterable[str], unasked: Sequence[str], stored: Iterable[str] = ()) -> Matches:
         """Match the patterns against the flat ``keys`` of a rank.
 
-        ``unasked`` are keys whose entries were not looked at, as `reaches` says that none is selected.
-        ``stored`` are names of the checkpoint, which may be left out though the state dict has them not.
+        ``unasked`` are unselected keys whose entries were not expanded (see `reaches`). ``stored`` are
+        names of the checkpoint, which may be excluded although missing in the state dict.
         """
         keys = list(keys)
         globs = [("only", *glob) for glob in (self.only or {}).items()]
@@ -100,10 +105,10 @@ class Selection:
 
 
 class Matches(NamedTuple):
-    """The matches of patterns in one rank's state dict.
+    """Matches of patterns in the state dict of a rank.
 
-    ``idle``: patterns that match nothing there, each with the names that are most like it; ``selected``:
-    number of entries to load. Plain data, which ranks send to each other.
+    ``idle``: patterns without matches, each with similar names; ``selected``: number of entries to load.
+    Plain data for messages between ranks.
     """
 
     idle: dict[str, list[str]]
@@ -111,8 +116,10 @@ class Matches(NamedTuple):
 
 
 def check_matches(ranks: Sequence[Matches]) -> None:
-    """Raise PlanError for a pattern that matches on no rank (a stage of a pipeline has a part of the keys),
-    and where nothing at all is selected."""
+    """Raise PlanError for a pattern without matches on any rank, and for an empty selection.
+
+    A pipeline stage has only a part of the keys.
+    """
     idle = {
         pattern: sorted({name for rank in ranks for name in rank.idle[pattern]})
         for pattern in (ranks[0].idle if ranks else {})
@@ -133,7 +140,12 @@ def check_matches(ranks: Sequence[Matches]) -> None:
 
 
 def check_patterns(selection: Selection, names: Sequence[str]) -> None:
-    """MissingKeyError for patterns that match none of ``names``, OptionError if nothing is left."""
+    """Check patterns against ``names``.
+
+    Raises:
+        MissingKeyError: For patterns without matches.
+        OptionError: If nothing is selected.
+    """
     matches = selection.match(names, [])
     if matches.idle:
         shown = [
@@ -146,8 +158,9 @@ def check_patterns(selection: Selection, names: Sequence[str]) -> None:
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str] | None:
-    """Return ``rename`` as one function of the key; None without any. Raises PlanError for what is no
-    renaming."""
+    """Return ``rename`` as a function of the key; None without renaming. Raises PlanError for an invalid
+    renaming.
+    """
     if rename is None:
         return None
     if isinstance(rename, Mapping):
@@ -164,7 +177,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str] | None:
 
 
 def check_rules(rename: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise PlanError for rules that change none of ``names``, to which they apply one after another."""
+    """Raise PlanError for rules, applied in order, that change none of ``names``."""
     idle, before = [], list(names)
     for regex, replacement in rename.items():
         after = list(map(partial(_substituted, [(re.compile(regex), replacement)]), before))
@@ -207,7 +220,7 @@ def _globs(option: str, given: Patterns) -> Globs:
 
 
 def _may_match_below(text: str, regex: re.Pattern[str], key: str) -> bool:
-    """Return False where no name at or below ``key`` can match a glob, whatever names there are."""
+    """Return False if no name at or below ``key`` can match a glob."""
     below, glob = f"{key}.", _GLOB.search(text)
     if glob is None:
         return regex.match(key) is not None or text.startswith(below)
@@ -216,7 +229,7 @@ def _may_match_below(text: str, regex: re.Pattern[str], key: str) -> bool:
 
 
 def _close(text: str, keys: Iterable[str]) -> list[str]:
-    """Return names as deep as the pattern that are written almost alike, with what is below them left out."""
+    """Return similar names of the pattern's depth."""
     bare = text.removesuffix(".*")
     depth = bare.count(".") + 1
     names = {".".join(key.split(".", depth)[:depth]) for key in keys}
@@ -230,12 +243,12 @@ def _listed(names: Sequence[str]) -> str:
 # -- all options of a load -----------------------------------------------------------------------------------
 
 PerRankLoad = Literal["exact", "keep"]
-"""What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
+"""Treatment of `PerRank` values: require the rank's own, or keep the present value if absent."""
 
 LoadDtype = Literal["exact", "cast"]
 
 Unexpected = Literal["error", "ignore"]
-"""What to do about entries of the checkpoint that nobody takes, below what was asked for."""
+"""Treatment of entries of the checkpoint that no rank takes, below the requested keys."""
 
 _FLAG: Final = Literal[True, False]
 
@@ -252,11 +265,11 @@ _CHOICES: Final = {
 OF_PLANNERS: Final = (
     *("dtype", "allow_partial_load", "weights_only", "only", "exclude", "rename", "per_rank", "unexpected"),
 )
-"""Options that a planner decides on."""
+"""Options decided by a planner."""
 
 
 class LoadKeywords(TypedDict, total=False):
-    """Keyword arguments of `dcp.load` about what is loaded and how, for those that hand them on."""
+    """Keyword arguments of `dcp.load` about contents and conversion, for functions that pass them on."""
 
     verify: Verify | None
     dtype: LoadDtype | None
@@ -272,7 +285,7 @@ class LoadKeywords(TypedDict, total=False):
 
 
 def check_names(function: str, options: LoadKeywords) -> None:
-    """Raise TypeError, as Python does, for an argument that ``function`` does not have."""
+    """Raise TypeError, like Python, for an unknown argument of ``function``."""
     for name in options:
         if name not in LoadKeywords.__annotations__:
             meant = did_you_mean(name, LoadKeywords.__annotations__)
@@ -281,7 +294,7 @@ def check_names(function: str, options: LoadKeywords) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """Options of `dcp.load`, whose page has their meaning. None: as planner and reader have it."""
+    """Options of `dcp.load`; None uses the settings of planner and reader."""
 
     verify: Verify | None = None
     dtype: LoadDtype | None = None
@@ -296,7 +309,7 @@ class LoadOptions:
     progress: bool | Callable[[Any], None] | None = None
 
     def check(self) -> None:
-        """Raise OptionError for what cannot be meant."""
+        """Raise OptionError for invalid values."""
         for name, kind in _CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             is_function = name == "progress" and callable(value)
@@ -307,7 +320,7 @@ class LoadOptions:
         renamer(self.rename)
 
     def over(self, settings: object) -> LoadOptions:
-        """Return these, and for a planner's that are None the attributes of ``settings``."""
+        """Return these options, with attributes of ``settings`` for a planner's options that are None."""
         own = {}
         for name in OF_PLANNERS:
             if getattr(self, name) is None:

@@ -1,4 +1,4 @@
-"""The save planner: the boxes of all ranks, checked, joined and dealt out to writers.
+"""Save planner: check, join and distribute the boxes of all ranks.
 
-The boxes that a rank holds are found by `dcp.planners.layout`.
+`dcp.planners.layout` provides the boxes of a rank.
 """

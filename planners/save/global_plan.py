@@ -1,11 +1,11 @@
-"""The global save plan: all ranks' boxes in, one index and one list of writes a rank out.
+"""Global save plan: from the boxes of all ranks to one index and a list of writes per rank.
 
-Every box is written exactly once. Ranks that hold the same box are replicas: one of them writes it, or
-several write a part each. Boxes and objects are dealt out so that all ranks write about as many bytes:
-largest first to the least loaded of the ranks that hold it (Graham's LPT rule); a box larger than the split
-size is cut into row ranges, poured into its holders like water into vessels of unequal level. Deterministic.
+Every box is written exactly once. Ranks with the same box are replicas: one writes it, or several write a
+part each. Boxes and objects are distributed to balance bytes: largest first, to the least loaded holder
+(Graham's LPT rule). A box larger than the split size is cut into row ranges that level the load of its
+holders. Deterministic.
 
-Vectorised over boxes; the coordinator plans a thousand ranks in seconds.
+Vectorized over boxes; a thousand ranks take seconds.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, Path
 from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, row_products, starts
 
 LARGE_OBJECT_BYTES = 64 << 10
-"""Objects above this are balanced over ranks; smaller ones go to the lowest rank that has them."""
+"""Minimum size of objects balanced over ranks; smaller ones go to the lowest holder."""
 
 
 Split = Mapping[int, Sequence[tuple[int, "Part"]]]
-"""By box that is split: the items that write it, and the part of each, in order."""
+"""Items that write a split box, and their parts in order."""
 
 Part = tuple[int, int, int, int]
-"""A rank, a dimension, and the rows [begin, end) along that which it writes; all of them where the dimension
-is -1."""
+"""Rank, dimension and rows [begin, end) to write; dimension -1 for the whole box."""
 
 
 def deal_boxes(
     items: Items, nbytes: Int64, world_size: int, split_bytes: int | None
 ) -> tuple[Int64, Split, list[int]]:
-    """Deal out boxes of ``nbytes`` each in balance; replicas above ``split_bytes`` are cut.
+    """Distribute boxes of ``nbytes`` each; replicas above ``split_bytes`` are cut.
 
-    Returns the item that writes each box, those that are split, and the bytes by rank that this makes.
+    Returns:
+        The item that writes each box, the split boxes, and the bytes by rank.
     """
     owners = items.first.copy()
     shared = np.diff(items.member_start) > 1
@@ -93,8 +93,7 @@ def deal_boxes(
 
 
 def _clusters(items: Items, shared: Int64) -> dict[int, list[int]]:
-    """Find replicated boxes that are tied on their lowest rank and can be written by one rank together, by
-    the first of them."""
+    """Return tied replicated boxes that one rank can write together, by their first box."""
     first = items.first[shared]
     tied = items.ties[first] >= 0
     by_tie: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -114,7 +113,7 @@ def _common_ranks(items: Items, cluster: Sequence[int]) -> Int64:
 
 
 def deal_objects(objects: GlobalObjects, loads: list[int]) -> Int64:
-    """Return who writes each object; ``loads`` are bytes by rank, and grow."""
+    """Return the writer of each object; ``loads`` are bytes by rank, and are updated."""
     owners = objects.owners.copy()
     large = np.flatnonzero(objects.sizes > LARGE_OBJECT_BYTES)
     for row in large[np.argsort(-objects.sizes[large], kind="stable")].tolist():
@@ -127,8 +126,7 @@ def deal_objects(objects: GlobalObjects, loads: list[int]) -> Int64:
 def _parts_of(
     items: Items, cluster: Sequence[int], nbytes: int, loads: list[int], split_bytes: int | None
 ) -> Sequence[Part]:
-    """Deal a box, or tied boxes, which go to the same ranks: in parts in order of their rows, or in one where
-    it is not cut."""
+    """Distribute a box, or tied boxes, to ranks: in parts by rows, or whole if not cut."""
     item = int(items.first[cluster[0]])
     sizes = items.sizes[items.box_start[item] : items.box_start[item + 1]].tolist()
     holders: list[int] = _common_ranks(items, cluster).tolist()
@@ -166,7 +164,7 @@ def _split(
 
 
 def _pour(amount: int, levels: Sequence[int]) -> list[float]:
-    """Return what each vessel (ascending levels) takes so that the lowest become level."""
+    """Distribute ``amount`` to ``levels`` (ascending) such that the lowest become equal."""
     level, total = 0.0, 0
     for count, own in enumerate(levels, start=1):
         total += own
@@ -177,14 +175,15 @@ def _pour(amount: int, levels: Sequence[int]) -> list[float]:
 
 
 SPLIT_BYTES = 64 << 20
-"""A replicated box above this is written by several of its holders, a part each."""
+"""Maximum size of a replicated box written by a single rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalSavePlan:
-    """``index`` says what the checkpoint will hold (files, offsets and CRCs still to come), ``writes[r]``
-    what rank r has to write. ``sets`` are by rank the rows to compare with other ranks' when the plan serves
-    again; None where it cannot, or was not wanted."""
+    """``index`` describes the checkpoint (files, offsets and CRCs follow), ``writes[r]`` the writes of rank
+    r. ``sets`` are rows to compare between ranks when the plan is reused; None if impossible or not
+    requested.
+    """
 
     index: CheckpointIndex
     writes: list[WriteColumns]
@@ -192,8 +191,7 @@ class GlobalSavePlan:
 
 
 def _chunks(items: Items, owners: Int64, split: Split) -> tuple[Int64, Int64, Int64, Int64]:
-    """Return (the item whose memory has it, offsets, sizes, offsets in that memory) of each chunk of the
-    index."""
+    """Return (source item, offsets, sizes, offsets in the source) of each chunk of the index."""
     counts = np.ones(len(owners), np.int64)
     for box, parts in split.items():
         counts[box] = len(parts)
@@ -221,7 +219,7 @@ def _writes(
     object_rows: Sequence[Int64],
     object_owners: Int64,
 ) -> list[WriteColumns]:
-    """List each rank's chunks of the index, in the order of its own columns."""
+    """Return each rank's chunks of the index, in the order of its columns."""
     ranks, rows = items.ranks[chunk_items], items.rows[chunk_items]
     width = int(rows.max(initial=0)) + 1
     order = np.argsort(ranks * width + rows, kind="stable")
@@ -259,8 +257,7 @@ def _writes(
 
 
 def join_planner_data(parts: Iterable[Mapping[str, Path] | None]) -> dict[str, Path] | None:
-    """Join all ranks' paths in one mapping; the lowest rank's where they differ. None where no rank has
-    any."""
+    """Join the paths of all ranks; at differences the lowest rank's. None if no rank has paths."""
     joined: dict[str, Path] | None = None
     previous: Mapping[str, Path] | None = None
     for part in parts:
@@ -280,14 +277,16 @@ def plan_save(
 ) -> GlobalSavePlan:
     """Plan a save from the columns of all ranks, in rank order.
 
-    ``dedup_to_lowest_rank`` lets the lowest holder write each replicated box; otherwise bytes are balanced,
-    and replicated boxes above ``split_bytes`` are cut (None: never). Boxes must fill their tensors where
-    there is more than one rank: a single rank may save its own part alone. ``with_sets`` finds what a plan
-    that is kept needs to compare replicas again.
+    Args:
+        all_columns: Columns by rank. With several ranks, boxes must fill their tensors.
+        dedup_to_lowest_rank: Let the lowest holder write each replicated box instead of balancing.
+        split_bytes: Size above which replicated boxes are cut; None for never.
+        check_replicas: Compare digests of replicas.
+        with_sets: Return the sets to compare when the plan is reused.
 
-    Raises PlanError listing all problems: out of bounds, overlap, gaps, differing shapes, dtypes or kinds;
-    ReplicaMismatchError where that is the only kind of problem and replicas differ (`PerRank` is for state
-    that does so on purpose).
+    Raises:
+        PlanError: With all problems: out of bounds, overlap, gaps, different shapes, dtypes or kinds.
+        ReplicaMismatchError: If replicas differ and no other problem exists; use `PerRank` for such state.
     """
     world_size = len(all_columns)
     tensors, tensor_rows, problems = global_tensors(all_columns)
@@ -337,8 +336,7 @@ def plan_save(
 def replica_sets(
     items: Items, objects: GlobalObjects, all_columns: Sequence[SaveColumns]
 ) -> list[RankSets] | None:
-    """Find the sets, by rank, of what has digests; None where a rank holds a box twice, which only a full
-    plan compares."""
+    """Return sets of digested rows by rank; None if a rank holds a box twice, which needs a full plan."""
     known = items.digests[items.members] != 0
     members, count = items.members[known], len(items.first)
     groups, ranks = np.repeat(np.arange(count), np.diff(items.member_start))[known], items.ranks[members]
@@ -368,7 +366,7 @@ def replica_sets(
 
 
 def _scattered(ranks: Int64) -> npt.NDArray[np.uint64]:
-    """64 mixed bits by rank (the finaliser of SplitMix64)."""
+    """Return 64 mixed bits by rank (finalizer of SplitMix64)."""
     mixed = (ranks + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

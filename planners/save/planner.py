@@ -1,4 +1,4 @@
-"""The default save planner: columns for our own saves, torch's plan objects for other packages' storages."""
+"""Default save planner: columns for dcphub's saves, torch's plan objects for other storages."""
 
 from __future__ import annotations
 
@@ -33,15 +33,20 @@ from dcp.storage.formats.index import Path
 
 
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
-    """Plans as torch's planner of that name does, with replicas compared and balanced, and strided shards
-    right.
+    """Save planner with torch's interface that compares and balances replicas and supports strided shards.
 
-    The positional parameters are torch's. ``enable_plan_caching`` is kept for the engine (`dcp.save` keeps
-    the plan in the object that saves); torch's caches, which all planners of a process share, are never
-    touched. ``replica_check`` says how replicas are compared between ranks: all of their bytes ("full"), up
-    to 64 KiB of each ("sampled"), or not at all ("off"). ``split_bytes``: a replicated box above it is
-    written by several ranks, a part each; None: never split. ``rank`` is this process's number in the save,
-    the default process group's if not set before.
+    The positional parameters are torch's.
+
+    Args:
+        flatten_state_dict: Flatten nested containers.
+        flatten_sharded_tensors: Flatten nested ShardedTensors.
+        dedup_save_to_lowest_rank: Let the lowest holder write replicated boxes.
+        enable_plan_caching: Reuse plans; `dcp.save` keeps the plan in the object that saves. torch's global
+            caches are not used.
+        replica_check: Compare replicas between ranks by all bytes ("full"), up to 64 KiB each ("sampled"),
+            or not ("off").
+        split_bytes: Size above which several ranks write a replicated box; None for never.
+        rank: Rank in the save; by default that of the default process group.
     """
 
     mappings: dict[str, Path]
@@ -80,7 +85,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict of this rank."""
+        """Set the state dict of this rank."""
         flat, self._notes, self.foreign_keys = state_dict, (), {}
         self.structure = {}
         if self.flatten_state_dict:
@@ -99,10 +104,13 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     # -- columns ---------------------------------------------------------------------------------------------
 
     def create_local_columns(self, *, digests: bool = True) -> RankState:
-        """Return what this rank has: columns, local tensors by source number, values by object row.
+        """Return the columns, local tensors by source number, and values by object row.
 
-        The tensors are the state dict's own and may require grad. ``digests=False`` leaves digests of
-        replicas to who compares them. Raises PlanError for tensors that cannot be stored, all in one.
+        Tensors belong to the state dict and may require grad. ``digests=False`` leaves digests of replicas
+        to the caller.
+
+        Raises:
+            PlanError: For tensors that cannot be stored, all in one error.
         """
         with garbage_collection_paused():
             local = collect_tensors(self.state_dict)
@@ -118,7 +126,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     # -- torch's interface -----------------------------------------------------------------------------------
 
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's boxes and objects as torch's plan."""
+        """Return the boxes and objects of this rank as torch's plan."""
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         local = self.create_local_columns(digests=together)
         items = write_items(local.columns, local.memory.tensors, list(self.state_dict))
@@ -127,10 +135,9 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return who writes what, and torch's metadata of it; plans may have been changed by whoever made
-        them.
+        """Return the writes of each rank and torch's metadata, from plans that may have been modified.
 
-        ``planner_data`` of the metadata is joined from plans that carry paths, and None otherwise.
+        ``planner_data`` of the metadata is joined from plans with paths, else None.
         """
         converted = [columns_from_plan(plan) for plan in all_plans]
         planned = plan_save(
@@ -150,7 +157,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Take what this rank has to write."""
+        """Set the writes of this rank."""
         self.plan = new_plan
         self._box_sizes = {
             item.index: tuple(item.tensor_data.chunk.sizes) for item in new_plan.items if item.tensor_data
@@ -165,11 +172,12 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return the tensor, or the bytes of a value: of one that equals plain data, those of that."""
+        """Return the tensor, or the bytes of an object; for values equal to plain data, those of the plain
+        data.
+        """
         is_value = write_item.type is WriteItemType.BYTE_IO
         return super().transform_object(write_item, by_value(object) if is_value else object)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the value, or the view of the box, that ``index`` names; PlanError where this rank has
-        none."""
+        """Return the value or box view named by ``index``; PlanError if absent."""
         return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))

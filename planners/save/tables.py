@@ -1,7 +1,6 @@
-"""All ranks' tensors, boxes and objects, one table each; which boxes are the same; and checks of them.
+"""Tables of all ranks' tensors, boxes and objects, with equal boxes identified, and checks.
 
-Ranks mostly have equal tables of names, which are recognised and taken once, whatever the number of ranks.
-What the checks find is raised together, in one error.
+Equal name tables of ranks are recognized and processed once. All problems are raised in one error.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _NO_ROWS: Final = np.zeros(0, np.int64).copy
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """List ranks in words: ``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
+    """Return ranks as text: ``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
     shown = ", ".join(str(rank) for rank in ranks[:_MAX_LISTED_RANKS])
     more = len(ranks) - _MAX_LISTED_RANKS
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
-    """Return the number of each name, in the order in which they come; ``position`` is all of them."""
+    """Return the number of each name in order of appearance; ``position`` has all names."""
     if not position:
         position.update(zip(fqns, range(len(fqns)), strict=True))
         if len(position) == len(fqns):
@@ -49,8 +48,9 @@ def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
 
 
 def global_tensors(all_columns: Sequence[SaveColumns]) -> tuple[CheckpointIndex, list[Int64], list[str]]:
-    """Return all ranks' tensors by first appearance, as an index that has no chunks yet, and by rank the
-    numbers that its tensors have there; differing dtypes and shapes are listed as problems."""
+    """Return all tensors by first appearance as an index without chunks, the tensor numbers by rank, and
+    problems: different dtypes and shapes.
+    """
     position: dict[str, int] = {}
     tables: dict[tuple[object, ...], tuple[SaveColumns, Int64, npt.NDArray[np.bool_], list[int]]] = {}
     rows: list[Int64] = []
@@ -93,7 +93,7 @@ def global_tensors(all_columns: Sequence[SaveColumns]) -> tuple[CheckpointIndex,
 
 
 def _differing(columns: SaveColumns, rows: Int64, found: CheckpointIndex) -> Iterator[tuple[int, str]]:
-    """Yield the row, and a description, of each tensor that is another one in ``found``."""
+    """Yield row and description of each tensor that differs in ``found``."""
     same_ndim = columns.ndims == found.ndims[rows]
     differs = ~same_ndim | (columns.dtype_codes != found.dtype_codes[rows])
     chosen = np.flatnonzero(same_ndim)
@@ -114,9 +114,9 @@ def _described(code: int, shape: Sequence[int]) -> str:
 class GlobalObjects:
     """Objects by first appearance.
 
-    ``owners`` is the lowest rank that has each; ``rows[r]`` maps rank r's object rows to rows here.
-    ``mismatches`` describes objects whose known digests differ, or that several ranks have and that cannot be
-    compared.
+    ``owners`` is the lowest rank of each; ``rows[r]`` maps rank r's object rows to rows here.
+    ``mismatches`` describes objects with different digests, or objects of several ranks without comparable
+    state.
     """
 
     fqns: list[str]
@@ -131,7 +131,7 @@ class GlobalObjects:
 
 
 def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) -> GlobalObjects:
-    """Return one table of all ranks' objects."""
+    """Return the table of all ranks' objects."""
     position: dict[str, int] = {}
     tables: dict[tuple[str, ...], tuple[Int64, list[int]]] = {}
     rows_by_rank: list[Int64] = []
@@ -177,7 +177,7 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
 
 
 def describe_sides(values: Sequence[tuple[int, int]]) -> str:
-    """Describe (value, rank) pairs as ``ranks 0, 1 have one value, rank 2 another``."""
+    """Return (value, rank) pairs as text: ``ranks 0, 1 have one value, rank 2 another``."""
     sides: dict[int, list[int]] = defaultdict(list)
     for value, rank in values:
         sides[value].append(rank)
@@ -191,11 +191,11 @@ def describe_sides(values: Sequence[tuple[int, int]]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """The boxes of all ranks, one after the other: rank, row in that rank's columns, global tensor row, box;
-    and what its columns ``item_*`` have.
+    """Boxes of all ranks, concatenated: rank, row in the rank's columns, tensor row, box, and ``item_*``
+    columns.
 
-    The distinct boxes, by tensor and position: those who hold box b are items ``members[member_start[b]:
-    member_start[b + 1]]``, ascending by rank; the ``first`` is one item of each.
+    Distinct boxes are sorted by tensor and position: holders of box b are items ``members[member_start[b]:
+    member_start[b + 1]]``, ascending by rank; ``first`` is one item of each.
     """
 
     ranks: Int64
@@ -218,7 +218,7 @@ class Items:
         return self.members[self.member_start[box] : self.member_start[box + 1]]
 
     def box_text(self, item: int) -> str:
-        """Write a box as ``[0:4, 2:3]``, for messages."""
+        """Return a box as text: ``[0:4, 2:3]``."""
         begin, end = self.box_start[item], self.box_start[item + 1]
         pairs = zip(self.offsets[begin:end].tolist(), self.sizes[begin:end].tolist(), strict=True)
         return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
@@ -227,7 +227,7 @@ class Items:
 def gather_items(
     all_columns: Sequence[SaveColumns], tensors: CheckpointIndex, tensor_rows: Sequence[Int64]
 ) -> Items:
-    """Join the items of all ranks, in rank order."""
+    """Return the items of all ranks, in rank order."""
     own_rows = list(map(attrgetter("item_tensors"), all_columns))
     counts = list(map(len, own_rows))
     mapped = np.concatenate(list(map(np.take, tensor_rows, own_rows)))
@@ -246,8 +246,9 @@ def gather_items(
 
 
 def find_boxes(items: Items, chosen: Int64, tensors: CheckpointIndex, volumes: Int64) -> Items:
-    """Find the distinct boxes of the items ``chosen``, by tensor and then by the box's first element in C
-    order; ``volumes`` are those of the tensors."""
+    """Find the distinct boxes of the items ``chosen``, sorted by tensor and first element; ``volumes`` are
+    those of the tensors.
+    """
     shape_start, shape_values, ndims = tensors.shape_start, tensors.shape_values, tensors.ndims
     strides = np.ones(len(shape_values), np.int64)
     for back in range(2, int(ndims.max(initial=0)) + 1):
@@ -272,14 +273,14 @@ def find_boxes(items: Items, chosen: Int64, tensors: CheckpointIndex, volumes: I
 
 
 MAX_LISTED = 20
-"""Problems named in one message; the rest is counted."""
+"""Maximum number of problems in a message."""
 
 MAX_VOLUME_LOG2 = 60
-"""Elements of one tensor; positions of elements are sort keys of 63 bits."""
+"""Maximum elements of a tensor; positions are sort keys of 63 bits."""
 
 
 def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]]) -> PlanError:
-    """Make one error for everything found; ``mismatches`` are (fqn, description) of replicas that differ."""
+    """Return one error for all problems; ``mismatches`` are (fqn, description) of different replicas."""
     texts = [*problems, *(text for _, text in mismatches)]
     shown = texts[:MAX_LISTED]
     more = f"; and {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
@@ -301,7 +302,7 @@ def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]])
 
 
 def check_volumes(tensors: CheckpointIndex) -> list[str]:
-    """List tensors of more elements than can be counted, which no memory holds."""
+    """Return problems: tensors with more elements than can be counted."""
     logs = np.log2(np.maximum(tensors.shape_values, 1).astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(logs)])
     sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
@@ -315,7 +316,7 @@ def check_volumes(tensors: CheckpointIndex) -> list[str]:
 
 
 def check_kinds(tensors: CheckpointIndex, tensor_rows: Sequence[Int64], objects: GlobalObjects) -> list[str]:
-    """List names that are a tensor on one rank and another value on another."""
+    """Return problems: names of a tensor on one rank and an object on another."""
     problems = []
     both = set(objects.fqns).intersection(tensors.fqns) if objects.fqns else ()
     for fqn in sorted(both, key=tensors.fqns.index):
@@ -331,9 +332,9 @@ def check_kinds(tensors: CheckpointIndex, tensor_rows: Sequence[Int64], objects:
 def check_nesting(
     all_columns: Sequence[SaveColumns], paths: Mapping[str, Path], notes: Sequence[ContainerNote]
 ) -> list[str]:
-    """List names that are a value on one rank and a dict or list on another, which no state can hold.
+    """Return problems: names of a value on one rank and a container on another.
 
-    ``paths`` and ``notes`` are those of all ranks together.
+    ``paths`` and ``notes`` are those of all ranks.
     """
     if len({*map(id, map(attrgetter("planner_data"), all_columns))}) == 1:
         return []
@@ -362,7 +363,7 @@ def check_nesting(
 
 
 def check_bounds(items: Items, tensors: CheckpointIndex) -> tuple[npt.NDArray[np.bool_], list[str]]:
-    """Return (items inside of their tensors, what is wrong with the others)."""
+    """Return (items inside of their tensors, problems of the others)."""
     limits = gather_rows(tensors.shape_values, tensors.shape_start, items.tensors)
     bad = (items.offsets < 0) | (items.sizes < 0) | (items.sizes > limits - items.offsets)
     inside = row_sums(bad.astype(np.int64), items.box_start) == 0
@@ -377,7 +378,7 @@ def check_bounds(items: Items, tensors: CheckpointIndex) -> tuple[npt.NDArray[np
 
 
 def check_boxes(items: Items, tensors: CheckpointIndex, volumes: Int64, *, complete: bool) -> list[str]:
-    """List overlaps of distinct boxes, and, if ``complete``, tensors of which parts are missing."""
+    """Return problems: overlaps of distinct boxes and, if ``complete``, gaps."""
     first, box_tensors = items.first, items.tensors[items.first]
     several = first[np.bincount(box_tensors, minlength=len(tensors.fqns))[box_tensors] > 1]
     problems, overlapped = [], set[int]()
@@ -403,7 +404,7 @@ def check_boxes(items: Items, tensors: CheckpointIndex, volumes: Int64, *, compl
 
 
 def check_replica_digests(items: Items, tensors: CheckpointIndex) -> list[tuple[str, str]]:
-    """List (fqn, description) of boxes whose known digests differ between ranks."""
+    """Return (fqn, description) of boxes with different digests on several ranks."""
     if len(items.members) == len(items.first):
         return []
     digests = items.digests[items.members]
