@@ -224,9 +224,9 @@ def test_hugging_face_recipes_resume_bit_for_bit(tmp_path: Path, script: str, ra
 
 
 def test_every_recipe_is_documented() -> None:
-    """docs/how-to/write-a-training-script.md has each script's command lines, as they stand in the script."""
+    """docs/how-to/write-a-training-script.md has the command lines of each script's docstring."""
     text = (EXAMPLES.parent / "docs/how-to/write-a-training-script.md").read_text()
-    for script in sorted(EXAMPLES.glob("*.py")):
+    for script in sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "command_line.py"}):
         assert f"examples/{script.name}" in text
         docstring = script.read_text().split('"""')[1]
         for line in docstring.splitlines():
