@@ -428,7 +428,7 @@ class Cursor:
         self._change(noted)
 
     def _change(self, change: Callable[[_Content], _Content]) -> None:
-        """Replace the last published fields by ``change`` of them: one request, unless the file has changed."""
+        """Replace the last published fields by ``change`` of them, usually in one request."""
         with self._guard:
             if self._lost is not None:
                 raise self._lost
@@ -443,7 +443,7 @@ class Cursor:
         raise StorageError(f"{self.path} cannot be replaced", path=self.path, op="publish")
 
     def _look_again(self) -> None:
-        """Read the cursor after a conflict, which may come from this process's own publish without an answer."""
+        """Read the cursor after a conflict, which may come from a publish of this process."""
         version, there = self._read()
         mine = self._content["holder"]
         if mine is None or there["holder"] is None or there["holder"].get("token") != mine["token"]:

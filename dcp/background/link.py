@@ -1,8 +1,7 @@
-"""The link between a trainer and its writer process: messages over a Unix socket of packets. No torch.
+"""Connection of a trainer and its writer process: messages over a Unix packet socket. Does not import torch.
 
-A packet is a map of plain data, packed by msgpack, with file descriptors beside it. A long one goes into a
-memory file of which only the descriptor travels, so that sending never waits for the receiver to read: what
-was sent is the kernel's, and outlives the sender.
+A packet is a msgpack map with file descriptors. A long packet is put into a memory file, of which the
+descriptor is sent. Sending never waits for the receiver to read, and sent packets outlive the sender.
 """
 
 from __future__ import annotations
@@ -20,22 +19,21 @@ import msgpack
 LOOPBACK = "127.0.0.1"
 
 _IN_MEMORY = b"\0"
-"""The packet whose body is in the last descriptor; no map is packed to this byte."""
+"""Packet whose body is in the last descriptor; no msgpack map begins with this byte."""
 
 _INLINE_BYTES = 16 << 10
 _LONGEST_BYTES = 1 << 20
 """Of a packet; the kernel's own limit is lower."""
 _MOST_FDS = 16
 _SEND_SECONDS = 10
-"""Time that a send may wait for room: then the receiver has stopped reading, and is as good as dead."""
+"""Longest wait for buffer space; a receiver that stopped reading counts as dead."""
 
 
 class Connection:
-    """One end. Any thread may send, one receives.
+    """One end of a connection. Any thread may send; one thread receives.
 
-    ``peer`` is a descriptor that is readable once the process at the other end has ended (-1 for none). It
-    shows that also where a fork of that process still holds the socket open. The connection owns ``sock`` and
-    ``peer``.
+    ``peer`` is a descriptor that becomes readable when the other process ends (-1 for none), also if a fork
+    of that process holds the socket open. The connection owns ``sock`` and ``peer``.
     """
 
     def __init__(self, sock: socket.socket, peer: int = -1) -> None:
@@ -52,7 +50,7 @@ class Connection:
         data = msgpack.packb(body, unicode_errors="surrogatepass")
         memory = -1
         if len(data) > _INLINE_BYTES:
-            with contextlib.suppress(OSError):  # too many open files: it may fit into a packet
+            with contextlib.suppress(OSError):  # too many open files: try a packet
                 memory = os.memfd_create("dcp-message", os.MFD_CLOEXEC)
         if memory < 0:
             socket.send_fds(self._sock, [data], fds)
@@ -63,22 +61,23 @@ class Connection:
             socket.send_fds(self._sock, [_IN_MEMORY], [*fds, memory])
 
     def offer(self, body: Mapping[str, Any]) -> None:
-        """Send something short that may be lost: it is dropped where it would have to wait."""
+        """Send a short message, or drop it if sending would wait."""
         with contextlib.suppress(OSError):
             self._sock.send(msgpack.packb(body), socket.MSG_DONTWAIT)
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Receive the next message, and its descriptors, to be closed; None once the other end is gone and
-        all that it sent has been received."""
+        """Return the next message with its descriptors, which the caller closes; None after the end of the
+        other process.
+        """
         own = self._sock.fileno()
-        # what it sent before it died may have come between the two looks
+        # a last message may have arrived since the first check
         if own not in dict(self._poll.poll()) and own not in dict(self._poll.poll(0)):
             return None
         try:
             data, fds, flags, _ = socket.recv_fds(
                 self._sock, _LONGEST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionResetError:  # it ended with something unread; what it had sent is behind this error
+        except ConnectionResetError:  # the peer ended with unread messages; its own follow this error
             return self.receive()
         if not data:
             return None
@@ -101,7 +100,7 @@ class Connection:
 
 
 def watch_process(pid: int) -> int:
-    """Open a pidfd of a process, for `Connection`; -1 where there are none (Linux before 5.3, seccomp)."""
+    """Open a pidfd for `Connection`; -1 if unsupported (Linux before 5.3, seccomp)."""
     try:
         return os.pidfd_open(pid)
     except OSError:

@@ -1,11 +1,9 @@
-"""The process that writes in the background: ``python -m dcp.background.main FD PID VERSION RANK
-WORLD_SIZE TIMEOUT_SECONDS``.
+"""Writer process: ``python -m dcp.background.main FD PID VERSION RANK WORLD_SIZE TIMEOUT_SECONDS``.
 
-A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
-finishes the saves which it was given, and ends. SIGTERM, SIGINT and SIGHUP are ignored, and so are SIGUSR1
-and SIGUSR2, by which schedulers give notice: they are meant for the training, which on a signal to all
-processes may have its last save still to give. Nothing here imports torch before the process has lowered its
-priority.
+A trainer starts the process and communicates over the socket FD. After the end of the trainer PID, the
+process finishes its saves and exits. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are ignored, because
+schedulers send them to all processes while the trainer may have a last save. The process lowers its priority
+before it imports torch.
 """
 
 from __future__ import annotations
@@ -23,25 +21,25 @@ from dcp.version import __version__
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve one trainer; returns when all is done."""
+    """Serve one trainer until all saves are done."""
     fd, trainer, version, *others = arguments
     if version != __version__:  # the installed package has been replaced since
         sys.exit(f"the trainer runs dcphub {version}, but {__version__} is installed now: restart it")
     rank, world_size, timeout_seconds = int(others[0]), int(others[1]), float(others[2])
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(10)  # so that training keeps its cores
-    os.set_inheritable(int(fd), False)  # what custom storages start must not hold the connection
+    os.nice(10)  # training has priority
+    os.set_inheritable(int(fd), False)  # subprocesses of custom storages must not inherit the connection
     peer = watch_process(int(trainer))
-    if os.getppid() != int(trainer):  # it has ended since, and its id may be another's by now
-        peer = os.eventfd(1)  # readable, as the pidfd of a process that has ended
+    if os.getppid() != int(trainer):  # the trainer has ended; its id may be reused
+        peer = os.eventfd(1)  # readable, like the pidfd of an ended process
     connection = Connection(socket.socket(fileno=int(fd)), peer)
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,
         format=f"dcp writer process {os.getpid()} of rank {rank}: %(levelname)s: %(message)s",
     )
-    gc.disable()  # what is imported stays: to look through it again and again is an eighth of the start
+    gc.disable()  # collections during the imports take an eighth of the start
     from dcp.background.serving import WriterLoop
 
     gc.freeze()

@@ -1,8 +1,8 @@
-"""The process writer: saves run in a process of their own, which survives the trainer that started it.
+"""Process writer: saves run in a separate process, which survives the trainer.
 
-One writer process by rank, all of them in a group of their own. A save is sent as soon as its state is
-staged: from then on it does not need the trainer. After each save the trainers agree, in a thread of their
-own, how it ended on all ranks, and start all writers anew if one was lost.
+Each rank has one writer process, and these form a group of their own. A save is sent when its state is staged
+and then no longer needs the trainer. After each save, the trainers agree in a thread on the result, and
+restart all writers if one is lost.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOST_VARIABLE = "DCP_WRITER_HOST"
-"""Set on rank 0: the name or address by which other hosts reach it, where what is found out is not right."""
+"""Environment variable on rank 0 with the host name or address for other hosts, if detection fails."""
 
-_CLOSE_SECONDS = 5.0  # that an idle writer may take to end
+_CLOSE_SECONDS = 5.0  # for an idle writer to end
 _BACKLOG = 4096
 _LONGEST_PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a save for one rank.
+    """End of a save on one rank.
 
-    ``died`` says how its writer process ended, if that is why; ``error`` is the data of what was raised
-    otherwise. ``broken``: the writers of this rank are out of step with the others.
+    ``died`` describes the end of a dead writer process; ``error`` is the encoded exception. ``broken``: this
+    rank's writer is out of step with the others.
     """
 
     saved: bool = False
@@ -83,17 +83,17 @@ class Ending:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The error that the writer raised."""
+        """The error raised by the writer."""
         return decode_failure(self.error["own"]) if self.error else None
 
     @property
     def committed(self) -> bool:
-        """Tell whether this rank knows that the checkpoint is committed."""
+        """True if this rank knows of the commit."""
         return self.saved or (self.failure is not None and self.failure.committed)
 
 
 def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
-    """Rebuild the exception that `error_to_data` described in rank ``rank``'s writer."""
+    """Decode an exception of rank ``rank``'s writer, encoded by `error_to_data`."""
     own = decode_failure(data["own"])
     if not data["ranks"]:
         return own
@@ -107,12 +107,11 @@ def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
 def verdict(
     endings: Mapping[int, Ending], rank: int, *, together: bool
 ) -> tuple[BaseException | None, str, bool]:
-    """Judge ``endings`` by rank: the error that ``rank`` raises, if any, the save's id, and whether all
-    writers start anew. Ranks that are not known are left out.
+    """Combine ``endings`` by rank: the error for ``rank``, the save id, and whether to restart all writers.
 
-    A save that all ranks make ``together`` is committed if one of them knows so, whatever befell the others'
-    writers after that; an error of the commit itself, such as of `.metadata`, is raised all the same. A death
-    comes before what it made other ranks raise.
+    Unknown ranks are omitted. A save made ``together`` is committed if one rank knows of the commit, even if
+    other writers died later. An error after the commit, such as of `.metadata`, is raised. A death takes
+    precedence over errors that it caused on other ranks.
     """
     restart = any(ending.died or ending.broken for ending in endings.values())
     own = endings[rank]
@@ -153,23 +152,21 @@ class _SentSave:
     reply: dict[str, Any] = field(default_factory=dict)
 
     def has_ended(self) -> bool:
-        """Tell whether its writer has said so, or is gone."""
+        """Return whether the writer has reported the end or is dead."""
         return self.ending is not None or (self.child is not None and bool(self.child.end))
 
     def abort(self) -> None:
-        """Have its writer call it off, where it has got it."""
+        """Cancel the save in the writer."""
         if self.child is not None:  # else `_send_staged` does so
             self.child.send({"kind": "abort", "serial": self.order.serial})
 
 
 class ProcessWriter:
-    """Carries out saves in one writer process by rank; the interface is that of `ThreadWriter`.
+    """Run saves in one writer process for each rank, with the interface of `ThreadWriter`.
 
-    ``channel`` is the ranks' (None for one rank alone); only its store is used, as a client of its own.
-    ``start`` starts the process now instead of at the first save.
-
-    When the process of a rank dies, the save under way, or the next, fails with WriterProcessError on all
-    ranks, and all get new writers. When trainers die, the writers finish what they were given.
+    Only the store of ``channel`` is used (None for a single rank). ``start`` starts the process at once
+    instead of at the first save. If the process of a rank dies, the current or next save raises
+    WriterProcessError on all ranks, and all writers restart. If trainers die, writers finish their saves.
     """
 
     def __init__(self, channel: Channel | None, *, timeout_seconds: float, start: bool = False) -> None:
@@ -193,7 +190,7 @@ class ProcessWriter:
     # -- called by the trainer -------------------------------------------------------------------------------
 
     def submit(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
-        """Send the save if its state is staged already, else as soon as it is."""
+        """Send the save when its state is staged."""
         save = _SentSave(order, payload, future)
         future.on_abort = save.abort
         with self._changed:
@@ -205,12 +202,12 @@ class ProcessWriter:
         payload.done.add_done_callback(lambda _: self._send_staged())
 
     def close(self, timeout_seconds: float) -> None:
-        """Finish the saves that were submitted, then end the process; kill it when the time is over."""
+        """Finish submitted saves and end the process; kill it after the timeout."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         thread, child = self._thread, self._child
-        # the thread itself drops the session after its last save, and ends now
+        # called in the thread itself, which drops the session after its last save
         if thread is None or child is None or not thread.is_alive() or thread is threading.current_thread():
             return
         thread.join(timeout_seconds)
@@ -230,7 +227,7 @@ class ProcessWriter:
     # -- sending ---------------------------------------------------------------------------------------------
 
     def _send_staged(self) -> None:
-        """Send what is staged and was not sent to the present child, in order."""
+        """Send the staged saves that the present child lacks, in order."""
         with self._sending:
             for position, save in enumerate(list(self._saves)):
                 if save.child is self._child:
@@ -255,7 +252,7 @@ class ProcessWriter:
             if callable(progress := save.order.options.progress):
                 progress(Progress(**body["progress"]))
             return
-        ending = Ending(**body["ending"])  # here, where what cannot be understood ends the process
+        ending = Ending(**body["ending"])  # decode here: an invalid message ends the process
         if ending.error:
             error_from_data(ending.error, self._rank)
         with self._changed:
@@ -274,7 +271,7 @@ class ProcessWriter:
                         return
                     save = self._saves[0]
                 self._finish(save, self._agreed(save, self._ending_of(save)))
-                del save  # it holds the staged copies of foreign stagers
+                del save  # releases staged copies of custom stagers
         finally:
             with self._changed:
                 self._closing = True
@@ -316,8 +313,10 @@ class ProcessWriter:
             child.kill(f"was stopped, because the ranks could not agree on where their writers meet: {error}")
 
     def _read(self, store: Any, key: str, rank: int, deadline: float) -> bytes:
-        """Wait for the value of ``key``, which ``rank`` sets. It polls: a blocking wait would hold the
-        client's lock, which other threads' use of the store needs."""
+        """Wait for the value of ``key``, set by ``rank``, by polling.
+
+        A blocking wait would hold the client's lock, which other threads need.
+        """
         pause = 0.001
         while not store.check([key]):
             if self._closing and not self._saves:
@@ -334,9 +333,10 @@ class ProcessWriter:
         return value
 
     def _ending_of(self, save: _SentSave) -> Ending:
-        """Wait for the end of the save here: by its writer's word or end, or because another rank gave it up.
+        """Wait for the end of a save on this rank: reported, by death of the writer, or given up by another
+        rank.
 
-        Its writer may continue for a while then, because its own waits for a lost rank end soon.
+        In the last case the writer may continue until its own timeout.
         """
         agreeing = agreeing_seconds(save.order.options.timeout_seconds)
         look_seconds, grace_seconds = min(0.5, agreeing / 10), agreeing / 4
@@ -365,11 +365,11 @@ class ProcessWriter:
             return False
         try:
             return bool(self._store.check([self._gave_up_key(save)]))
-        except RuntimeError:  # its host is gone; the writers have a store of their own
+        except RuntimeError:  # the host is gone; writers have their own store
             return False
 
     def _agreed(self, save: _SentSave, ending: Ending) -> dict[int, Ending]:
-        """Give the endings on all ranks; where they cannot agree any more, on this one."""
+        """Return the endings of all ranks; only this rank's if agreement fails."""
         if self._store is None or self._lost or self._agreement is None:
             return {self._rank: ending}
         bound = save.order.options.timeout_seconds
@@ -395,7 +395,7 @@ class ProcessWriter:
         together = save.order.options.use_collectives
         error, save_id, restart = verdict(endings, self._rank, together=together)
         restart = restart and not self._lost and not self._closing
-        is_given_up = False  # by a close whose time was over; its future has ended
+        is_given_up = False  # given up by a close that timed out; the future has ended
         try:
             with self._sending:
                 with self._changed:
@@ -412,7 +412,7 @@ class ProcessWriter:
                 elif self._saves and (following := self._saves[0]).child and not following.released:
                     following.released = True
                     following.child.send({"kind": "go", "serial": following.order.serial})
-        finally:  # whatever fails here is not of this save, which nothing else will end
+        finally:  # a failure here must not leave the future open
             if not is_given_up:
                 _end(save, error, save_id, self._rank)
         if restart:
@@ -428,8 +428,7 @@ class ProcessWriter:
         self._send_staged()
 
     def _give_up_the_rest(self) -> None:
-        """End the futures after a close that was not answered in time, so that no wait for them lasts for
-        ever."""
+        """End the remaining futures after a close that timed out."""
         with self._changed:
             left, self._saves = list(self._saves), deque()
         for save in left:
@@ -488,7 +487,7 @@ def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
 
 
 def _listen(*, is_one_host: bool) -> tuple[str, socket.socket]:
-    """Listen on rank 0 of the group; the name is that by which the other ranks reach it."""
+    """Listen on rank 0; return the name for other ranks and the socket."""
     if is_one_host:
         return LOOPBACK, socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
     host = os.environ.get(HOST_VARIABLE)

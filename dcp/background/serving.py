@@ -1,7 +1,7 @@
-"""Main loop of a writer process: takes saves from its trainer, carries them out in order, reports.
+"""Main loop of a writer process: receive saves, run them in order, report.
 
-The writers of all ranks have a process group of their own, over a key-value store that rank 0's writer hosts:
-they depend on no trainer.
+The writers of all ranks share a process group over a store hosted by rank 0's writer, independent of
+trainers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dcp.storage.errors import CollectiveTimeoutError
 logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 5.0
-"""Time that the host of the writers' store stays for the others, once their trainers are gone."""
+"""Time that the host of the store waits for other writers after the end of their trainers."""
 
 
 class WriterLoop:
@@ -49,11 +49,11 @@ class WriterLoop:
         self._connection = connection
         self._rank, self._world_size, self._timeout_seconds = rank, world_size, timeout_seconds
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._saves: dict[int, dict[str, threading.Event]] = {}  # what the trainer may say: "go", "abort"
+        self._saves: dict[int, dict[str, threading.Event]] = {}  # messages of the trainer: "go", "abort"
         self._alone = False
         self._memory = TrainerMemory()
         self._cache = PlanCache()
-        # where the writers meet, and the socket that listens there, on rank 0
+        # address of the writers' store, and on rank 0 its listening socket
         self._meeting: tuple[tuple[str, int], int | None] | None = None
         self._informed = threading.Event()
         self._joining = threading.Lock()
@@ -62,12 +62,12 @@ class WriterLoop:
         self._failure: CollectiveTimeoutError | None = None
 
     def run(self) -> None:
-        """Serve until the trainer closes or ends; what it has sent by then is finished."""
+        """Serve until the trainer closes or ends, and finish received saves."""
         torch.set_num_threads(1)
         threading.Thread(target=self._receive, name="dcp-writer-receive", daemon=True).start()
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # it holds the staged copy
+            del task  # releases the staged copy
         if self._alone and self._store is not None:
             self._part(self._store)
 
@@ -83,7 +83,7 @@ class WriterLoop:
             self._go_on_alone()
 
     def _go_on_alone(self) -> None:
-        """Carry out the saves received, without a trainer to say that all ranks are ready for them."""
+        """Run the received saves without the trainer's confirmation that all ranks are ready."""
         self._alone = True
         self._is_needed = bool(self._saves)
         self._informed.set()
@@ -120,7 +120,7 @@ class WriterLoop:
         try:
             reply |= self._run(body, fds, abort)
         except BaseException as error:  # noqa: BLE001 - it is reported, and raised in the trainer
-            # the writers may be out of step after an error that ends a save not alike on all
+            # writers may be out of step after different errors
             is_alike = isinstance(error, RankFailedError) and not isinstance(error, CollectiveTimeoutError)
             broken = self._world_size > 1 and not is_alike
             reply["ending"] = {"error": error_to_data(error), "broken": broken}
@@ -134,11 +134,11 @@ class WriterLoop:
             try:
                 self._connection.send(reply)
                 return
-            except BlockingIOError:  # the trainer reads again once its progress callback has returned
+            except BlockingIOError:  # the trainer is busy in its progress callback
                 continue
             except (BrokenPipeError, ConnectionResetError):
                 return
-            except OSError:  # no descriptor is left, and it is too long for a packet
+            except OSError:  # no descriptor left, and too long for a packet
                 if reply.get("metadata") is None:
                     raise
                 reply["metadata"] = None
@@ -146,7 +146,7 @@ class WriterLoop:
     def _run(self, body: dict[str, Any], fds: list[int], abort: threading.Event) -> dict[str, Any]:
         payload: Callable[[], RankState | dict[str, Any]]
         try:
-            # first: the saves to come build on it, whatever becomes of this one
+            # first, because later saves build on it
             payload = self._memory.payload(body, fds)
             if "refused" in body:
                 raise decode_failure(body["refused"])
@@ -179,14 +179,14 @@ class WriterLoop:
     # -- the writers' own group ------------------------------------------------------------------------------
 
     def _join_early(self) -> None:
-        """Join the group while there is nothing else to do; a failure is raised by the next save."""
+        """Join the group while idle; the next save raises a failure."""
         try:
             self._join()
         except CollectiveTimeoutError as error:
             logger.warning("%s", error)
 
     def _join(self) -> None:
-        """Join the group once all trainers have said where it meets, before the first save."""
+        """Join the group before the first save, after all trainers have sent its address."""
         if self._world_size == 1 or self._store is not None:
             return
         if self._failure is not None:
@@ -201,7 +201,7 @@ class WriterLoop:
                     f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
                 )
             address, listener_fd = self._meeting
-            if address[0] == LOOPBACK:  # a host name that does not resolve must not matter then
+            if address[0] == LOOPBACK:  # avoids resolving the host name
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             presence: Presence | None = None
@@ -226,7 +226,7 @@ class WriterLoop:
             self._store = store
 
     def _part(self, store: Store) -> None:
-        """Let the host of the store wait for the others, a while, before it ends without a trainer."""
+        """Wait for other writers before the host of the store ends without a trainer."""
         deadline = time.monotonic() + _FAREWELL_SECONDS
         try:
             gone = store.add("gone", 1)
@@ -238,17 +238,16 @@ class WriterLoop:
 
 
 def _own_store(address: tuple[str, int], listener_fd: int | None, timeout: timedelta) -> Store:
-    """Connect to the writers' store; it is hosted here where ``listener_fd`` is given.
+    """Connect to the writers' store, hosted here with ``listener_fd``.
 
-    Raises ConnectionRefusedError where its host is gone: it listened before anybody knew the address, and
-    the store's client would try again until its timeout.
+    Raises ConnectionRefusedError if the host is dead; torch's client would retry until its timeout.
     """
     if listener_fd is None:
         try:
             socket.create_connection(address, timeout.total_seconds()).close()
         except ConnectionRefusedError:
             raise
-        except OSError as error:  # the client says more of it
+        except OSError as error:  # the client raises a better error
             logger.debug("the writers' store: %s", error)
     return TCPStore(
         *address,

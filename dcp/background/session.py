@@ -1,7 +1,7 @@
-"""A session: what asynchronous saves share, and nothing else may use.
+"""Session: resources of asynchronous saves: a stager, a writer (thread or process), a gloo group and a plan
+cache.
 
-One stager with its host buffers, one writer (thread or process), one gloo group, one plan cache. Two sessions
-share nothing, so that two managers in one process cannot get into each other's way.
+Sessions share nothing, so several managers in one process are independent.
 """
 
 from __future__ import annotations
@@ -52,14 +52,11 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncSession:
-    """Asynchronous saves of one process group, one after the other.
+    """Asynchronous saves of one process group, in order.
 
-    All ranks of the group make the session and its saves alike. ``kind`` says where saves are written: in a
-    thread of this process, or in a process of its own that survives this one. At most ``in_flight`` saves
-    are under way; `save` waits for the oldest then. Collective: the constructor returns when all ranks have
-    come. ``start`` also starts the writer process now rather than at the first save.
-
-    A forked child has none of the threads that work here: the session is its parent's, and closed to it.
+    All ranks of the group make the session and its saves. ``kind`` selects a writer thread or process. At
+    most ``in_flight`` saves run; `save` then waits for the oldest. The constructor is collective. ``start``
+    starts the writer process at once. A forked child has no worker threads; the session is closed there.
     """
 
     ends_at_once = False
@@ -95,11 +92,11 @@ class AsyncSession:
             from dcp.background.process_writer import ProcessWriter
 
             self._worker = ProcessWriter(channel, timeout_seconds=timeout_seconds, start=start)
-        else:  # nothing that refers to this object: it could not be dropped any more
+        else:  # no reference to self, which would keep it alive
             use_dist = channel is not None
             ranks_for = partial(Ranks, use_dist=use_dist, channel=channel, timeout_seconds=timeout_seconds)
             self._worker = ThreadWriter(ranks_for)
-        # A session that is dropped with its process group, unclosed: its thread or process ends by itself.
+        # An unclosed session may be dropped with its group; its thread or process then ends.
         self._finalizer = weakref.finalize(self, self._worker.close, 0.0)
         self._finalizer.atexit = False
         _open_sessions.add(self)
@@ -150,8 +147,7 @@ class AsyncSession:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Fail the save that the other ranks begin with what a rank raises in this block, before its `save`,
-        with that error."""
+        """Raise an exception of this block on all ranks, in the save that they begin."""
         try:
             yield
         except Exception as error:
@@ -159,7 +155,7 @@ class AsyncSession:
             raise
 
     def refuse(self, error: Exception, options: SaveOptions | None = None) -> None:
-        """Fail the save that the other ranks begin with ``options``, if there are others, with ``error``."""
+        """Fail the save that other ranks begin with ``options``, by ``error``."""
         if self.world_size == 1 or self._closed:
             return
         self._wait_until_left(self._in_flight - 1)
@@ -168,7 +164,7 @@ class AsyncSession:
         self._hand_over(order, StagedState.failed(error), SaveFuture("a place that was refused"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
-        """Return ``options`` for the background, where a callback that raises must not fail the save."""
+        """Return ``options`` with callbacks that cannot fail the save."""
         progress = harmless(options.progress) if callable(options.progress) else options.progress
         return replace(options, progress=progress, timeout_seconds=self.timeout_seconds)
 
@@ -181,7 +177,7 @@ class AsyncSession:
                 self._worker.submit(order, payload, future)
             except BaseException as error:
                 payload.release()
-                future.set_exception(error)  # another thread may wait for the end of what it has called off
+                future.set_exception(error)  # another thread may wait for the end of a cancelled save
                 raise
 
     def _stage(
@@ -199,25 +195,26 @@ class AsyncSession:
         if isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage:
             return chosen.stage_local(part(state), overlap=overlap, shared=self._in_process)
         if not self._in_process:
-            self._wait_until_left(0)  # where the stager copies to, and until when that is read, is not known
+            self._wait_until_left(0)  # the target and lifetime of a custom stager's copy are unknown
             return StagedState(_staged_by(chosen, state, part))
-        # what a user's own stager has copied is not where another process can read it
+        # another process cannot read the copy of a custom stager
         staged = _staged_by(chosen, state, part).result(self.timeout_seconds)
         return self._own_stager.stage_local(staged, shared=True)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold ``optimizer.step()`` inside: waits for a staging that overlaps, and holds off the next one."""
+        """Return a context manager for ``optimizer.step()``: waits for an overlapping copy and delays the
+        next one.
+        """
         return self._stager.lock() if isinstance(self._stager, DefaultStager) else nullcontext()
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def under_way(self) -> list[SaveFuture]:
-        """List the saves that have not ended yet."""
+        """List the running saves."""
         return [save for save in list(self._unfinished.values()) if not save.done()]
 
     def wait(self, timeout_seconds: float | None = None, *, left: int = 0) -> bool:
-        """Tell whether all saves but the latest ``left`` have ended, within ``timeout_seconds`` (None: no
-        bound but their own)."""
+        """Wait for all saves but the latest ``left``; return False on timeout."""
         saves = self.under_way()
         return not wait(saves[: max(0, len(saves) - left)], timeout_seconds).not_done
 
@@ -236,10 +233,10 @@ class AsyncSession:
             logger.error("asynchronous save to %s %s: %s", save.checkpoint_id, what, error)
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the saves under way, then give back thread or process, group and memory; idempotent.
+        """Wait for running saves, then release thread or process, group and memory. Idempotent.
 
-        Bounded by ``timeout_seconds`` (the session's own timeout by default). Saves that have not ended by
-        then are called off and reported.
+        Saves that do not end within ``timeout_seconds`` (the session's timeout by default) are cancelled and
+        reported.
         """
         if self._closed:
             return
@@ -259,7 +256,7 @@ class AsyncSession:
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Raise Ctrl-C at the end of the block: all ranks would wait for a save that is handed over by half."""
+    """Delay KeyboardInterrupt to the end of the block, so that a save is handed over completely."""
     former = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(former):
         yield
@@ -277,15 +274,16 @@ def _interrupts_later() -> Iterator[None]:
 def own_channel(
     shared: Ranks, *, manner: Sequence[str] = (), options: Mapping[str, Any] | None = None
 ) -> Channel | None:
-    """Make a gloo group of the ``shared`` ranks, over their store: saves run beside the training's
-    collectives, and two threads that use one group would take each other's messages. None for one rank.
-    Collective."""
+    """Make a gloo group of the ``shared`` ranks over their store; None for one rank. Collective.
+
+    Saves run beside the training's collectives, and two threads must not share a group.
+    """
     begin(shared, lambda: "", manner=manner, options=options)
     if shared.world_size == 1:
         return None
-    # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.
+    # torchrun keeps its store, with addresses of dead workers, when it restarts workers.
     token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
-    # A connection of its own: while training waits for a key (new_group does), its own is busy.
+    # A separate connection: training may block its own, as new_group does.
     store = dist.PrefixStore(f"{shared.key}/{token}", own_client(shared.store))
     rank, world_size = shared.rank, shared.world_size
     return shared.form(
@@ -296,8 +294,7 @@ def own_channel(
 def _staged_by(
     stager: AsyncStager, state: dict[str, Any], then: Callable[[dict[str, Any]], Any]
 ) -> Future[Any]:
-    """Apply ``then`` to the copy that a stager of torch's protocol takes, once that is there and was
-    found to be one."""
+    """Apply ``then`` to the copy of a custom stager, after the copy is complete and checked."""
     samples = sample_state(state)
     done: Future[Any] = Future()
 
@@ -314,7 +311,7 @@ def _staged_by(
         return done
     if stager.should_synchronize_after_execute:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's advice to its own callers
+            warnings.simplefilter("ignore", FutureWarning)  # a warning for direct callers of torch
             stager.synchronize_staging()
     copied: Future[dict[str, Any]] = Future()
     copied.set_result(staged)
@@ -332,7 +329,7 @@ _of_groups: weakref.WeakKeyDictionary[Any, dict[AsyncCheckpointerType, AsyncSess
 _alone: dict[AsyncCheckpointerType, AsyncSession] = {}
 
 _IN_FLIGHT = 2
-"""Plain `async_save` calls that may be under way at once: each has host buffers of its own."""
+"""Maximum number of concurrent `async_save` calls; each has its own host buffers."""
 
 
 def default_session(
@@ -344,7 +341,7 @@ def default_session(
         sessions, group = _alone, None
     else:
         group = process_group if process_group is not None else dist.group.WORLD
-        # what a rank that is no member has for a group cannot be a key, and is refused below
+        # the group of a non-member is not hashable, and refused below
         sessions = _of_groups.setdefault(group, {}) if isinstance(group, dist.ProcessGroup) else {}
     kind = _known_kind(kind, group, sessions)
     session = sessions.get(kind)
@@ -357,8 +354,10 @@ def default_session(
 def _known_kind(
     kind: object, group: ProcessGroup | None, sessions: Mapping[AsyncCheckpointerType, AsyncSession]
 ) -> AsyncCheckpointerType:
-    """Return ``kind``. Raises OptionError for any other value, on the other ranks as well: in the first step
-    of a session that they make, or by the save that they begin with the only one there is."""
+    """Return ``kind``. Raises OptionError for another value, on all ranks.
+
+    The other ranks raise in the first step of a new session, or in the save of the only existing one.
+    """
     try:
         return AsyncCheckpointerType(kind)
     except ValueError as error:
@@ -375,7 +374,7 @@ def _known_kind(
 def _drain_all() -> None:
     for session in list(_open_sessions):
         session.close()
-    # Threads that a hanging storage keeps are given up: concurrent.futures would wait for them without bound.
+    # Abandon threads of a hanging storage; concurrent.futures would wait forever.
     threads: dict[threading.Thread, object] = getattr(concurrent.futures.thread, "_threads_queues", {})
     for thread in list(threads):
         if thread.daemon and thread.name.startswith("dcp"):
@@ -383,11 +382,11 @@ def _drain_all() -> None:
 
 
 _of_parent: list[AsyncSession] = []
-"""Kept, so that a forked child does not run destructors which wait for threads that it does not have."""
+"""Objects kept in a forked child, whose destructors would wait for missing threads."""
 
 
 def _leave_all_to_parent() -> None:
-    # A data loader's worker must not wait for a save of the training's when it ends, nor use its writer.
+    # A data loader's worker must neither wait for the parent's save nor use its writer.
     _of_parent.extend(_open_sessions)
     for session in _of_parent:
         session._closed, session._unfinished = True, {}

@@ -1,12 +1,8 @@
-"""The writer process as its trainer sees it, and saves on their way to it: what to save and where the staged
-state is.
+"""Transfer saves to the writer process: options and the places of the staged state.
 
-Both run the same program, so this is pickle, with three differences: staged tensors stay in shared memory; a
-DTensor goes as its local tensor and the description of its mesh, because process groups stay behind; and
-what the other process could not import is refused here, where the user can still be warned.
-
-What does not change from one save to the next is sent once: the mappings of arenas, and the form of the state
-in each (the views of its layout, its columns).
+Saves are pickled, with three differences: staged tensors stay in shared memory; a DTensor is sent as its
+local tensor and a description of its mesh; objects that the writer cannot import are refused in the trainer.
+Mappings of arenas and the form of the state (views, columns) are sent once.
 """
 
 from __future__ import annotations
@@ -58,10 +54,10 @@ logger = logging.getLogger(__name__)
 _REAP_SECONDS = 5.0
 
 _ENDED = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
-"""Errors of sending to a process that has ended."""
+"""Errors of sending to an ended process."""
 
 _DROPPED = ("TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would tie the writers' group to the trainers' launcher."""
+"""Environment variables that would connect the writers' group to the trainers' launcher."""
 
 _SET = {
     # the cores are the training's
@@ -93,10 +89,10 @@ _UNPICKLABLE = (
 
 
 def pack(value: Any, what: str, arena: HostArena | None = None) -> bytes:
-    """Pack ``value`` for `unpack` in the writer process; ``what`` names it in errors. Of tensors in ``arena``
-    only the places are packed.
+    """Encode ``value`` for `unpack` in the writer process; ``what`` names it in errors. Tensors in ``arena``
+    are encoded by place.
 
-    Raises WriterProcessError for what cannot be pickled, or not be found by name there.
+    Raises WriterProcessError for objects that cannot be pickled or imported there.
     """
     buffer = io.BytesIO()
     try:
@@ -124,7 +120,7 @@ class _Pickler(pickle.Pickler):
             return self._reduce_tensor(obj)
         if isinstance(obj, DeviceMesh):
             return torch_compat.mesh_of_parts, torch_compat.mesh_parts(obj)
-        if isinstance(obj, FileSystemWriter):  # without the state of its last save
+        if isinstance(obj, FileSystemWriter):  # without the state of the last save
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
                 state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
@@ -152,9 +148,9 @@ _memory: ContextVar[torch.Tensor] = ContextVar("memory of the state that is bein
 
 
 def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
-    """Rebuild what `pack` was given; ``memory`` are the bytes of the arena, which its tensors view.
+    """Decode a value of `pack`; ``memory`` has the bytes of the arena.
 
-    Raises WriterProcessError for what this process cannot import or build.
+    Raises WriterProcessError for objects that cannot be imported or built.
     """
     token = _memory.set(torch.empty(0, dtype=torch.uint8, device="cpu") if memory is None else memory)
     try:
@@ -169,7 +165,7 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 
 
 def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
-    """Map the bytes of a memory file; the mapping lasts as long as the tensor and its views."""
+    """Map a memory file; the mapping lasts as long as views of the tensor."""
     return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
 
 
@@ -195,8 +191,7 @@ def _tensor(
 
 @dataclass
 class _Sent:
-    """The number by which the process knows an arena's mapping of a generation, and what was sent of the
-    state in it."""
+    """Number of an arena's mapping in the writer process, and the parts of its state already sent."""
 
     key: int
     generation: int
@@ -205,12 +200,10 @@ class _Sent:
 
 
 class WriterProcess:
-    """A writer process as its trainer sees it, in a session of its own. The constructor starts it, and never
-    raises: a process that cannot start has ended. ``arguments`` are its rank, the world size, and the timeout
-    in seconds.
+    """A writer process, seen from its trainer. The constructor starts it and never raises.
 
-    ``on_message`` gets what it says, in a thread of this object. ``end`` says how it ended, as the rest of a
-    sentence; it is empty before. Then ``changed`` is notified.
+    ``arguments`` are rank, world size and timeout in seconds. ``on_message`` receives messages in a thread of
+    this object. ``end`` describes the end of the process, "" before; then ``changed`` is notified.
     """
 
     def __init__(
@@ -236,7 +229,7 @@ class WriterProcess:
         threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
 
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send it a message; one that has ended, or does not take messages any more, shows by its ``end``."""
+        """Send a message; failures show in ``end``."""
         if self.end:
             return
         try:
@@ -244,17 +237,17 @@ class WriterProcess:
         except BlockingIOError:
             self.kill("did not take messages any more and was killed")
         except OSError as error:
-            if error.errno not in _ENDED:  # its save would never be heard to end
+            if error.errno not in _ENDED:  # otherwise the save would never end
                 self.kill(f"could not be sent a message and was killed: {error}")
 
     def kill(self, because: str) -> None:
-        """Send SIGKILL; ``because`` becomes its ``end``."""
+        """Send SIGKILL and set ``end`` to ``because``."""
         if not self.end:
             self._killed_because = because
             self._process.kill()
 
     def close(self, timeout_seconds: float) -> None:
-        """Have it end, by itself if it does so in time."""
+        """Ask the process to end, and kill it after the timeout."""
         self.send({"kind": "close"})
         with self._changed:
             if not self._changed.wait_for(lambda: self.end, timeout_seconds):
@@ -273,10 +266,10 @@ class WriterProcess:
             self.kill(f"could not be understood and was killed: {type(error).__name__}: {error}")
         try:
             status = self._process.wait(_REAP_SECONDS)
-        except subprocess.TimeoutExpired:  # the connection is closed: it has no business any more
+        except subprocess.TimeoutExpired:  # the connection is closed, so no save can be lost
             self._process.kill()
             status = self._process.wait()
-        self._connection.close()  # before the end is known: who waits for it may look for what is still open
+        self._connection.close()  # close before notifying waiting threads
         self._note_end(self._killed_because or _end_of(status))
 
     def _note_end(self, end: str) -> None:
@@ -287,8 +280,10 @@ class WriterProcess:
     # -- saves -----------------------------------------------------------------------------------------------
 
     def send_save(self, order: Save, payload: StagedState, *, go: bool, place: str) -> None:
-        """Send a save whose ``payload`` is done. What cannot be sent is sent as the save's failure, so that
-        the other ranks learn of it. With ``go`` it may begin when those sent before have ended."""
+        """Send a save with a completed ``payload``. With ``go``, the save may begin after the previous ones.
+
+        A save that cannot be sent is sent as a failure for the other ranks.
+        """
         options, progress = order.options, order.options.progress
         plain = ("use_collectives", "timeout_seconds", "retries", "retry_pause_seconds")
         refused: dict[str, Any] = {
@@ -316,13 +311,13 @@ class WriterProcess:
                 os.close(fd)
 
     def forget(self) -> None:
-        """Send everything with the next save: a save has failed, and with it perhaps the taking in of what
-        it brought."""
+        """Send everything again with the next save, after a failed one."""
         self._arenas.clear()
 
     def _add_part(self, payload: StagedState, body: dict[str, Any]) -> int:
-        """Say in ``body`` what the process does not know yet; returns a memory file with what is of this save
-        alone (it may be larger than the 4 GiB that a message can hold)."""
+        """Add new mappings and forms to ``body``; return a memory file with the rest, which may exceed 4
+        GiB.
+        """
         part = payload.done.result()
         arena, layout = payload.arena, payload.layout
         if arena is None or layout is None or arena.fd is None:
@@ -333,7 +328,7 @@ class WriterProcess:
             known = self._arenas[arena] = _Sent(self._last_key, arena.generation)
             body |= {"mapping": arena.size_bytes, "mapping_fd": arena.fd}
         body["arena"] = known.key
-        # a mapping that the process kept would keep the memory from being freed
+        # the process must drop the mapping to free the memory
         body["keep"] = [
             sent.key
             for each, sent in self._arenas.items()
@@ -355,17 +350,18 @@ class WriterProcess:
 
 
 def _start(fd: int, arguments: Sequence[object]) -> subprocess.Popen[bytes]:
-    """Start the process, in the trainer's environment without what ties a process to its launcher, with the
-    trainer's module search path."""
+    """Start the process with the trainer's environment and module search path, without variables of its
+    launcher.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]  # noqa: PTH100 - "" is cwd
-    # -P: a folder that training happens to run in must not provide modules that it does not provide there
+    # -P: the working directory must not provide modules
     command = [sys.executable or "", "-P", "-m", "dcp.background.main"]
     return subprocess.Popen(
         [*command, *map(str, (fd, os.getpid(), __version__, *arguments))],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
-        start_new_session=True,  # else Ctrl-C and the launcher's signals to the trainer's group reach it
+        start_new_session=True,  # protects from Ctrl-C and from the launcher's signals
         env=kept | _SET | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
     )
 
@@ -381,7 +377,7 @@ def _end_of(status: int) -> str:
 
 
 def _memory_file(fill: Callable[[BinaryIO], object]) -> int:
-    """Make a memory file with what ``fill`` writes to it; the descriptor is the caller's."""
+    """Return the descriptor of a memory file filled by ``fill``; the caller closes it."""
     memory = os.memfd_create("dcp-values", os.MFD_CLOEXEC)
     try:
         with os.fdopen(memory, "wb", closefd=False) as file:
@@ -393,7 +389,7 @@ def _memory_file(fill: Callable[[BinaryIO], object]) -> int:
 
 
 def _same(mine: object, others: object) -> bool:
-    """Tell whether columns are equal, by value."""
+    """Return whether columns are equal by value."""
     if mine is others:
         return True
     if type(mine) is not type(others):
@@ -409,17 +405,18 @@ def _same(mine: object, others: object) -> bool:
 
 
 class TrainerMemory:
-    """The trainer's host arenas as this process sees them, with the form of the state that is staged in each:
-    its tensors, columns and replicated rows."""
+    """Arenas of the trainer in this process, with the staged form of the state: tensors, columns, replicated
+    rows.
+    """
 
     def __init__(self) -> None:
         self._arenas: dict[int, torch.Tensor] = {}
         self._forms: dict[int, tuple[LocalMemory, SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]]] = {}
 
     def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
-        """Take in arenas and forms that came with a save; the result gives its staged state.
+        """Map the arenas and forms of a save; return a function that gives its staged state.
 
-        Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
+        After a failure nothing is kept, so that saves cannot mix.
         """
         try:
             for known in self._arenas.keys() - body.get("keep", self._arenas.keys()):
@@ -451,8 +448,7 @@ class TrainerMemory:
 
 
 def _form(arena: torch.Tensor, data: bytes) -> tuple[LocalMemory, SaveColumns, Any]:
-    """View the tensors of a layout, by their places in ``arena``, dtypes and shapes; and what goes with
-    them."""
+    """Return views of ``arena`` for the tensors of a layout, with their columns and further facts."""
     offsets, dtype_codes, shape_start, shape_values, columns, replicated = pickle.loads(data)
     extents = shape_values.tolist()
     shapes = [tuple(extents[begin:end]) for begin, end in pairwise(shape_start.tolist())]

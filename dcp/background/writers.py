@@ -1,5 +1,4 @@
-"""Background writers carry out saves one after the other, behind the training loop, here in a thread; the
-result of a save is one future that serves both usages of torch's."""
+"""Background writers: run saves in order in a thread; and `SaveFuture`, the result of a save."""
 
 from __future__ import annotations
 
@@ -28,17 +27,15 @@ if TYPE_CHECKING:
 
 
 class SaveFuture(Future[Metadata], AsyncSaveResponse):
-    """An asynchronous save under way.
+    """A running asynchronous save.
 
-    As a future: `result` waits for the commit and gives torch's `Metadata`; it raises what the save raised,
-    on all ranks alike. As torch's `AsyncSaveResponse`: ``staging_completion`` is done when the state may
-    change again (it fails with StagingError if the state changed while it was copied), ``upload_completion``
-    is this future itself.
-
-    `cancel` calls the save off, on all ranks, and says whether it came in time.
+    As a future, `result` waits for the commit and returns torch's `Metadata`, or raises the error of the save
+    on all ranks. As torch's `AsyncSaveResponse`, ``staging_completion`` is done when the state may change
+    (StagingError if the state changed during the copy), and ``upload_completion`` is the future itself.
+    `cancel` cancels the save on all ranks.
     """
 
-    # the base is a dataclass: it would compare futures by value and take their hash away
+    # the base is a dataclass, which compares by value and is not hashable
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -49,11 +46,11 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         self.outcome: SaveOutcome | None = None
         self.abort_event = threading.Event()
         self.on_abort: Callable[[], None] | None = None
-        """Called by `abort`: for a writer that does not see ``abort_event``."""
+        """Function called by `abort`, for a writer in another process."""
 
     @plain_errors
     def result(self, timeout: float | None = None) -> Metadata:
-        """Return torch's `Metadata` once the checkpoint is committed; raises what the save raised."""
+        """Wait for the commit and return torch's `Metadata`, or raise the error of the save."""
         return super().result(timeout)
 
     @property
@@ -67,19 +64,19 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         if error is None:
             self.staging_completion.set_result(None)
         else:
-            shorten(error)  # two frames of the future's are added to it where it is raised
+            shorten(error)  # the future adds two frames when it raises
             self.staging_completion.set_exception(error)
 
     @plain_errors
     def cancel(self) -> bool:
-        """Call the save off, and wait until it has ended; any rank may, from any thread, and again.
+        """Cancel the save and wait for its end. Call it on any rank, from any thread, also repeatedly.
 
         Returns:
-            True if nothing of it is committed or left behind: `result` raises SaveAbortedError, on all ranks.
-            False if it had committed before that, or failed.
+            True if the save left neither a checkpoint nor files; `result` then raises SaveAbortedError on all
+            ranks. False if the save had committed or failed.
 
         Raises:
-            CheckpointError: In a progress callback, which the save waits for: `abort` does not wait.
+            CheckpointError: Called in a progress callback of the save; use `abort`.
         """
         if is_within_callback():
             raise CheckpointError(
@@ -90,19 +87,19 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         return self.cancelled()
 
     def cancelled(self) -> bool:
-        """Tell whether the save was called off, by whichever rank, before it committed."""
+        """Return whether the save was cancelled by any rank before its commit."""
         return self.done() and isinstance(self.exception(), SaveAbortedError)
 
     def abort(self) -> None:
         """Call the save off as `cancel` does, without waiting for the end, for which `exception` waits."""
         self.abort_event.set()
-        on_abort = self.on_abort  # the end of the save, which may come now, takes it away
+        on_abort = self.on_abort  # the end of the save may clear the attribute
         if on_abort is not None:
             on_abort()
 
 
 def own_client(store: Any) -> Any:
-    """Make another connection to the same store, where its kind has that; else the store."""
+    """Return another connection to the store if its class supports it; otherwise the store."""
     try:
         return store.clone()
     except (RuntimeError, NotImplementedError):
@@ -110,13 +107,12 @@ def own_client(store: Any) -> Any:
 
 
 def raise_error(error: Exception, *_: Any) -> NoReturn:
-    """Raise ``error``, in the place of a function that gives something."""
+    """Raise ``error``, as a stand-in for a function."""
     raise error
 
 
 class RefusedWriter(FileSystemWriter):
-    """Stands for what a rank cannot save with: its save takes part in the first step that the other ranks
-    make, and fails there with ``error`` on all of them."""
+    """Writer that fails its save with ``error`` on all ranks, in the first step."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(os.curdir, open_store=partial(raise_error, error))
@@ -126,10 +122,10 @@ class RefusedWriter(FileSystemWriter):
 
 
 class ThreadWriter:
-    """Carries out saves in a thread of the trainer, in the order in which they come, the same on all ranks.
+    """Run saves in a daemon thread, in order.
 
-    It runs as a daemon: a save that hangs must not keep the interpreter from ending once the session's
-    bounded drain is over. ``ranks_for`` makes the ranks of a save, given its abort.
+    A hanging save must not block interpreter exit after the session's timeout. ``ranks_for`` makes the ranks
+    of a save from its abort event.
     """
 
     def __init__(self, ranks_for: Callable[..., Ranks]) -> None:
@@ -141,10 +137,9 @@ class ThreadWriter:
         self._changing = threading.RLock()
 
     def submit(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
-        """Begin a save; returns at once. Staging may still be running.
+        """Queue a save and return. Staging may still be running.
 
-        ``future`` ends with the save, after ``payload`` was released. A payload that fails to be staged
-        fails the save on all ranks.
+        ``future`` ends after ``payload`` is released. A failed staging fails the save on all ranks.
         """
         with self._changing:  # no save may be queued behind the end
             if self._closed:
@@ -155,18 +150,18 @@ class ThreadWriter:
             self._tasks.put(partial(self._carry_out, order, payload, future))
 
     def close(self, timeout_seconds: float) -> None:
-        """Finish the saves that were submitted, then stop; bounded, idempotent."""
+        """Finish queued saves and stop, within the timeout. Idempotent."""
         with self._changing:
             self._closed = True
             self._tasks.put(None)
-        # the thread itself drops the session after its last save
+        # called in the thread itself, which drops the session after its last save
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # it holds the copies of other stagers
+            del task  # releases copies of custom stagers
 
     def _carry_out(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
         def part() -> Any:

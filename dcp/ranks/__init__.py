@@ -1,1 +1,1 @@
-"""Exchanges between ranks: bytes, outcomes, signs of life, and one error for the failures of several ranks."""
+"""Exchanges between ranks: bytes, outcomes, signs of life, and one error for several failures."""

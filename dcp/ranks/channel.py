@@ -236,7 +236,7 @@ class Channel:
 
 
 def _largest_but(root: int, sizes: list[int]) -> int:
-    """Return the padded size of messages, without that of ``root``, which is not sent and may be much longer."""
+    """Return the padded size of messages, without that of ``root``, which may be much longer."""
     return max((size for rank, size in enumerate(sizes) if rank != root), default=0) or 1
 
 

@@ -44,7 +44,7 @@ class SaveFeature(Feature):
         return local
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:
-        """Return a better error for a failed plan of ``parts``, on the coordinator; None to keep the error."""
+        """Return a better error for a failed plan of ``parts``, on the coordinator, or None."""
         return None
 
     def groups(self, local: RankState) -> Int64 | None:

@@ -30,7 +30,7 @@ _MAX_TOLD: Final = 10
 
 
 def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[str, str]) -> None:
-    """Log a warning of values that need a trusted load, and of ``keys`` (type by name) that no load restores."""
+    """Log a warning of values that need a trusted load, and of ``keys`` that no load restores."""
     found = dict[str, str]()
     if not _ATOMS.issuperset(map(type, values)):
         # includes classes registered with torch as safe

@@ -1,7 +1,7 @@
-"""Copies of a state, to be saved while training continues: ``torch.distributed.checkpoint.staging``.
+"""Copy a state to host memory for asynchronous saves: ``torch.distributed.checkpoint.staging``.
 
-`DefaultStager` and `BlockingAsyncStager` are ours, subclasses of torch's of those names; the protocol
-`AsyncStager` and `StagingOptions` are torch's own.
+`DefaultStager` and `BlockingAsyncStager` are dcp's subclasses of torch's classes. `AsyncStager` and
+`StagingOptions` are torch's.
 """
 
 from __future__ import annotations

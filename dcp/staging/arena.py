@@ -1,7 +1,7 @@
-"""Host memory that staged copies live in: one large mapping, kept from save to save.
+"""Host memory for staged copies: one large mapping, reused by saves.
 
-Mappings are made here and not by the `mmap` module, which keeps a second file descriptor of what it maps, and
-refuses to let go of a mapping while a tensor still looks at it.
+Mappings are made by `ctypes`, because the `mmap` module duplicates the file descriptor and refuses to unmap
+while tensors view the memory.
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ class StagingMemoryError(StagingError, MemoryError):
 
 
 class HostArena:
-    """One host mapping that staged tensors are views of.
+    """Host mapping with staged tensors as views. Not thread-safe; one save at a time uses an arena.
 
-    ``private``: memory of this process, which forked children do not see. ``shared``: a memory file without a
-    name, which other processes map through a duplicate of ``fd``; it is gone with the last of them, however
-    they end. ``page_locked`` locks it for the accelerator (a ``shared`` one for CUDA alone).
-
-    Not thread-safe; the stager hands an arena to one save at a time.
+    ``private`` memory belongs to this process, without forked children. ``shared`` memory is an unnamed
+    memory file, which other processes map through a duplicate of ``fd``, and which disappears with the last
+    of them. ``page_locked`` locks the memory for the accelerator (for ``shared``, CUDA only).
     """
 
     def __init__(self, kind: ArenaKind = "private", *, page_locked: bool = False) -> None:
         self.kind: ArenaKind = kind
-        # never unasked: locking would make a CUDA context, in processes that have no other use for one
+        # only on request: locking creates a CUDA context
         self.page_locked = page_locked
         self.size_bytes = 0
         self.generation = 0
@@ -63,7 +61,7 @@ class HostArena:
         """True until the pages of the mapping are touched for the first time."""
         self.fd: int | None = None
         self.layout: Any = None
-        """Views of the mapping that `copies.lay_out` has made the last time."""
+        """The latest views made by `copies.lay_out`."""
         self._memory: _Memory | None = None
         self._close_fd: weakref.finalize[[int, int], HostArena] | None = None
         if kind == "shared":
@@ -75,11 +73,10 @@ class HostArena:
         self.closed = False
 
     def reserve(self, size_bytes: int) -> None:
-        """Have at least ``size_bytes``; nothing happens while they are there already.
+        """Ensure a size of at least ``size_bytes``.
 
-        Growing replaces the mapping and counts ``generation`` up. Tensors that still view the old one stay
-        valid (for ``shared``, of the same memory). Raises StagingMemoryError when the memory is not to be
-        had, and leaves the arena as it was.
+        Growing replaces the mapping and increments ``generation``. Tensors that view the old mapping stay
+        valid. Raises StagingMemoryError, without a change, if memory is short.
         """
         if self.closed:
             raise StagingError("this arena is closed")
@@ -87,11 +84,11 @@ class HostArena:
             return
         size = max(-(-size_bytes // PAGES_BYTES), 1) * PAGES_BYTES
         available = _available_bytes()
-        # the kernel would promise it, and kill the process when it is written
+        # the kernel overcommits, and would kill the process on a write
         if available is not None and size - self.size_bytes > available:
             raise _no_memory(self.kind, size)
         if self.kind != "shared":
-            # dropped first, so that the old and the new pages are not there at once
+            # drop the old pages before allocating new ones
             self._memory, self.size_bytes = None, 0
         self._memory = self._mapped(size)
         self.size_bytes = size
@@ -99,10 +96,9 @@ class HostArena:
         self.is_new = not self.page_locked  # locking touches them
 
     def populate(self, offset: int, size_bytes: int) -> None:
-        """Have the pages of this range, a multiple of pages that may reach beyond the end, at once; from
-        several threads if you like.
+        """Allocate the pages of a range (multiples of pages) at once. Thread-safe.
 
-        Raises StagingMemoryError where they are not to be had. Nothing happens with kernels before 5.14.
+        Raises StagingMemoryError if memory is short. No effect on kernels before 5.14.
         """
         size_bytes = min(size_bytes, self.size_bytes - offset)
         if _libc.madvise(self.address + offset, size_bytes, _MADV_POPULATE_WRITE):
@@ -112,7 +108,7 @@ class HostArena:
 
     @property
     def memory(self) -> _Memory:
-        """The mapping as a buffer; whatever holds it keeps the mapping alive."""
+        """The mapping as a buffer, which keeps the mapping alive."""
         if self._memory is None:
             raise StagingError("this arena is closed" if self.closed else "nothing is reserved in this arena")
         return self._memory
@@ -123,7 +119,7 @@ class HostArena:
         return ctypes.addressof(self.memory)
 
     def close(self) -> None:
-        """Let go of the memory and the descriptor; idempotent. Tensors that view it stay valid."""
+        """Release memory and descriptor. Idempotent. Tensors that view the memory stay valid."""
         self.closed = True
         self.layout = self._memory = None
         self.size_bytes = 0
@@ -132,7 +128,7 @@ class HostArena:
             self.fd = None
 
     def _mapped(self, size_bytes: int) -> _Memory:
-        """Map so much; it is unmapped when the last tensor that views it is gone."""
+        """Map memory that is unmapped with the last view."""
         cuda = torch.cuda.is_available()
         lock, flags = self.page_locked and cuda, mmap.MAP_SHARED
         if self.fd is None and self.page_locked and not cuda:
@@ -151,7 +147,7 @@ class HostArena:
             cause = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             raise _no_memory("mapped", size_bytes) from cause
         if self.fd is None:
-            # After a fork the next staging would copy every page once more, for a child without use for it.
+            # After a fork, the next staging would copy every page for the child.
             _libc.madvise(address, size_bytes, _MADV_DONTFORK)
         if lock:
             # Fewer pages to lock. Otherwise they gain nothing measurable, and the first copy waits for them.
@@ -159,7 +155,7 @@ class HostArena:
             _page_lock(address, size_bytes)
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)
         finalizer = weakref.finalize(memory, _unmap, address, size_bytes, lock, os.getpid())
-        # At exit the kernel does it: until then a thread may still be copying.
+        # At exit the kernel unmaps; until then a thread may be copying.
         finalizer.atexit = False
         return memory
 
@@ -176,8 +172,9 @@ def _no_memory(kind: str, needed_bytes: int) -> StagingMemoryError:
 
 
 def _page_lock(address: int, size_bytes: int) -> None:
-    """Page-lock exactly what is needed: torch's allocator of pinned memory takes powers of two, and keeps
-    them."""
+    """Page-lock exactly this range; torch's pinned allocator rounds up to powers of two and keeps the
+    memory.
+    """
     status = int(_cuda().cudaHostRegister(address, size_bytes, _PORTABLE))
     if status != 0:
         _libc.munmap(address, size_bytes)
@@ -223,8 +220,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _available_bytes() -> int | None:
-    """Estimate how many bytes can be had before the system kills a process, by the machine and by its control
-    groups (version 2) up to the root, each of which may have a limit; None where it does not say."""
+    """Estimate the available memory of the machine and its control groups (version 2); None if unknown."""
     machine = _fields(Path("/proc/meminfo"))
     known = []
     if "MemAvailable:" in machine:
@@ -237,12 +233,12 @@ def _available_bytes() -> int | None:
 
 
 def _left_in(group: Path) -> int | None:
-    """Return the bytes left in a group; None for one without a limit, and for what is no group."""
+    """Return the bytes left in a control group; None without a limit."""
     limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
     if not limit or not used or not limit[0].isdecimal():
         return None
     stat = _fields(group / "memory.stat")
-    # what files of the disk occupy is given back on demand
+    # the page cache is reclaimable
     reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0)
     return max(0, int(limit[0]) - int(used[0]) + reclaimable)
 

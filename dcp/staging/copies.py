@@ -23,10 +23,9 @@ from dcp.storage.torch_compat import copy_tensors
 
 _ALIGNMENT_BYTES = 64
 _MEMMOVE_FROM_BYTES = 128 << 10
-"""From here on one memmove a tensor costs less than torch's loop, and does not wake torch's own threads."""
+"""Size from which one memmove is faster than torch's loop, and does not wake torch's threads."""
 _TASK_BYTES = 8 << 20
-"""A thread with less to copy is not worth waking; with more, the others would wait for one whose core is
-wanted elsewhere."""
+"""Bytes of one task: enough to be worth waking a thread, and small enough to balance threads."""
 _MAX_THREADS = 8
 """Some cores saturate the memory; more only take them from the training."""
 
@@ -42,11 +41,11 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Views of an arena by source: contiguous, of the sources' shapes and dtypes, the same one for ties.
+    """Contiguous views of an arena by source, of the sources' shapes and dtypes; tied sources share a view.
 
-    ``number`` is another one for every layout made in this process. ``memory`` has the views. ``copied`` are
-    the sources to copy: all but ties of earlier ones and empty ones. ``offsets`` and ``sizes_bytes`` are by
-    source. ``structure`` is all that must be equal for other sources to take the same places.
+    ``number`` is unique in this process. ``copied`` are the sources to copy: neither empty nor tied to an
+    earlier one. ``offsets`` and ``sizes_bytes`` are by source. ``structure`` is equal for sources that fit
+    the same places.
     """
 
     number: int
@@ -59,8 +58,7 @@ class Layout:
 
 
 def lay_out(arena: HostArena, sources: LocalMemory) -> Layout:
-    """Make views of ``arena`` for ``sources``: its last ones where they fit, as they do for saves of one
-    training state."""
+    """Return views of ``arena`` for ``sources``, reusing the latest layout if it fits."""
     first = _first_of_ties(sources)
     unnamed = np.flatnonzero(sources.dtype_codes == 0).tolist()
     dtypes = [sources.tensors[row].dtype for row in unnamed]
@@ -71,7 +69,7 @@ def lay_out(arena: HostArena, sources: LocalMemory) -> Layout:
         or known.generation != arena.generation
         or not all(itertools.starmap(np.array_equal, zip(structure, known.structure, strict=True)))
     ):
-        known = arena.layout = None  # its views would keep the old mapping
+        known = arena.layout = None  # old views would keep the old mapping
         known = arena.layout = _layout(structure, first, sources.tensors, arena)
     return known
 
@@ -86,9 +84,9 @@ def _layout(
     arena.reserve(int(padded.sum()))
     memory, starts, same = cast(bytearray, arena.memory), offsets.tolist(), first.tolist()
     views: list[torch.Tensor] = []
-    with torch.inference_mode(False):  # else the next save could not write to them outside of that mode
+    with torch.inference_mode(False):  # inference tensors could not be written later
         for number, source in enumerate(sources):
-            # each with a storage of its own, so that pickling or saving one takes no more than its bytes
+            # separate storages, so that pickling a view stores its bytes only
             if same[number] != number:
                 views.append(views[same[number]])
             elif source.numel() == 0:
@@ -102,8 +100,7 @@ def _layout(
 
 
 def _first_of_ties(sources: LocalMemory) -> Int64:
-    """Return by source the number of the first that is the same memory read the same way: equal address,
-    dtype, shape and strides."""
+    """Return for each source the first source with equal address, dtype, shape and strides."""
     pointers, tensors = sources.pointers.copy(), sources.tensors
     for row in np.flatnonzero(~sources.is_plain).tolist():
         pointers[row] = tensors[row].data_ptr()
@@ -125,9 +122,9 @@ def _first_of_ties(sources: LocalMemory) -> Int64:
 
 
 class Copier:
-    """Threads and device streams of one stager, and the guard of what it copies.
+    """Threads and device streams of one stager, and the guard of its copies.
 
-    ``threads`` is by default this process's share of the cores it may run on, eight at most.
+    ``threads`` defaults to this process's share of the available cores, at most eight.
     """
 
     def __init__(self, guard: Guard, threads: int | None) -> None:
@@ -146,10 +143,7 @@ class Copier:
         self.streams.clear()
 
     def run(self, tasks: Sequence[Callable[[], object]], most: int = _MAX_THREADS) -> None:
-        """Do them all, each of ``most`` threads the next one when it has time; the first failure ends it.
-
-        Nothing is under way any more when this returns, whatever happens.
-        """
+        """Run tasks in up to ``most`` threads; stop at the first failure. All tasks have ended on return."""
         left = iter(list(tasks))
 
         def work() -> None:
@@ -169,10 +163,10 @@ class Copier:
 
 
 class Copying:
-    """A copy of ``sources`` to ``arena``, begun by the thread that computes, which looks at the sources and
-    makes room; `run` copies, in this or in another thread.
+    """Copy of ``sources`` to ``arena``. The constructor samples the sources and reserves memory; `run` may
+    run in another thread.
 
-    It keeps the sources until it is dropped, so that their memory is not handed out again.
+    References to the sources are kept until the object is dropped.
     """
 
     def __init__(self, copier: Copier, arena: HostArena, sources: LocalMemory) -> None:
@@ -185,14 +179,14 @@ class Copying:
             near[row] = sources.tensors[row].is_cpu
         self._here = layout.copied[near[layout.copied]]
         self._elsewhere = layout.copied[~near[layout.copied]].tolist()
-        # by device, when what was queued before this copy is done
+        # events by device for work queued before this copy
         self._ready: dict[torch.device, torch.Event] = {}
         for device in {sources.tensors[row].device for row in self._elsewhere}:
             self._ready[device] = torch.Event(device=device)
             self._ready[device].record(torch.accelerator.current_stream(device))
 
     def run(self) -> list[int]:
-        """Copy; returns the numbers of the sources whose copies are not what they were at the beginning."""
+        """Copy; return the numbers of sources whose copies differ from the samples."""
         copier, arena = self._copier, self._arena
         if arena.is_new:  # the copy would get each page by a fault
             step = max(_TASK_BYTES, arena.size_bytes // copier.threads // 8) // PAGES_BYTES * PAGES_BYTES
@@ -226,8 +220,9 @@ class Copying:
         self._copier.run(tasks, int(sizes.sum()) // _TASK_BYTES)
 
     def _queue(self, device: torch.device, ready: torch.Event) -> torch.Event:
-        """Queue the copies from ``device`` on a stream of their own, behind ``ready``; kernels of other
-        streams run on. Returns what happens when they are on the host."""
+        """Queue the copies from ``device`` on a separate stream after ``ready``; return an event for their
+        completion.
+        """
         streams = self._copier.streams
         stream = streams.get(device)
         if stream is None:

@@ -1,8 +1,7 @@
-"""The guard of staging: what was copied is what the state was when its copy was asked for.
+"""Guard of staging: detect copies that differ from the state at the time of the request.
 
-Samples of the sources are taken before they are copied, and compared with the copies after. So a state that
-changed meanwhile (another thread, an overlapped staging, device work in flight) and a copy that is an old one
-are found, and named.
+Samples of the sources are compared with the copies. This finds a state that changed during the copy (by
+another thread, an overlapped copy or running device work), and stale copies.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _MIN_WORDS, _MAX_WORDS = 3, 16
 _WHOLE_ELEMENTS = 8
 """Tensors of no more elements are looked at whole."""
 _BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""Elements as bits, so that types which torch cannot gather are read as well."""
+"""Unsigned dtypes by element size, to read dtypes that torch cannot gather."""
 _GOLDEN = 0.6180339887498949
 
 
@@ -50,11 +49,10 @@ _GOLDEN = 0.6180339887498949
 
 
 def sampled(memory: LocalMemory, guard: Guard, serial: int = 0) -> Callable[[LocalMemory], list[int]]:
-    """Look at some bytes of each tensor (strided, of any device), or at all of them, to compare copies with.
+    """Sample some bytes of each tensor (strided, on any device), or all bytes, for a later comparison.
 
-    The result returns the numbers of the tensors whose copies are not what was seen; shapes and dtypes must
-    be equal. What is read of a device may still be on its way: nothing waits for it before that. ``serial``
-    moves the sampled places, so that the next save looks elsewhere.
+    The result is a function from copies, with equal shapes and dtypes, to the numbers of differing tensors.
+    Device samples are transferred without waiting. ``serial`` shifts the sampled places between saves.
     """
     if guard == "off":
         return lambda copies: []
@@ -83,15 +81,16 @@ def _checksums(memory: LocalMemory) -> Callable[[], npt.NDArray[np.generic]]:
 
 
 class _Words:
-    """Some neighbouring elements, eight bytes where they are small, at regular steps in C order: by tensor,
-    ``counts`` words of ``lengths`` elements at ``begins``, ``begins + steps``, ...; and by word its tensor
-    (``rows``) and where it begins. Tensors of few elements are looked at whole; ``serial`` shifts the words.
+    """Sampled words of neighbouring elements, at regular steps in C order.
+
+    Tensor i has ``counts`` words of ``lengths`` elements at ``begins + k * steps``. ``rows`` is the tensor of
+    each word. Small tensors are sampled completely. ``serial`` shifts the words.
     """
 
     def __init__(self, memory: LocalMemory, serial: int) -> None:
         numels, count = memory.volumes, len(memory.tensors)
         self.itemsizes = sizes = itemsizes(memory.dtype_codes)
-        for row in np.flatnonzero(sizes == 0).tolist():  # of a dtype that no checkpoint has
+        for row in np.flatnonzero(sizes == 0).tolist():  # dtypes outside of the format
             sizes[row] = memory.tensors[row].itemsize
         most = int(np.clip(_WORDS_IN_ALL // max(1, count), _MIN_WORDS, _MAX_WORDS))
         few = numels <= _WHOLE_ELEMENTS
@@ -114,7 +113,7 @@ class _Words:
             chosen = np.flatnonzero((widths == width)[self.rows] & memory.is_plain[self.rows])
             if len(chosen) and width == _WORD_BYTES:
                 base, last = int(addresses[chosen].min()), int(addresses[chosen].max())
-                # a word at every byte: this array is never read but where it is asked for
+                # a word for every byte; read lazily
                 near = np.ndarray((last - base + 1,), np.uint64, view(base, last - base + 8), strides=(1,))
                 words[chosen] = near[addresses[chosen] - base]
             elif len(chosen):
@@ -135,8 +134,9 @@ class _Words:
     def _gather(
         self, memory: LocalMemory, rows: Sequence[int], words: npt.NDArray[np.uint64]
     ) -> Callable[[], None]:
-        """Begin to bring the words of strided or device tensors (of one device and width) to the host, in one
-        transfer; the result waits for it and enters them in ``words``."""
+        """Start one transfer of words of strided or device tensors (one device and width); return a function
+        that waits and stores them in ``words``.
+        """
         with torch.no_grad():
             joined = torch.cat([self._elements(memory.tensors[row], row) for row in rows])
         first = starts(self.counts)
@@ -157,7 +157,7 @@ class _Words:
         return enter
 
     def _elements(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """Gather the elements of a tensor's words, one after the other, on its device."""
+        """Gather the elements of a tensor's words on its device."""
         tensor = tensor.detach().resolve_conj().resolve_neg().view(_BIT_PATTERNS[tensor.itemsize])
         count, length = int(self.counts[row]), int(self.lengths[row])
         begin, step = int(self.begins[row]), int(self.steps[row])
@@ -176,13 +176,13 @@ def _bytes_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
 
 
 _Samples = tuple[list[str], LocalMemory, Callable[[LocalMemory], list[int]]]
-"""The sources of a state by name, a name for each of its parts; and those whose copies differ."""
+"""Sources of a state by name, and the function to compare copies."""
 
 
 def sample_state(state_dict: Mapping[str, Any], guard: Guard = "sampled") -> _Samples:
-    """Look at the tensors of a state dict, before a stager of any kind is asked to copy it.
+    """Sample the tensors of a state dict before a stager of any kind copies it.
 
-    Tensors without strided memory of their own (sparse, quantized, of unknown subclasses) are passed over.
+    Tensors without strided memory (sparse, quantized, unknown subclasses) are skipped.
     """
     fqns, sources = _sources(state_dict)
     memory = LocalMemory.of(sources)
@@ -192,10 +192,9 @@ def sample_state(state_dict: Mapping[str, Any], guard: Guard = "sampled") -> _Sa
 def check_staged(
     state_dict: Mapping[str, Any], staged_state_dict: Mapping[str, Any], samples: _Samples
 ) -> None:
-    """Raise StagingError unless the staged state dict is a true copy of what ``samples`` saw.
+    """Raise StagingError unless the staged state dict is a true copy of the sampled state.
 
-    Every tensor of ``state_dict`` must be there, with its shape and dtype, in memory that no tensor of the
-    state has, and with the bytes that were seen.
+    Every tensor must be present with its shape, dtype and sampled bytes, in separate memory.
     """
     fqns, memory, differing = samples
     by_name: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -229,7 +228,7 @@ def check_staged(
 
 
 def changed_error(fqns: Iterable[str]) -> StagingError:
-    """Make the error that the copies of these tensors are not what the state was."""
+    """Return the error for tensors that changed during the copy."""
     return _error(
         fqns,
         "the staged copies of {count} tensors differ from the state to be saved: {shown}. The state changed "
@@ -239,7 +238,7 @@ def changed_error(fqns: Iterable[str]) -> StagingError:
 
 
 def _error(fqns: Iterable[str], message: str, shown: str = "") -> StagingError:
-    """Make an error of some tensors; ``message`` has places for how many they are, and what is shown."""
+    """Return an error for some tensors; ``message`` has fields for their number and names."""
     names = list(dict.fromkeys(fqns))
     text = message.format(count=len(names), shown=shown or listed(names, most=_MAX_NAMED))
     return StagingError(text, fqns=names[:_MAX_NAMED], count=len(names))
@@ -258,8 +257,7 @@ def _misfit(source: torch.Tensor, copy: torch.Tensor | None) -> str:
 
 
 def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
-    """Return (names, plain local tensors) of all that can be looked at; a name comes once for each of its
-    parts."""
+    """Return names and plain local tensors for sampling; a name repeats for each part."""
     cache: SpecCache = {}
     found: list[tuple[str, torch.Tensor]] = []
     for fqn, value in flatten_sharded(flatten(state_dict).values).items():
@@ -267,9 +265,9 @@ def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tenso
             continue
         try:
             local = local_tensor(fqn, value, cache)
-        except PlanError:  # other planners may know what to do with it
+        except PlanError:  # custom planners may handle the value
             continue
-        # one local tensor may hold several boxes
+        # a local tensor may have several boxes
         parts = {id(source): source for source in local.sources} if local is not None else {}
         found += [
             (fqn, source)
@@ -280,13 +278,13 @@ def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tenso
 
 
 def _sharing(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> list[int]:
-    """Return the numbers of the copies that overlap any source, on the same device."""
+    """Return the numbers of copies that overlap a source on the same device."""
     shared: list[int] = []
     for device in {copy.device for copy in copies}:
         numbers = np.array([number for number, copy in enumerate(copies) if copy.device == device])
         begins, ends = _extents([source for source in sources if source.device == device])
         order = np.argsort(begins)
-        # of all sources that begin before a copy ends, does one end after it begins?
+        # overlap: a source begins before the copy ends and ends after it begins
         furthest = np.maximum.accumulate(ends[order])
         first, last = _extents([copies[number] for number in numbers.tolist()])
         before = np.searchsorted(begins[order], last, side="left")
@@ -297,7 +295,7 @@ def _sharing(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) ->
 
 
 def _extents(tensors: Sequence[torch.Tensor]) -> tuple[Int64, Int64]:
-    """Return (first, last + 1) addresses that the elements of each tensor occupy."""
+    """Return the first and the end address of each tensor's elements."""
     begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
     reaches = [
         sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,4 +1,4 @@
-"""Stagers: state into host memory that is allocated once, so that training can continue."""
+"""Stagers: copy a state into reused host memory so that training can continue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PLAIN_VALUES = (*_VALUES, torch.Size, torch.dtype, torch.device)
 
 
 class StagingTimeoutError(StagingError, TimeoutError):
-    """Staging waited longer than allowed, for a save that holds the memory or for other copies."""
+    """Staging timed out waiting for memory held by a save or for another copy."""
 
     def __str__(self) -> str:  # OSError would show errno and strerror
         return Exception.__str__(self)
@@ -51,13 +51,11 @@ class StagingTimeoutError(StagingError, TimeoutError):
 
 @dataclass(eq=False)
 class StagedState:
-    """A rank's part of a state, copied or being copied, into an arena by dcp's stager.
+    """State of a rank, copied or being copied into an arena by dcp's stager.
 
-    ``done`` ends when the copies are complete and were found to be true, and gives the part, with
-    StagingError otherwise; ``seconds`` has "staging" from then on. ``local`` is the part with views of the
-    arena for its tensors: on the CPU, contiguous, of the same shapes and dtypes, the same view for ties.
-    ``layout`` has their places in the arena; no other staging of this process has its number, but those with
-    the same arena mapping, places, shapes and dtypes.
+    ``done`` completes with the copied part after the check, or with StagingError; ``seconds`` then has
+    "staging". ``local`` is the part with contiguous CPU views of the arena; tied tensors share a view.
+    ``layout`` has the places in the arena; its number identifies mapping, places, shapes and dtypes.
     """
 
     done: Future[Any] = field(default_factory=Future)
@@ -69,14 +67,15 @@ class StagedState:
 
     @classmethod
     def failed(cls, error: BaseException) -> StagedState:
-        """Make a part that stands for a state that could not be staged, so that the other ranks learn why."""
+        """Return a stand-in for a failed staging, so that other ranks learn the reason."""
         staged = cls()
         staged.done.set_exception(error)
         return staged
 
     def release(self) -> None:
-        """Give the arena back for another save, once nothing is copied into it any more; or drop the copy of
-        another stager. Idempotent, from any thread."""
+        """Return the arena after the copy has ended, or drop the copy of a custom stager. Idempotent,
+        thread-safe.
+        """
         if self.arena is None:
             self.done = Future()
         else:
@@ -84,17 +83,16 @@ class StagedState:
 
 
 class DefaultStager(TorchDefaultStager):
-    """Copies state to host memory that is allocated at the first save and used again by all others.
+    """Copy state to host memory that is allocated by the first save and reused.
 
-    ``config`` is torch's. What needs an accelerator (pinned memory, non-blocking copies, `stage` behind the
-    caller's back) is ignored where there is none, where torch's stager raises. ``guard`` says how the copies
-    are compared with the state: ``sampled`` (some bytes of every tensor), ``full`` (a CRC of all) or ``off``.
-    ``threads`` copy host memory; by default as many as this process has cores for, eight at most.
+    Args:
+        config: torch's `StagingOptions`. Options for accelerators are ignored without one; torch raises.
+        guard: Check of copies: "sampled" (some bytes of every tensor), "full" (a CRC of all bytes) or "off".
+        threads: Threads for copies of host memory; by default the available cores, at most eight.
+        arenas: Maximum number of staged saves, each with its own memory.
 
-    At most ``arenas`` saves are staged at once, each with memory of its own. Any number of copies, or any
-    number of threads that change the state, are under way at a time.
-
-    One thread stages; the others may only release, lock and wait.
+    Either copies or threads that change the state run at a time. One thread stages; other threads may only
+    release, lock and wait.
     """
 
     def __init__(
@@ -105,21 +103,21 @@ class DefaultStager(TorchDefaultStager):
         threads: int | None = None,
         arenas: int = 1,
     ) -> None:
-        # not torch's __init__, which takes threads and streams of its own, and refuses a machine without GPU
+        # skips torch's __init__, which starts threads and requires a GPU
         if arenas < 1:
             raise OptionError(f"a stager needs at least one arena, not {arenas}")
         self._config = config if config is not None else StagingOptions()
         self._copier = Copier(guard, threads)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="dcp-staging")
         self._results: deque[StagedState] = deque()  # of `stage`
-        # where torch's stager works without an accelerator, callers expect the future that it gives them
+        # torch's stager returns a future here, which callers expect
         works_in_torch = torch.accelerator.is_available() or not self._config.use_non_blocking_copy
         self._asynchronous = self._config.use_async_staging and works_in_torch
         self._type_check = False
         self._most = arenas
         self._changed = threading.Condition()
         self._free: list[HostArena] = []
-        self._taken: set[object] = set()  # not the arenas: one that is never given back goes with its views
+        self._taken: set[object] = set()  # turns, not arenas: an unreleased arena is freed with its views
         self._closed = False
         self._copying = 0
         self._changers: list[int] = []
@@ -132,13 +130,13 @@ class DefaultStager(TorchDefaultStager):
         shared: bool = False,
         timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> StagedState:
-        """Copy the tensors of ``local`` into an arena; ``shared``: one that another process can map.
+        """Copy the tensors of ``local`` into an arena; with ``shared``, into memory that another process can
+        map.
 
-        Returns when the copies are complete, or with ``overlap`` at once, and then the state must not change
-        until ``done`` of the result is, or inside of `lock`. Waits for an arena that a former save still has,
-        at most ``timeout_seconds`` (StagingTimeoutError). A copy that is not what the state was is the error
-        of ``done``; StagingMemoryError is raised when the host has not the memory. The oldest result of
-        `stage` gives up its memory for this, where all arenas are such results'.
+        Returns after the copy, or with ``overlap`` at once; the state must then not change until ``done``,
+        except inside `lock`. Waits for an arena up to ``timeout_seconds`` (StagingTimeoutError). Raises
+        StagingMemoryError if memory is short. ``done`` raises an error for a copy that differs. If all arenas
+        belong to results of `stage`, the oldest one is reused.
         """
         if len(self._results) == self._most:
             self._results.popleft().release()
@@ -150,7 +148,7 @@ class DefaultStager(TorchDefaultStager):
             fqns: Callable[[Sequence[int]], list[str]]
             if isinstance(local, RankState):
                 memory, copied, fqns = local.memory, partial(replace, local), partial(_fqns_in, local.columns)
-            else:  # the tree copies what is not strided
+            else:  # the tree copies tensors without strides
                 tree = StateTree(local, type_check=self._type_check)
                 memory, copied, fqns = tree.memory, tree.copied, tree.fqns
             arena = self._arena("shared" if shared else "private", memory)
@@ -173,10 +171,9 @@ class DefaultStager(TorchDefaultStager):
         return staged
 
     def _begin(self, turn: object, timeout_seconds: float) -> None:
-        """Wait until an arena is left for ``turn``, and until nothing changes the state; then keep changers
-        out until `_end_copying`.
+        """Wait for an arena and for the end of changes to the state, and block changes until `_end_copying`.
 
-        Raises StagingError in a thread that is a changer itself: it would wait for ever.
+        Raises StagingError in a thread that holds `lock`, which would deadlock.
         """
         with self._changed:
             if threading.get_ident() in self._changers:
@@ -204,7 +201,7 @@ class DefaultStager(TorchDefaultStager):
             self._taken.add(turn)
 
     def _arena(self, kind: ArenaKind, memory: LocalMemory) -> HostArena:
-        """Take an arena that is free, the one given back last, since its views may fit."""
+        """Return the free arena that was released last, whose views may fit."""
         # page-locked for sources on a device
         pinned = (
             self._config.use_pinned_memory
@@ -255,15 +252,14 @@ class DefaultStager(TorchDefaultStager):
             raise error  # an interrupt is the training thread's, which never sees the result
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any] | Future[dict[str, Any]]:
-        """Copy ``state_dict`` to the CPU, by torch's protocol: the same structure, with DTensors and
-        ShardedTensors in their places, other values copied.
+        """Copy ``state_dict`` to the CPU, by torch's protocol: equal structure, with DTensors and
+        ShardedTensors.
 
-        With an accelerator and ``use_async_staging`` a future of it, and then the state must not change
-        before that is done, or inside of `lock`. Raises StagingError (the future does) where the copy is not
-        what the state was. The result is valid until ``arenas`` further calls, which use its memory again.
-        ``kwargs`` are for torch's signature; nothing reads them.
+        With an accelerator and ``use_async_staging``, returns a future; the state must not change before it
+        is done, except inside `lock`. Raises StagingError if the copy differs. The result stays valid for
+        ``arenas`` further calls. ``kwargs`` are unused.
         """
-        # torch does not say when a copy is not needed any more, so they take turns
+        # torch does not report the end of a copy's use, so arenas rotate
         staged = self.stage_local(state_dict, overlap=self._asynchronous)
         self._results.append(staged)
         if self._asynchronous:
@@ -272,16 +268,17 @@ class DefaultStager(TorchDefaultStager):
         return copied
 
     def synchronize_staging(self) -> None:
-        """Wait for what `stage` has begun."""
+        """Wait for the copies begun by `stage`."""
         if self._results and self._asynchronous:
             self._results[-1].done.result(_TIMEOUT_SECONDS)
 
     @contextmanager
     def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> Iterator[None]:
-        """Hold this while the state changes (around ``optimizer.step()``) where stagings overlap.
+        """Return a context manager to change the state (such as ``optimizer.step()``) with overlapping
+        copies.
 
-        Entering waits for the staging under way, one that `stage_local` has begun before; a further one
-        waits until the block is left. StagingTimeoutError after ``timeout_seconds``.
+        Entering waits for earlier copies; later copies wait for the exit. Raises StagingTimeoutError after
+        ``timeout_seconds``.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._copying, timeout_seconds):
@@ -298,8 +295,9 @@ class DefaultStager(TorchDefaultStager):
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Finish the copies under way, then let go of threads and memory; idempotent. Memory of saves that
-        have not ended is kept until they release it."""
+        """Finish running copies, then release threads and memory. Idempotent. Memory of running saves is kept
+        until released.
+        """
         self._background.shutdown()
         self._copier.close()
         with self._changed:
@@ -312,19 +310,20 @@ class DefaultStager(TorchDefaultStager):
 
 
 def _fqns_in(columns: SaveColumns, numbers: Sequence[int]) -> list[str]:
-    """Return the names of the tensors that lie in these sources."""
+    """Return the names of the tensors in these sources."""
     wrong = np.flatnonzero(np.isin(columns.item_sources, numbers))
     return [columns.fqns[tensor] for tensor in columns.item_tensors[wrong].tolist()]
 
 
 class BlockingAsyncStager(TorchBlockingAsyncStager):
-    """Copies the state dict to the CPU before `stage` returns.
+    """Copy the state dict to the CPU before `stage` returns.
 
-    ``cache_staged_state_dict`` keeps the memory (with an accelerator page-locked) for the next copy, which
-    then overwrites this one. Otherwise each copy has memory of its own, which goes with its tensors.
-    ``type_check`` refuses values other than tensors, numbers, strings, bytes, dicts, lists, tuples.
+    Args:
+        cache_staged_state_dict: Reuse the memory (page-locked with an accelerator) for the next copy, which
+            overwrites this one.
+        type_check: Refuse values other than tensors, numbers, strings, bytes, dicts, lists and tuples.
 
-    A copy that is not what the state was when it was asked for is a StagingError.
+    A copy that differs from the state raises StagingError.
     """
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
@@ -351,7 +350,7 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
         """Do nothing: `stage` has waited."""
 
     def close(self) -> None:
-        """Let go of threads and kept memory; idempotent. Copies that were given out stay valid."""
+        """Release threads and reused memory. Idempotent. Returned copies stay valid."""
         self.state_dict_cache = None
         if self._kept is not None:
             self._kept.close()
@@ -369,7 +368,7 @@ class StateTree:
         self._paths: list[_Path] = []
         self._state_dict = state_dict
         self._type_check = type_check
-        # by id, with the objects, so that no id becomes another's meanwhile
+        # keeps the objects, so that ids stay unique
         self._tensors: dict[int, tuple[_Make, torch.Tensor]] = {}
         self._containers: dict[int, object] = {}
         self._mappings: list[Mapping[Any, Any]] = []  # but dicts: they become dicts, and need not be copyable
@@ -377,11 +376,11 @@ class StateTree:
         self.memory = LocalMemory.of(self._sources)
 
     def copied(self, memory: LocalMemory) -> dict[str, Any]:
-        """Make a deep copy of the state dict with ``memory`` in the places of the sources: DTensors and
-        ShardedTensors are new ones around them, and later changes of other values, attributes of containers
-        among them, do not reach it."""
+        """Return a deep copy of the state dict with ``memory`` for the sources, including new DTensors and
+        ShardedTensors.
+        """
         made: dict[int, Any] = {key: make(memory.tensors) for key, (make, _) in self._tensors.items()}
-        for mapping in reversed(self._mappings):  # inner ones first
+        for mapping in reversed(self._mappings):  # innermost first
             made[id(mapping)] = {key: copy.deepcopy(entry, made) for key, entry in mapping.items()}
         state_dict: dict[str, Any] = copy.deepcopy(self._state_dict, made)
         return state_dict
@@ -418,7 +417,7 @@ class StateTree:
             return self._sharded(path, value)
         if isinstance(value, AsyncCollectiveTensor):
             return self._tensor(path, value.wait())
-        if hasattr(value, "__tensor_flatten__"):  # a subclass that is made of other tensors
+        if hasattr(value, "__tensor_flatten__"):  # a subclass with inner tensors
             names, context = value.__tensor_flatten__()
             inner = {name: self._tensor((*path, name), getattr(value, name)) for name in names}
             cls: Any = type(value)
