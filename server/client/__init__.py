@@ -1,8 +1,8 @@
-"""The typed client of the service: `Client`, `AsyncClient`, types of answers, and one tree of errors.
+"""Typed client of the service: `Client`, `AsyncClient`, answer types, and errors.
 
-`Client` is safe to use from several threads; `AsyncClient` is for asyncio and trio, one loop each.
+`Client` is thread-safe; `AsyncClient` supports asyncio and trio, one event loop each.
 
-It needs httpx (``pip install 'dcphub[catalog]'``) and nothing of the service itself.
+The client needs httpx (``pip install 'dcphub[catalog]'``) and nothing else of the service.
 """
 
 from dcp.server.client.asynchronous import AsyncClient, AsyncPages

@@ -1,4 +1,4 @@
-"""`AsyncClient`: the service from a script, a notebook or a pipeline."""
+"""`AsyncClient`: the service from scripts, notebooks and pipelines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _PAGE_SIZE: Final = 500
 _STREAM_SILENCE_SECONDS: Final = 60.0
-"""The service sends something every 15 seconds."""
+"""Maximum silence of a stream; the service sends data every 15 seconds."""
 _STREAM_FAILURES: Final = 10
 
 
@@ -59,7 +59,7 @@ class AsyncPages(Generic[T]):
                 yield item
 
     async def pages(self) -> AsyncIterator[list[T]]:
-        """Iterate over pages. Where the service searches for long, some are short or empty."""
+        """Iterate over pages. During long searches, pages can be short or empty."""
         cursor: str | None = None
         while True:
             page = await self._fetch(self._call.page(cursor))
@@ -69,7 +69,7 @@ class AsyncPages(Generic[T]):
                 return
 
     async def first(self) -> T | None:
-        """Get the first item, or None of an empty list."""
+        """Get the first item, or None for an empty list."""
         async for item in AsyncPages(self._fetch, replace(self._call, page_size=1)):
             return item
         return None
@@ -86,13 +86,18 @@ class AsyncClient(Operations):
             async for checkpoint in client.checkpoints(run="llama/7", sort="metric:loss"):
                 print(checkpoint.step, checkpoint.metrics)
 
-    ``key`` is by default the environment's ``DCP_CATALOG_KEY``. ``timeout_seconds`` bounds each wait for the
-    network; what fails in passing is tried again, ``retries`` times. ``verify`` and ``transport`` are
-    httpx's. All errors are `dcp.server.client.ClientError`.
+    All errors derive from `dcp.server.client.ClientError`. Options of methods, with their meanings and
+    defaults, are those of the REST API. A change with an ``etag`` is refused if the object has another
+    version. Requests that return a secret are not repeated after sending, because the answer is given only
+    once.
 
-    Options of methods, with their meanings and defaults, are those of the API. Changes with an ``etag`` are
-    made only if the object is still in that version. Requests that return a secret are not repeated once they
-    were sent, because the answer is given only once.
+    Args:
+        url: The address of the service.
+        key: An API key; by default the environment variable ``DCP_CATALOG_KEY``.
+        timeout_seconds: Maximum wait for the network.
+        retries: Repetitions after temporary failures.
+        verify: Passed to httpx.
+        transport: Passed to httpx.
     """
 
     def __init__(
@@ -132,14 +137,17 @@ class AsyncClient(Operations):
     # -- contents and downloads ------------------------------------------------------------------------------
 
     async def diff(self, checkpoint_id: int, before: int, **options: Unpack[models.DiffQuery]) -> models.Diff:
-        """Get the differences from the checkpoint ``before``, by structure and checksums; no tensor is read.
-        With ``basis="values"`` the differences of values that the job "diff" found last."""
+        """Get the differences from the checkpoint ``before`` by structure and checksums, without reading
+        tensors.
+
+        With ``basis="values"``, get the last value differences computed by a "diff" job.
+        """
         params = query(before=before, limit=_PAGE_SIZE, **options)
         call = Call("GET", f"/checkpoints/{checkpoint_id}/diff", with_cursor(models.Diff), params)
         return joined(await self._parts(call))
 
     async def statistics(self, checkpoint_id: int) -> models.Statistics:
-        """Get the statistics of all values that were computed last. Raises NotFoundError before the first
+        """Get the latest statistics of all values. Raises NotFoundError before the first
         `compute_statistics`."""
         path, params = f"/checkpoints/{checkpoint_id}/statistics", query(limit=_PAGE_SIZE)
         return joined(await self._parts(Call("GET", path, with_cursor(models.Statistics), params)))
@@ -156,9 +164,9 @@ class AsyncClient(Operations):
     ) -> Path:
         """Download a checkpoint as one file: ``format`` "safetensors" or "torch".
 
-        ``target`` appears when all of it is there; what came before a failure is kept beside it, and the next
-        call resumes there if the checkpoint is still the same. Raises DownloadError for a download that
-        breaks off again and again, FileExistsError, OSError.
+        ``target`` appears once complete. After a failure the partial file stays beside it, and the next call
+        resumes if the checkpoint is unchanged. Raises DownloadError after repeated interruptions,
+        FileExistsError, OSError.
         """
         call = Call("GET", f"/checkpoints/{checkpoint_id}/download", nothing, query(**options))
         return await self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
@@ -173,7 +181,7 @@ class AsyncClient(Operations):
         overwrite: bool = False,
         on_bytes: OnBytes | None = None,
     ) -> Path:
-        """Download one of the checkpoint's own files; directly from S3 where the service allows that."""
+        """Download an original file of the checkpoint, directly from S3 where allowed."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/files/{segment(name)}", nothing)
         return await self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
 
@@ -186,10 +194,10 @@ class AsyncClient(Operations):
         timeout_seconds: float | None = None,
         on_progress: Callable[[models.Job], None] | None = None,
     ) -> models.Job:
-        """Wait until a job has succeeded.
+        """Wait until a job succeeds.
 
-        Raises JobFailedError, JobCancelledError, and WaitTimeoutError if it has not ended in time (it is not
-        stopped).
+        Raises JobFailedError, JobCancelledError, and WaitTimeoutError on a timeout, which does not stop the
+        job.
         """
         job_id = job if isinstance(job, int) else job.id
         begun, pause = time.monotonic(), 0.0
@@ -205,13 +213,17 @@ class AsyncClient(Operations):
             await anyio.sleep(pause)
 
     def watch(self, job_id: int, *, after_id: int | None = None) -> AsyncIterator[JobEvent]:
-        """Iterate over the events of a job as they happen, from its beginning (or after the event
-        ``after_id``) to its end. A connection that breaks is made again, and no event is missed."""
+        """Iterate over the events of a job, from its beginning (or after the event ``after_id``) to its end.
+
+        Reconnects after interruptions without missing events.
+        """
         return self._watch(Call("GET", f"/jobs/{job_id}/events", nothing), EventStream(after_id))
 
     def watch_jobs(self, *, after_id: int | None = None, scans: bool = False) -> AsyncIterator[JobEvent]:
-        """Iterate over the events of all jobs from now on (or after the event ``after_id``), without end;
-        with ``scans`` also of those that the service makes by itself."""
+        """Iterate over the events of all jobs from now on (or after the event ``after_id``), without end.
+
+        With ``scans`` includes the automatic scans of the service.
+        """
         return self._watch(Call("GET", "/jobs/events", nothing, query(scans=scans)), EventStream(after_id))
 
     # -- answers ---------------------------------------------------------------------------------------------
@@ -223,7 +235,7 @@ class AsyncClient(Operations):
         return AsyncPages(self._send, call)
 
     async def _response(self, call: Call[Any]) -> httpx.Response:
-        """Return the answer, read; that of a passing failure only after the last attempt."""
+        """Return the complete answer; a temporary failure only after the last attempt."""
         request = httpx_request(self._http, call)
         attempt = 0
         while True:
@@ -243,7 +255,7 @@ class AsyncClient(Operations):
             await anyio.sleep(pause)
 
     async def _parts(self, call: Call[tuple[T, str | None]]) -> list[T]:
-        """All pages of an answer that comes in pages."""
+        """Return all pages of a paged answer."""
         found, cursor = await self._send(call)
         parts = [found]
         while cursor is not None:
@@ -279,7 +291,7 @@ class AsyncClient(Operations):
                 await anyio.sleep(pause)
 
     async def _fetch_part(self, call: Call[Any], download: Download) -> Exception | None:
-        """Fetch what one request brings. Returns the failure that ended it."""
+        """Download with one request. Returns the failure, if any."""
         request = httpx_request(self._http, call)
         request.headers.update(download.headers())
         try:
@@ -298,7 +310,7 @@ class AsyncClient(Operations):
 
     @asynccontextmanager
     async def _stream(self, request: httpx.Request) -> AsyncGenerator[httpx.Response]:
-        """Yield an answer as it comes; where the service redirects, from there, without the key."""
+        """Yield an answer as a stream; follows redirects without the key."""
         response = await self._http.send(request, stream=True)
         try:
             if not response.is_redirect:

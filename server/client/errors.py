@@ -1,4 +1,4 @@
-"""Errors of the client: the tree below `ClientError`."""
+"""Errors of the client, all below `ClientError`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ClientError(Exception):
-    """Base of all."""
+    """Base of all errors of the client."""
 
 
 class TransportError(ClientError):
@@ -18,11 +18,11 @@ class TransportError(ClientError):
 
 
 class AnswerError(ClientError):
-    """An answer that this client does not understand, such as one of a proxy."""
+    """An unexpected answer, such as the answer of a proxy."""
 
 
 class ProblemError(ClientError):
-    """A problem document (RFC 9457) of the service. ``extra`` are its further members."""
+    """A problem document (RFC 9457) of the service. ``extra`` has its further members."""
 
     status_code: ClassVar[int | None] = None
 
@@ -70,19 +70,19 @@ class ForbiddenError(ProblemError):
 
 
 class NotFoundError(ProblemError):
-    """No such object, or none that this key may see."""
+    """The object does not exist or is not visible to the key."""
 
     status_code = 404
 
 
 class ConflictError(ProblemError):
-    """Not possible in the present state."""
+    """The current state does not allow the operation."""
 
     status_code = 409
 
 
 class GoneError(ProblemError):
-    """The bytes no longer exist."""
+    """The files no longer exist."""
 
     status_code = 410
 
@@ -124,11 +124,11 @@ class UnavailableError(ProblemError):
 
 
 class DownloadError(ClientError):
-    """An incomplete download. The part is kept, to be resumed."""
+    """An incomplete download. The partial file is kept for resumption."""
 
 
 class JobError(ClientError):
-    """The failed wait for a job; ``job`` is its last state."""
+    """Base of the errors of `wait`; ``job`` is the last known state."""
 
     def __init__(self, message: str, job: Job) -> None:
         super().__init__(message)
@@ -144,7 +144,7 @@ class JobCancelledError(JobError):
 
 
 class WaitTimeoutError(JobError):
-    """The job has not ended in time; it is not stopped."""
+    """The job did not end in time; it continues."""
 
 
 _BY_STATUS: dict[int, type[ProblemError]] = {
@@ -155,7 +155,7 @@ _BY_STATUS: dict[int, type[ProblemError]] = {
 def problem_error(
     status: int, reason: str, document: Any, retry_after_seconds: float | None = None
 ) -> ProblemError:
-    """Return the error of an answer with ``status``; ``document`` is its body as JSON."""
+    """Return the error of an answer with ``status`` and the JSON body ``document``."""
     members = dict(document) if isinstance(document, Mapping) else {}
     title, detail, type_ = (members.pop(name, None) for name in ("title", "detail", "type"))
     members.pop("status", None)

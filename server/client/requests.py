@@ -1,4 +1,4 @@
-"""Requests as values, which both clients send: addresses, headers, retries; and the results of answers."""
+"""Requests as values, shared by both clients: addresses, headers, retries, and parsing of answers."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ Params = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request. ``parse`` makes the result of the JSON of the answer (None if it has no body); with
-    ``is_raw`` of its bytes.
+    """One request. ``parse`` makes the result from the JSON answer (None without a body), or from its bytes
+    with ``is_raw``.
 
-    ``etag``: the version that is to be changed; another one is refused. ``only_reads``: a POST that changes
-    nothing. ``has_secret``: the answer contains a secret, which is given once only.
+    ``etag``: expected version of the object. ``only_reads``: a POST without changes. ``has_secret``: the
+    answer contains a secret, given only once.
     """
 
     method: str
@@ -80,7 +80,7 @@ class Call(Generic[T]):
 
     @property
     def is_repeatable(self) -> bool:
-        """True if it may be sent again although the service may have carried it out."""
+        """True if repeating is safe even if the service has executed the request."""
         return self.etag is None and not self.has_secret
 
     def after(self, cursor: str) -> Call[T]:
@@ -90,7 +90,7 @@ class Call(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """A page, and the cursor of the next one."""
+    """A page with the cursor of the next one."""
 
     items: list[T]
     next_cursor: str | None
@@ -98,7 +98,7 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PagedCall(Generic[T]):
-    """Requests for the pages of a list; with a ``body`` they are POSTs that change nothing."""
+    """Requests for the pages of a list; with a ``body`` they are POSTs without changes."""
 
     page_size: int
     path: str
@@ -117,7 +117,7 @@ class PagedCall(Generic[T]):
 
 
 class _Request(Generic[P, C]):
-    """A method of both clients: a function that makes a request, which the client then sends."""
+    """A method of both clients: a function that makes a request for the client to send."""
 
     def __init__(self, make: Callable[Concatenate[Any, P], C]) -> None:
         self._make = make
@@ -125,7 +125,7 @@ class _Request(Generic[P, C]):
 
     def _bound(self, client: Any, send: Callable[[C], Any]) -> Any:
         make = self._make
-        if client is None:  # for documentation
+        if client is None:  # accessed on the class, for documentation
             return make
 
         def method(*args: P.args, **options: P.kwargs) -> Any:
@@ -135,7 +135,7 @@ class _Request(Generic[P, C]):
 
 
 class Operation(_Request[P, Call[T]]):
-    """A method that sends one request: `AsyncClient` returns its result to be awaited."""
+    """A method that sends one request; `AsyncClient` returns an awaitable."""
 
     @overload
     def __get__(self, client: Client, owner: Any = None) -> Callable[P, T]: ...
@@ -146,7 +146,7 @@ class Operation(_Request[P, Call[T]]):
 
 
 class Listing(_Request[P, PagedCall[T]]):
-    """A method that lists, page by page."""
+    """A method that lists page by page."""
 
     @overload
     def __get__(self, client: Client, owner: Any = None) -> Callable[P, Pages[T]]: ...
@@ -157,7 +157,7 @@ class Listing(_Request[P, PagedCall[T]]):
 
 
 def query(**values: Any) -> Params:
-    """Parameters of a URL: none for None, several for a sequence, times as the API writes them."""
+    """Return URL parameters: None is omitted, sequences repeat, times have the form of the API."""
     return tuple(
         (name, _text_of(each))
         for name, value in values.items()
@@ -177,7 +177,7 @@ def _text_of(value: Any) -> str:
 
 
 def segment(name: str) -> str:
-    """Return a name in the path of a URL; slashes of labels stay."""
+    """Return a name as URL path; slashes in labels stay."""
     return quote(name, safe="/:@+=")
 
 
@@ -190,17 +190,17 @@ def given(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one(kind: type[T]) -> Callable[[Any], T]:
-    """Parse an answer that is one ``kind``."""
+    """Return a parser for one ``kind``."""
     return lambda document: _decode(kind, document)
 
 
 def many(kind: type[T]) -> Callable[[Any], list[T]]:
-    """Parse an answer with all ``items``."""
+    """Return a parser for complete ``items``."""
     return lambda document: [_decode(kind, item) for item in _items(document)]
 
 
 def with_cursor(kind: type[T]) -> Callable[[Any], tuple[T, str | None]]:
-    """Parse an answer that is one page of a ``kind``, with the cursor of the next page."""
+    """Return a parser for a page of a ``kind`` with the next cursor."""
     return lambda document: (_decode(kind, document), _cursor(document))
 
 
@@ -229,7 +229,7 @@ def _decode(kind: type[T], document: Any) -> T:
 
 @cache
 def _decoder(hint: Any) -> _Decoder:
-    """Make values of a type of JSON. Members that a data class does not have are passed over."""
+    """Return a converter from JSON to a type. Unknown members of data classes are ignored."""
     if dataclasses.is_dataclass(hint):
         return _object_decoder(hint)
     origin = get_origin(hint)
@@ -275,7 +275,7 @@ _Listed = TypeVar("_Listed", "models.Diff", "models.Statistics")
 
 _PASSING: Final = frozenset({429, 502, 503, 504})
 _LOST: Final = frozenset({502, 504})
-"""Those of a proxy: the service may have carried the request out."""
+"""Status codes of proxies: the service may have executed the request."""
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 _MAX_PROBLEM_BYTES: Final = 1 << 20
@@ -285,13 +285,13 @@ _BEFORE_SENDING: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTi
 
 
 class RetryPolicy:
-    """Decides whether a request is sent again, at most ``retries`` times."""
+    """Decides on repetitions of a request, at most ``retries``."""
 
     def __init__(self, retries: int) -> None:
         self.retries = retries
 
     def pause_seconds(self, call: Call[Any], attempt: int, failure: Exception) -> float | None:
-        """Seconds to wait before attempt ``attempt`` + 1; None if ``failure`` is to be raised."""
+        """Return the seconds to wait after attempt ``attempt``; None to raise ``failure``."""
         if attempt > self.retries:
             return None
         pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** (attempt - 1))
@@ -309,13 +309,13 @@ class RetryPolicy:
 
 
 def _is_passing(failure: ProblemError) -> bool:
-    # A POST that comes again while its first one is still at work, and is answered as that one afterwards.
+    # The service is still executing the first POST; a later repetition gets its answer.
     is_at_work = failure.status == 409 and failure.extra.get("state") == "working"
     return failure.status in _PASSING or is_at_work
 
 
 def base_url_of(url: str) -> str:
-    """Check a URL of a service. Raises ValueError."""
+    """Return a validated service URL. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not the URL of a service, such as https://host:8470")
@@ -323,7 +323,7 @@ def base_url_of(url: str) -> str:
 
 
 def headers_of(key: str | None) -> dict[str, str]:
-    """Headers of all requests. Raises ValueError for an invalid key, which it does not show."""
+    """Return the headers of all requests. Raises ValueError for an invalid key, without showing it."""
     headers = {"User-Agent": f"dcphub/{__version__}", "Accept": "application/json"}
     if key:
         if not key.isascii() or not key.isprintable():
@@ -333,7 +333,7 @@ def headers_of(key: str | None) -> dict[str, str]:
 
 
 def httpx_request(client: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
-    """Return the request of ``call``; a POST with changes has an idempotency key."""
+    """Return the httpx request of ``call``; a POST with changes gets an idempotency key."""
     headers = {}
     if call.etag is not None:
         headers["If-Match"] = call.etag if call.etag == "*" or call.etag.startswith('"') else f'"{call.etag}"'
@@ -349,7 +349,7 @@ def httpx_request(client: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> 
 
 
 def _plain(value: Any) -> Any:
-    """Any mapping and sequence as JSON has them."""
+    """Convert mappings and sequences to JSON types."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -374,7 +374,7 @@ def parsed(call: Call[T], response: httpx.Response) -> T:
 
 
 def error_of(response: httpx.Response) -> ProblemError:
-    """Return the error of an answer whose body has been read."""
+    """Return the error of a complete answer."""
     try:
         document = json.loads(response.content[:_MAX_PROBLEM_BYTES])
     except ValueError:
@@ -385,7 +385,7 @@ def error_of(response: httpx.Response) -> ProblemError:
 
 
 def transport_error(error: httpx.HTTPError, url: str) -> TransportError:
-    """Return the error of this client for one of httpx."""
+    """Return the client error for an httpx error."""
     return TransportError(f"{url}: {type(error).__name__}: {error}")
 
 
@@ -393,7 +393,7 @@ def transport_error(error: httpx.HTTPError, url: str) -> TransportError:
 
 
 def array_of(data: bytes) -> npt.NDArray[np.generic]:
-    """Return the array of an .npy file; nothing in it is unpickled. Raises AnswerError."""
+    """Return the array of an .npy file without unpickling. Raises AnswerError."""
     import numpy as np
 
     try:
@@ -404,12 +404,12 @@ def array_of(data: bytes) -> npt.NDArray[np.generic]:
 
 
 def joined(pages: Sequence[_Listed]) -> _Listed:
-    """All pages as one, with the tensors of all."""
+    """Join pages, with the tensors of all."""
     return dataclasses.replace(pages[0], tensors=tuple(tensor for page in pages for tensor in page.tensors))
 
 
 def succeeded(job: models.Job) -> models.Job:
-    """Return a job that has ended, if it has succeeded. Raises JobFailedError and JobCancelledError."""
+    """Return an ended job if it succeeded. Raises JobFailedError and JobCancelledError."""
     if job.state == "failed":
         why = job.error.detail if job.error is not None else "no reason is known"
         raise JobFailedError(f"job {job.id} ({job.kind}) failed: {why}", job)
@@ -419,10 +419,10 @@ def succeeded(job: models.Job) -> models.Job:
 
 
 def wait_timeout(job: models.Job, seconds: float) -> WaitTimeoutError:
-    """Return the error for a job that has not ended in time."""
+    """Return the timeout error for a job."""
     return WaitTimeoutError(f"job {job.id} ({job.kind}) is still {job.state} after {seconds:g} s", job)
 
 
 def next_pause(pause_seconds: float) -> float:
-    """Seconds to wait before a job is looked at again."""
+    """Return the seconds until the next poll of a job."""
     return min(_LONGEST_LOOK_SECONDS, max(_FIRST_LOOK_SECONDS, pause_seconds * 1.5))

@@ -1,9 +1,9 @@
-"""Answers that come in parts: events of jobs, and downloads to files.
+"""Streamed answers: events of jobs, and downloads to files.
 
-A download is resumed where it broke off, and visible under its name only when complete. The part is in
-``.NAME.part`` beside the file, with a note of its content. The service announces the size, and the entity tag
-identifies the content. If a checkpoint turns out to be damaged while it is read, the service breaks the
-connection, so that bytes are missing, but never wrong.
+Downloads resume after interruptions and get their final name once complete. The partial file ``.NAME.part``
+has a note of its content beside it. The service announces the size, and the entity tag identifies the
+content. If the service finds damage during reading, it closes the connection: bytes are missing, but never
+wrong.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MAX_EVENT_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """An event of a job. ``kind`` "progress" and "end" come without ``id``; "end" is the last of one job, and
-    "ready" the first of all jobs."""
+    """An event of a job. Events "progress" and "end" have no ``id``; "end" is the last event of a job, and
+    "ready" the first event of a stream of all jobs."""
 
     kind: str
     data: Mapping[str, Any]
@@ -40,8 +40,8 @@ class JobEvent:
 
 @dataclass(slots=True)
 class EventStream:
-    """One stream over several connections. The next one continues after the event ``last_id``; the last event
-    sets ``ended``."""
+    """A stream over several connections. Each connection continues after the event ``last_id``; the last
+    event sets ``ended``."""
 
     last_id: int | None = None
     ended: bool = False
@@ -54,16 +54,16 @@ class EventStream:
     _rest: bytes = b""
 
     def headers(self) -> dict[str, str]:
-        """Headers of the next connection, which begins with a new event."""
+        """Return the headers of the next connection, which starts with a new event."""
         self._forget()
         self._rest = b""
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
         return headers if self.last_id is None else headers | {"Last-Event-ID": str(self.last_id)}
 
     def feed(self, data: bytes) -> list[JobEvent]:
-        """Parse the next bytes into the events that they complete. Raises AnswerError.
+        """Parse bytes, and return the completed events. Raises AnswerError.
 
-        Lines end at line feeds alone, unlike those of `str.splitlines`.
+        Only line feeds end lines, unlike in `str.splitlines`.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_EVENT_BYTES:
@@ -90,7 +90,7 @@ class EventStream:
         return None
 
     def failed(self) -> float:
-        """Count a failed connection. Returns the seconds to wait before the next one."""
+        """Count a failed connection, and return the seconds to wait before the next."""
         self.failures += 1
         return min(_LONGEST_PAUSE_SECONDS, self.pause_seconds * 2.0 ** min(self.failures, 10))
 
@@ -125,7 +125,7 @@ class EventStream:
 
 
 OnBytes = Callable[[int, int], None]
-"""Called with the number of bytes that have come, and of all bytes."""
+"""Callback with the received and the total number of bytes."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (?:([0-9]+)-([0-9]+)|\*)/([0-9]+)")
 _MAX_NOTE_BYTES: Final = 64 << 10
@@ -133,12 +133,15 @@ _BUFFER_BYTES: Final = 1 << 20
 _NO_FOLDER_SYNC: Final = frozenset(
     {errno.EACCES, errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 )
-"""The same as in `dcp.storage.stores.posix.files`, which a client does not import."""
+"""Same as in `dcp.storage.stores.posix.files`, which the client does not import."""
 
 
 class Download:
-    """A download to the file ``target``; a context manager. ``what`` names the content: a part of other
-    content is not resumed. Raises FileExistsError if ``target`` exists and may not be replaced."""
+    """A download to the file ``target``; a context manager.
+
+    ``what`` names the content: partial files of other content are not resumed. Raises FileExistsError for an
+    existing ``target`` that may not be replaced.
+    """
 
     def __init__(
         self,
@@ -164,11 +167,11 @@ class Download:
 
     @property
     def is_whole(self) -> bool:
-        """True once all bytes have come."""
+        """True once complete."""
         return self._total is not None and self._have == self._total
 
     def headers(self) -> dict[str, str]:
-        """Headers of the next request."""
+        """Return the headers of the next request."""
         self._progressed = False
         headers = {"Accept": "application/octet-stream", "Accept-Encoding": "identity"}
         if self._have and self._etag:
@@ -176,9 +179,9 @@ class Download:
         return headers
 
     def begin(self, status_code: int, headers: Mapping[str, str]) -> bool:
-        """Begin an answer. Returns whether its body is wanted; if not, ask again unless it `is_whole`.
+        """Start an answer, and return True if its body is needed; otherwise request again unless `is_whole`.
 
-        Raises AnswerError for an answer without its size.
+        Raises AnswerError for an answer without size.
         """
         if headers.get("content-encoding", "identity") != "identity":
             raise AnswerError(
@@ -188,7 +191,7 @@ class Download:
         match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
         begins, total = (match[1], int(match[3])) if match is not None else (None, None)
         if status_code == 416 and total == self._have == self._total:
-            return False  # all of it had come already
+            return False  # already complete
         goes_on = begins is not None and int(begins) == self._have and etag == self._etag
         if status_code == 206 and goes_on and total == self._total:
             return True
@@ -211,7 +214,7 @@ class Download:
             self._on_bytes(self._have, self._total or self._have)
 
     def broke_off(self) -> bool:
-        """End an incomplete answer. Returns whether it has brought any bytes."""
+        """End an incomplete answer, and return True if it brought any bytes."""
         self._file.flush()
         return self._progressed
 
@@ -223,7 +226,7 @@ class Download:
         )
 
     def finish(self) -> Path:
-        """Give the complete file its name, durably."""
+        """Rename the complete file durably."""
         if not self.is_whole:
             raise self.incomplete("no more")
         self._file.flush()
@@ -241,7 +244,7 @@ class Download:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        if self._have == 0:  # nothing to continue from
+        if self._have == 0:  # nothing to resume
             for path in (self._part, self._note):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -250,7 +253,7 @@ class Download:
         self._file.seek(0)
         self._file.truncate()
         self._have, self._etag, self._total = 0, etag, total
-        # A weak tag says that it means the same, not that the bytes are the same.
+        # A weak tag does not guarantee equal bytes.
         if etag is None or etag.startswith("W/"):
             self._etag = None
             self._note.unlink(missing_ok=True)
@@ -259,7 +262,7 @@ class Download:
         self._note.write_text(json.dumps(note))
 
     def _is_part(self) -> bool:
-        """Return whether a part of this content exists."""
+        """Return True if a partial file of this content exists."""
         try:
             with self._note.open("rb") as file:
                 note = json.loads(file.read(_MAX_NOTE_BYTES))
@@ -276,7 +279,7 @@ class Download:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a name outlast a power cut; some network file systems have no such call."""
+    """Make a rename durable; some network file systems do not support this."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -289,7 +292,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _boot() -> str:
-    """Return the id of this boot: a power loss may leave a part with holes."""
+    """Return the id of this boot: a power loss may leave a partial file with holes."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,5 +1,5 @@
 # Generated from asynchronous.py by `make client`.
-"""`Client`: the service from a script, a notebook or a pipeline."""
+"""`Client`: the service from scripts, notebooks and pipelines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _PAGE_SIZE: Final = 500
 _STREAM_SILENCE_SECONDS: Final = 60.0
-"""The service sends something every 15 seconds."""
+"""Maximum silence of a stream; the service sends data every 15 seconds."""
 _STREAM_FAILURES: Final = 10
 
 
@@ -58,7 +58,7 @@ class Pages(Generic[T]):
             yield from page
 
     def pages(self) -> Iterator[list[T]]:
-        """Iterate over pages. Where the service searches for long, some are short or empty."""
+        """Iterate over pages. During long searches, pages can be short or empty."""
         cursor: str | None = None
         while True:
             page = self._fetch(self._call.page(cursor))
@@ -68,7 +68,7 @@ class Pages(Generic[T]):
                 return
 
     def first(self) -> T | None:
-        """Get the first item, or None of an empty list."""
+        """Get the first item, or None for an empty list."""
         for item in Pages(self._fetch, replace(self._call, page_size=1)):
             return item
         return None
@@ -85,13 +85,18 @@ class Client(Operations):
             for checkpoint in client.checkpoints(run="llama/7", sort="metric:loss"):
                 print(checkpoint.step, checkpoint.metrics)
 
-    ``key`` is by default the environment's ``DCP_CATALOG_KEY``. ``timeout_seconds`` bounds each wait for the
-    network; what fails in passing is tried again, ``retries`` times. ``verify`` and ``transport`` are
-    httpx's. All errors are `dcp.server.client.ClientError`.
+    All errors derive from `dcp.server.client.ClientError`. Options of methods, with their meanings and
+    defaults, are those of the REST API. A change with an ``etag`` is refused if the object has another
+    version. Requests that return a secret are not repeated after sending, because the answer is given only
+    once.
 
-    Options of methods, with their meanings and defaults, are those of the API. Changes with an ``etag`` are
-    made only if the object is still in that version. Requests that return a secret are not repeated once they
-    were sent, because the answer is given only once.
+    Args:
+        url: The address of the service.
+        key: An API key; by default the environment variable ``DCP_CATALOG_KEY``.
+        timeout_seconds: Maximum wait for the network.
+        retries: Repetitions after temporary failures.
+        verify: Passed to httpx.
+        transport: Passed to httpx.
     """
 
     def __init__(
@@ -131,14 +136,17 @@ class Client(Operations):
     # -- contents and downloads ------------------------------------------------------------------------------
 
     def diff(self, checkpoint_id: int, before: int, **options: Unpack[models.DiffQuery]) -> models.Diff:
-        """Get the differences from the checkpoint ``before``, by structure and checksums; no tensor is read.
-        With ``basis="values"`` the differences of values that the job "diff" found last."""
+        """Get the differences from the checkpoint ``before`` by structure and checksums, without reading
+        tensors.
+
+        With ``basis="values"``, get the last value differences computed by a "diff" job.
+        """
         params = query(before=before, limit=_PAGE_SIZE, **options)
         call = Call("GET", f"/checkpoints/{checkpoint_id}/diff", with_cursor(models.Diff), params)
         return joined(self._parts(call))
 
     def statistics(self, checkpoint_id: int) -> models.Statistics:
-        """Get the statistics of all values that were computed last. Raises NotFoundError before the first
+        """Get the latest statistics of all values. Raises NotFoundError before the first
         `compute_statistics`."""
         path, params = f"/checkpoints/{checkpoint_id}/statistics", query(limit=_PAGE_SIZE)
         return joined(self._parts(Call("GET", path, with_cursor(models.Statistics), params)))
@@ -155,9 +163,9 @@ class Client(Operations):
     ) -> Path:
         """Download a checkpoint as one file: ``format`` "safetensors" or "torch".
 
-        ``target`` appears when all of it is there; what came before a failure is kept beside it, and the next
-        call resumes there if the checkpoint is still the same. Raises DownloadError for a download that
-        breaks off again and again, FileExistsError, OSError.
+        ``target`` appears once complete. After a failure the partial file stays beside it, and the next call
+        resumes if the checkpoint is unchanged. Raises DownloadError after repeated interruptions,
+        FileExistsError, OSError.
         """
         call = Call("GET", f"/checkpoints/{checkpoint_id}/download", nothing, query(**options))
         return self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
@@ -172,7 +180,7 @@ class Client(Operations):
         overwrite: bool = False,
         on_bytes: OnBytes | None = None,
     ) -> Path:
-        """Download one of the checkpoint's own files; directly from S3 where the service allows that."""
+        """Download an original file of the checkpoint, directly from S3 where allowed."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/files/{segment(name)}", nothing)
         return self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
 
@@ -185,10 +193,10 @@ class Client(Operations):
         timeout_seconds: float | None = None,
         on_progress: Callable[[models.Job], None] | None = None,
     ) -> models.Job:
-        """Wait until a job has succeeded.
+        """Wait until a job succeeds.
 
-        Raises JobFailedError, JobCancelledError, and WaitTimeoutError if it has not ended in time (it is not
-        stopped).
+        Raises JobFailedError, JobCancelledError, and WaitTimeoutError on a timeout, which does not stop the
+        job.
         """
         job_id = job if isinstance(job, int) else job.id
         begun, pause = time.monotonic(), 0.0
@@ -204,13 +212,17 @@ class Client(Operations):
             time.sleep(pause)
 
     def watch(self, job_id: int, *, after_id: int | None = None) -> Iterator[JobEvent]:
-        """Iterate over the events of a job as they happen, from its beginning (or after the event
-        ``after_id``) to its end. A connection that breaks is made again, and no event is missed."""
+        """Iterate over the events of a job, from its beginning (or after the event ``after_id``) to its end.
+
+        Reconnects after interruptions without missing events.
+        """
         return self._watch(Call("GET", f"/jobs/{job_id}/events", nothing), EventStream(after_id))
 
     def watch_jobs(self, *, after_id: int | None = None, scans: bool = False) -> Iterator[JobEvent]:
-        """Iterate over the events of all jobs from now on (or after the event ``after_id``), without end;
-        with ``scans`` also of those that the service makes by itself."""
+        """Iterate over the events of all jobs from now on (or after the event ``after_id``), without end.
+
+        With ``scans`` includes the automatic scans of the service.
+        """
         return self._watch(Call("GET", "/jobs/events", nothing, query(scans=scans)), EventStream(after_id))
 
     # -- answers ---------------------------------------------------------------------------------------------
@@ -222,7 +234,7 @@ class Client(Operations):
         return Pages(self._send, call)
 
     def _response(self, call: Call[Any]) -> httpx.Response:
-        """Return the answer, read; that of a passing failure only after the last attempt."""
+        """Return the complete answer; a temporary failure only after the last attempt."""
         request = httpx_request(self._http, call)
         attempt = 0
         while True:
@@ -242,7 +254,7 @@ class Client(Operations):
             time.sleep(pause)
 
     def _parts(self, call: Call[tuple[T, str | None]]) -> list[T]:
-        """All pages of an answer that comes in pages."""
+        """Return all pages of a paged answer."""
         found, cursor = self._send(call)
         parts = [found]
         while cursor is not None:
@@ -278,7 +290,7 @@ class Client(Operations):
                 time.sleep(pause)
 
     def _fetch_part(self, call: Call[Any], download: Download) -> Exception | None:
-        """Fetch what one request brings. Returns the failure that ended it."""
+        """Download with one request. Returns the failure, if any."""
         request = httpx_request(self._http, call)
         request.headers.update(download.headers())
         try:
@@ -297,7 +309,7 @@ class Client(Operations):
 
     @contextmanager
     def _stream(self, request: httpx.Request) -> Generator[httpx.Response]:
-        """Yield an answer as it comes; where the service redirects, from there, without the key."""
+        """Yield an answer as a stream; follows redirects without the key."""
         response = self._http.send(request, stream=True)
         try:
             if not response.is_redirect:

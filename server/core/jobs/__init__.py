@@ -1,4 +1,4 @@
-"""Jobs: workers that carry them out, schedules, and who follows what happens to one.
+"""Jobs: ledger, workers, executors, schedules.
 
-The durable record of them is `ledger`, where their steps run `executors`; their kinds are features'.
+`ledger` is the durable record, and `executors` run the phases; features define the kinds.
 """

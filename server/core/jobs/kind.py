@@ -1,19 +1,18 @@
-"""Kinds of jobs: a kind plans a job, does its tasks, publishes and records it.
+"""Kinds of jobs: planning, tasks, publishing and recording of a job.
 
-A job is planned, then its tasks run, in any order and some of them at once, then it is published. These
-three run in a subprocess that may be killed at any instant, without the database, and again if need be:
+A job is planned, then its tasks run in any order and in parallel, then it is published. These three phases
+run in a subprocess without the database, which may be killed at any time and run again:
 
-- `Kind.plan` writes nothing outside of ``context.work_folder``, or under names that follow from
-  ``context.attempt_name``: the ledger knows it before the plan begins, so that `Kind.clear_plans` finds what
-  a lost plan has left.
-- `Kind.run_task` may be repeated, also while an earlier attempt that was believed dead still runs: what it
-  writes must be the same each time, or go to a place that carries ``context.attempt_name``.
-- `Kind.publish` is one atomic step. If it died after that step and before the worker heard of it, it is
-  called again: it must then see that it is done and return the same result.
-- `Kind.discard` clears away what tasks of a cancelled or failed job have left; never what is published.
+- `Kind.plan` writes only in ``context.work_folder``, or under names derived from ``context.attempt_name``.
+  The ledger stores the name before the plan begins, so `Kind.clear_plans` finds leftovers of a lost plan.
+- `Kind.run_task` may be repeated while an earlier attempt still runs: its output must be identical, or go to
+  a place named after ``context.attempt_name``.
+- `Kind.publish` is one atomic step. If the worker misses its end, the step is called again and returns the
+  same result.
+- `Kind.discard` removes the output of tasks of a cancelled or failed job, never published results.
 
-`Kind.prepare` and `Kind.record` run in the worker, with the database: the first says what is known of the
-job's subject before it is planned, the second writes the result, in the transaction that completes the job.
+`Kind.prepare` and `Kind.record` run in the worker with the database: `prepare` reads facts before planning,
+`record` writes the result in the transaction that completes the job.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ __all__ = [
 
 
 class Parameters(Request):
-    """Parameters of a job."""
+    """Base of the parameters of jobs."""
 
     def digest(self) -> str:
-        """Return a digest of the parameters, for keys of jobs of which one at a time is unfinished."""
+        """Return a digest of the parameters for deduplication keys."""
         document = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(document.encode()).hexdigest()[:40]
 
@@ -72,7 +71,7 @@ CheckpointId = Annotated[int, Field(ge=1, le=MAX_ID)]
 PlainText = Annotated[OneLine, Field(min_length=1, max_length=1024)]
 
 Globs = Annotated[tuple[PlainText, ...], Field(min_length=1, max_length=256, strict=False)]
-"""Shell globs on the names of tensors and values, as for `dcp.load`."""
+"""Shell globs of tensor and value names, as in `dcp.load`."""
 
 
 P = TypeVar("P", bound=Parameters)
@@ -94,26 +93,26 @@ _OF_THE_JOB: Final = frozenset(
         errno.EXDEV,
     }
 )
-"""Errors of a name, a file or a call: the same at any time."""
+"""Permanent errors of a name, a file or a call."""
 
 ReportProgress = Callable[[int], None]
-"""Called with the bytes that are done so far, as often as one likes."""
+"""Callback with the bytes done so far; may be called often."""
 
 
 class PermanentJobError(Exception):
-    """Trying again would fail the same way."""
+    """A failure that a repetition cannot fix."""
 
 
 class TransientJobError(Exception):
-    """Worth another attempt."""
+    """A failure that a repetition may fix."""
 
 
 class UnavailableJobError(TransientJobError):
-    """Something that the job needs cannot be reached now."""
+    """A required resource is unreachable."""
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return True if another attempt may help: errors of storage, network and memory, and problems of 5xx."""
+    """Return True if a repetition may help: storage, network and memory errors, and 5xx problems."""
     if isinstance(error, ProblemError):
         return error.status >= 500 or error.status == 429
     if isinstance(error, CheckpointError) and not isinstance(error, StorageError | TimeoutError):
@@ -122,8 +121,10 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def is_environment(error: BaseException) -> bool:
-    """Return True if a machine, a network or a storage is at fault, and not the job or its data: no space,
-    no permission, a storage that is away or does not keep up."""
+    """Return True for faults of a machine, network or storage rather than of the job or its data.
+
+    Examples are missing space or permission, and unreachable or overloaded storage.
+    """
     if isinstance(error, ProblemError):
         if not isinstance(error.__cause__, OSError):
             return error.status in _PASSING_STATUS
@@ -135,23 +136,23 @@ def is_environment(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The context of plan, tasks and publishing, beside their arguments.
+    """The context of planning, tasks and publishing.
 
-    ``work_folder`` is empty, of this attempt alone, and removed after it. ``settings`` come without the
-    database's URL, unless the kind ``needs_database``, and without the settings of other features.
-    ``prepared`` is what `Kind.prepare` returned.
+    ``work_folder`` is an empty folder of this attempt, removed afterwards. ``settings`` exclude the database
+    URL, unless the kind ``needs_database``, and settings of other features. ``prepared`` is the result of
+    `Kind.prepare`.
     """
 
     settings: Settings
     job_id: int
     task_number: int | None
-    attempt_name: str  # differs with each attempt
+    attempt_name: str  # unique per attempt
     work_folder: Path
     prepared: Json = field(default_factory=dict)
 
     @property
     def earlier_attempts(self) -> list[str]:
-        """Names of all attempts at a phase of this job before this one, whatever became of them."""
+        """Return the names of all earlier attempts at a phase of this job."""
         stem, _, fence = self.attempt_name.rpartition("-")
         return [f"{stem}-{number}" for number in range(1, int(fence))]
 
@@ -163,9 +164,9 @@ class JobContext:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """Independent tasks, and what publishing needs beside their results. All of it plain data (JSON).
+    """Independent tasks, and data for publishing, as plain data (JSON).
 
-    ``plan_data["shared"]`` is what every task gets beside its own payload.
+    Every task receives ``plan_data["shared"]`` besides its own payload.
     """
 
     tasks: Sequence[TaskSpec]
@@ -173,36 +174,34 @@ class JobPlan:
 
 
 class Kind(ABC, Generic[P]):
-    """A kind of job. One object of it is in ``kinds`` of a feature."""
+    """A kind of job. A feature lists one object of each kind in ``kinds``."""
 
     name: ClassVar[str]
-    about: ClassVar[str] = ""  # one sentence for users: the work of its jobs
-    scope: ClassVar[Scope]  # what a key needs to submit one
-    button: ClassVar[str] = ""  # on the page of a checkpoint, which is all that the parameters need
+    about: ClassVar[str] = ""  # one sentence for users
+    scope: ClassVar[Scope]  # required scope
+    button: ClassVar[str] = ""  # label on the checkpoint page; the parameters need only the checkpoint
     params: type[P]
-    needs_database: ClassVar[bool] = False  # such tasks are never sent to other machines
+    needs_database: ClassVar[bool] = False  # such tasks stay on this machine
     max_attempts: ClassVar[int] = 3
-    waits: ClassVar[bool] = True  # for what is away; else it fails as for any other reason
-    leaves_plans: ClassVar[bool] = False  # what its plans reserve is outside of the work folder
-    has_own_slot: ClassVar[bool] = False  # one of them runs in each worker beside `concurrency` others
-    feature: str = ""  # its name, set by the feature that has the kind
-    preload: ClassVar[tuple[str, ...]] = ()  # modules that subprocesses need, and the API process does not
+    waits: ClassVar[bool] = True  # wait for unreachable resources instead of failing
+    leaves_plans: ClassVar[bool] = False  # plans reserve resources outside of the work folder
+    has_own_slot: ClassVar[bool] = False  # one runs per worker in addition to `concurrency`
+    feature: str = ""  # set by the feature
+    preload: ClassVar[tuple[str, ...]] = ()  # modules for subprocesses only
 
     @classmethod
     def dedup_key(cls, params: P) -> str:
-        """Return the key of a job with ``params``: while one is unfinished, another with the same key joins
-        it."""
+        """Return the key for deduplication: an unfinished job with the same key is joined."""
         return f"{cls.name}:{params.digest()}"
 
     @classmethod
     def result_key(cls, params: P) -> str:
-        """Return the key of the last result: a page with ``params`` shows the newest of the jobs that have
-        it."""
+        """Return the key of the result: pages show the newest job with the key."""
         return cls.dedup_key(params)
 
     @classmethod
     def new_job(cls, params: P, created_by: str, **more: Any) -> JobSpec:
-        """Return a job with ``params``. ``more`` are other fields of `JobSpec`."""
+        """Return a job with ``params``; ``more`` are further fields of `JobSpec`."""
         return JobSpec(
             kind=cls.name,
             params=params.model_dump(mode="json"),
@@ -215,14 +214,13 @@ class Kind(ABC, Generic[P]):
 
     @abstractmethod
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
-        """Return the job for ``params``, ready for the ledger, if ``caller`` may see and change what they
-        name.
+        """Return the job for ``params`` if ``caller`` may see and change the named objects.
 
-        Raises ProblemError, as a request would: NotFoundError for what the key may not see.
+        Raises ProblemError like a request, such as NotFoundError for invisible objects.
         """
 
     def prepare(self, connection: Connection, params: P) -> Json:
-        """Facts from the catalog that planning needs. Only reads."""
+        """Read facts of the catalog for planning."""
         return {}
 
     @abstractmethod
@@ -231,22 +229,24 @@ class Kind(ABC, Generic[P]):
 
     @abstractmethod
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """Do one task; the result is plain data."""
+        """Run one task, and return plain data."""
 
     @abstractmethod
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """Make it so, atomically; ``results`` are in the order of the plan's tasks."""
+        """Publish atomically; ``results`` have the order of the planned tasks."""
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
-        """Clear away what is left of a job that was given up."""
+        """Remove leftovers of an abandoned job."""
 
     def clear_plans(self, context: JobContext, params: P) -> None:
-        """Clear away what ``context.earlier_attempts`` at the plan have left; called where a kind
-        ``leaves_plans`` and the job has ended without a plan. None of them is at work any more."""
+        """Remove leftovers of ``context.earlier_attempts`` at planning.
+
+        Called for kinds with ``leaves_plans`` whose job ended without a plan, after all attempts stopped.
+        """
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Write what follows from the result into the catalog."""
+        """Write the consequences of the result to the catalog."""
 
 
 Kinds = Mapping[str, Kind[Any]]
-"""By name."""
+"""Kinds by name."""

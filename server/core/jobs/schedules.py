@@ -1,7 +1,7 @@
-"""Periodic work and consumers of events, done by one process at a time; the clean-up of jobs.
+"""Periodic work and event consumers, run by one process at a time; removal of old jobs.
 
-Periodic work is a row with the time when it is due, and a lease. A consumer is a function of a feature that
-gets what has happened, in order and once; periodic work calls it.
+Periodic work is a row with a due time and a lease. A consumer is a function of a feature that receives
+events in order; periodic work calls it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from dcp.server.records.jobs import FINAL_STATES
 
 _THREADS: Final = 4
 _MOST_PAUSE_SECONDS: Final = 300.0
-"""After failures in a row."""
+"""Maximum pause after consecutive failures."""
 _MOST_SECONDS: Final = 5.0
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleContext:
-    """The service, for periodic work. ``stop`` is set when the worker ends: work of more than a second or two
-    looks at it."""
+    """The service for periodic work. ``stop`` is set when the worker ends; work longer than a second must
+    check it."""
 
     settings: Settings
     database: Database
@@ -51,8 +51,8 @@ class ScheduleContext:
     stop: threading.Event
 
     def repeat(self, act: Callable[[Connection], object]) -> None:
-        """Run ``act`` in transactions of its own while it returns that more is left to do, for a few seconds
-        at most, and until the worker ends."""
+        """Call ``act`` in separate transactions while it returns True, for a few seconds or until the worker
+        ends."""
         until = time.monotonic() + _MOST_SECONDS
         while self.database.transact(act) and not self.stop.is_set() and time.monotonic() < until:
             pass
@@ -60,10 +60,10 @@ class ScheduleContext:
 
 @dataclass(frozen=True, slots=True)
 class PeriodicWork:
-    """Work in a thread of its own: ``act`` every ``interval_seconds``, counted from its end.
+    """Work in a separate thread: ``act`` every ``interval_seconds`` after its last end.
 
-    It may be repeated where a process was believed dead. ``is_needed`` is a query by which workers find out
-    whether there is anything to do; while there is not, nothing is written.
+    It may run twice if a process was believed dead. ``is_needed`` is a query for pending work; without
+    pending work nothing is written.
     """
 
     name: str
@@ -73,7 +73,7 @@ class PeriodicWork:
 
 
 class Scheduler:
-    """Runs the work that is due in threads; `tick` is called several times a second."""
+    """Runs due work in threads; call `tick` several times a second."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Scheduler:
         """In a row, by name."""
 
     def tick(self) -> None:
-        """Start the work that is due, and renew the leases of what runs. Raises DatabaseUnavailableError."""
+        """Start due work, and renew the leases of running work. Raises DatabaseUnavailableError."""
         now = self._clock()
         with self._lock:
             running = set(self._running)
@@ -109,7 +109,7 @@ class Scheduler:
                 self._pool.submit(self._act, self._schedules[name], now)
 
     def close(self) -> None:
-        """Ask what runs to stop, and wait for it."""
+        """Stop running work, and wait for its end."""
         self._stop.set()
         self._pool.shutdown()
 
@@ -166,8 +166,7 @@ class Scheduler:
                 self._running.discard(schedule.name)
 
     def _settle(self, schedule: PeriodicWork) -> None:
-        """Write when it is due next, later after each failure in a row; where that fails, the lease runs
-        out."""
+        """Write the next due time, later after each consecutive failure. If that fails, the lease expires."""
         seconds = schedule.interval_seconds
         if failures := self._failures.get(schedule.name, 0):
             seconds = max(seconds, min(_MOST_PAUSE_SECONDS, seconds * 2.0 ** min(failures - 1, 20)))
@@ -188,16 +187,16 @@ def _is_free(row: Any, now: float) -> bool:
 
 
 Consume = Callable[[Any, Sequence[CatalogEvent], ScheduleContext], object]
-"""Called with a connection, or None where the consumer is slow; events; the settings and the database."""
+"""Callback with a connection (None for slow consumers), events, and the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """A reader of all events of ``kinds``, or of every kind, from the first one on.
+    """A reader of all events of ``kinds``, or of every kind, from the first event on.
 
-    ``consume`` is called with up to ``batch`` of them, in the transaction that notes how far the consumer
-    ``name`` has come: what it writes is written once. If it ``is_slow``, it is called outside of it, and the
-    events come again where it raises or its process ends. One process at a time does so. While ``is_needed``
+    ``consume`` is called with up to ``batch`` events, in the transaction that stores the position of the
+    consumer ``name``: its writes happen once. If it ``is_slow``, it is called outside of the transaction,
+    and events repeat after an exception or crash. One process at a time runs a consumer. While ``is_needed``
     returns False, events are skipped.
     """
 
@@ -209,12 +208,12 @@ class Consumer:
     is_slow: bool = False
 
     def work(self, settings: Settings) -> PeriodicWork:
-        """Make the periodic work of a worker."""
+        """Return the periodic work of a worker."""
         return PeriodicWork(f"events:{self.name}", settings.poll_seconds, self.run, self._is_behind)
 
     def run(self, context: ScheduleContext) -> None:
-        """Consume what has happened since the last time."""
-        # in a transaction of its own: monitoring knows also a consumer that has never come to an end
+        """Consume the events since the last run."""
+        # a separate transaction: monitoring sees consumers that never finish
         context.database.transact(lambda connection: lock_position(connection, self.name))
         if not self.is_slow:
             context.repeat(lambda connection: self._consume_some(connection, context))
@@ -223,7 +222,7 @@ class Consumer:
             pass
 
     def _consume_outside(self, context: ScheduleContext) -> bool:
-        """Consume a batch. Returns whether more may be left."""
+        """Consume a batch outside of a transaction. Returns True if more may be left."""
         with context.database.read() as connection:
             found, end, is_full = self._batch(connection, position(connection, self.name))
         if found:
@@ -237,7 +236,7 @@ class Consumer:
         return is_full
 
     def _consume_some(self, connection: Connection, context: ScheduleContext) -> bool:
-        """Consume a batch. Returns whether more may be left."""
+        """Consume a batch. Returns True if more may be left."""
         begin = lock_position(connection, self.name)
         found, end, is_full = self._batch(connection, begin)
         if found:
@@ -247,7 +246,7 @@ class Consumer:
         return is_full
 
     def _batch(self, connection: Connection, begin: int) -> tuple[list[CatalogEvent], int, bool]:
-        """Return the next events, the position behind them, and whether more may be left."""
+        """Return the next events, the position after them, and True if more may be left."""
         newest = last_event_id(connection)
         is_needed = self.is_needed is None or self.is_needed(connection)
         found = events_after(connection, begin, self.batch, kinds=self.kinds) if is_needed else []
@@ -266,16 +265,16 @@ _REFERRING: Final[tuple[Table, ...]] = (lineage, verifications, statistics)
 
 
 def forget_jobs(connection: Connection, before: float, *, limit: int = 500) -> int:
-    """Remove what is known of jobs that ended before that time; of those that the catalog refers to, only
-    their tasks and events. How many that were; at 0 nothing is left to do.
+    """Delete jobs that ended before the given time, and return their number; 0 when done.
 
-    The newest job stays in any case, so that no number is given out twice.
+    Jobs referenced by the catalog lose only tasks and events. The newest job always stays, so numbers are
+    never reused.
     """
     return _forget(connection, limit, jobs.c.state.in_(FINAL_STATES), jobs.c.finished_seconds < before)
 
 
 def forget_scans(connection: Connection, before: float, *, limit: int = 500) -> int:
-    """Remove periodic scans that succeeded: there is one a minute. Otherwise as `forget_jobs`."""
+    """Delete successful periodic scans, which run every minute, like `forget_jobs`."""
     return _forget(
         connection,
         500,

@@ -1,6 +1,6 @@
 """Checkpoints of jobs: found in the catalog, opened in a task, compared when the result is recorded.
 
-`SimpleKind` is a kind whose jobs have one task, which reads checkpoints and returns its result.
+`SimpleKind` is a kind with one task that reads checkpoints and returns its result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHUNK: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A checkpoint as tasks need it: its place, and which content of it is meant."""
+    """A checkpoint for tasks: its place, and the expected content."""
 
     id: int
     root: str
@@ -61,16 +61,16 @@ class Subject:
     deleted_seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; ``Subject(**data)`` is the inverse."""
+        """Return plain data; ``Subject(**data)`` is the inverse."""
         return asdict(self)
 
     @property
     def content(self) -> str | None:
-        """The name of its content, as far as it is known."""
+        """The name of the content, as far as known."""
         return self.save_id or self.fingerprint
 
     def is_same(self, row: Mapping[Any, Any]) -> bool:
-        """Return True if ``row``, one of `tables.checkpoints`, still has this content, as far as known."""
+        """Return True if ``row``, a row of `tables.checkpoints`, still has this content as far as known."""
         for name, mine in (("save_id", self.save_id), ("fingerprint", self.fingerprint)):
             if mine is not None and row[name] is not None:
                 return bool(row[name] == mine)
@@ -84,7 +84,7 @@ def find_subject(
     *,
     state: str = "committed",
 ) -> Subject:
-    """Return the checkpoint, which must be in ``state``; MissingError or StateError if it is not."""
+    """Return the checkpoint in the required ``state``. Raises MissingError or StateError."""
     found = get_checkpoint(connection, checkpoint_id, visible)
     if found.state != state:
         raise StateError(f"checkpoint {checkpoint_id} is {found.state}, not {state}", state=found.state)
@@ -96,8 +96,7 @@ def find_subject(
 def roots_of_committed(
     connection: Connection, numbers: Sequence[int], visible: frozenset[str] | None
 ) -> set[str]:
-    """Return the roots of committed checkpoints, in few queries. MissingError and StateError as
-    `find_subject`."""
+    """Return the roots of committed checkpoints with few queries. Raises like `find_subject`."""
     found: dict[int, tuple[str, str]] = {}
     for start in range(0, len(numbers), _CHUNK):
         query = (
@@ -116,8 +115,7 @@ def roots_of_committed(
 
 
 def open_place(context: JobContext, subject: Subject) -> tuple[StorageRoot, SourcePlace]:
-    """Return the root, and where in it the checkpoint is. PermanentJobError if there is no such root any
-    more."""
+    """Return the root and the place of the checkpoint. Raises PermanentJobError for a removed root."""
     if subject.root not in context.roots:
         raise PermanentJobError(f"root {subject.root} is not configured any more")
     root = context.roots.get(subject.root)
@@ -133,7 +131,7 @@ def open_source(context: JobContext, subject: Subject) -> tuple[StorageRoot, Sou
 
 
 def fingerprint_at(place: SourcePlace) -> str:
-    """Return the fingerprint of the checkpoint at ``place``: another one after a change."""
+    """Return the fingerprint of the checkpoint at ``place``, which differs after a change."""
     if place.file is not None:
         info = place.store.stat(place.file)
         return fingerprint_of([] if info is None else [info])
@@ -142,8 +140,7 @@ def fingerprint_at(place: SourcePlace) -> str:
 
 @contextmanager
 def unchanged(place: SourcePlace) -> Iterator[str]:
-    """Yield the fingerprint of what is read in the block; TransientJobError if it is another one at the
-    end."""
+    """Yield the fingerprint of the content read in the block. Raises TransientJobError after a change."""
     fingerprint = fingerprint_at(place)
     yield fingerprint
     if fingerprint_at(place) != fingerprint:
@@ -152,8 +149,8 @@ def unchanged(place: SourcePlace) -> Iterator[str]:
 
 @contextmanager
 def read_tensors(context: JobContext, *subjects: Subject) -> Iterator[list[tuple[TensorReader, str]]]:
-    """Yield for each checkpoint a reader that verifies what it reads, and the fingerprint. Raises as
-    `unchanged` and `storage_errors` do."""
+    """Yield for each checkpoint a verifying reader and the fingerprint. Raises like `unchanged` and
+    `storage_errors`."""
     from dcp.inspection.values.tensor_reading import TensorReader
 
     found = []
@@ -169,7 +166,7 @@ def read_tensors(context: JobContext, *subjects: Subject) -> Iterator[list[tuple
 
 @contextmanager
 def open_database(context: JobContext) -> Iterator[Database]:
-    """Yield the database, for kinds that need it; UnavailableJobError where it cannot be reached."""
+    """Yield the database for kinds that need it. Raises UnavailableJobError."""
     database = Database(context.settings.database_url.get_secret_value(), pool_size=2)
     try:
         yield database
@@ -181,7 +178,7 @@ def open_database(context: JobContext) -> Iterator[Database]:
 
 @contextmanager
 def storage_errors(*roots: StorageRoot) -> Iterator[None]:
-    """Errors of storage and formats as problems that name roots and keys, and no place outside of them."""
+    """Translate storage and format errors to problems that name roots and keys only."""
     try:
         yield
     except ProblemError:
@@ -204,17 +201,16 @@ P = TypeVar("P", bound=Parameters)
 
 
 class CheckpointParams(Parameters):
-    """The checkpoint."""
+    """Parameters with one checkpoint."""
 
     checkpoint_id: CheckpointId
 
 
 class SimpleKind(Kind[P]):
-    """A kind of which `run` is all that has to be written, beside ``name``, ``scope`` and ``params``.
+    """A kind that implements only `run`, besides ``name``, ``scope`` and ``params``.
 
-    ``subjects`` are the parameters that are ids of checkpoints. These must be committed and visible to
-    the caller; the job is about the last one. An unfinished job with the same parameters is
-    joined.
+    ``subjects`` are the parameters with checkpoint ids. The checkpoints must be committed and visible to the
+    caller; the job belongs to the last one. An unfinished job with the same parameters is joined.
     """
 
     subjects: ClassVar[tuple[str, ...]] = ("checkpoint_id",)
@@ -223,13 +219,13 @@ class SimpleKind(Kind[P]):
     def run(
         self, context: JobContext, params: P, subjects: Sequence[Subject], report_progress: ReportProgress
     ) -> Json:
-        """Read the checkpoints ``subjects``, and return the result of the job, which is JSON.
+        """Read the checkpoints ``subjects``, and return the JSON result of the job.
 
-        In a subprocess without the database, which may be killed and called again.
+        Runs in a subprocess without the database, which may be killed and called again.
         """
 
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
-        """As `Kind.specify`."""
+        """Return the job; see `Kind.specify`."""
         *_, subject = [find_subject(connection, one, caller.roots) for one in self._numbers(params)]
         numbers = self._numbers(params)
         return self.new_job(
@@ -237,19 +233,19 @@ class SimpleKind(Kind[P]):
         )
 
     def prepare(self, connection: Connection, params: P) -> Json:
-        """As `Kind.prepare`."""
+        """Read the facts for planning; see `Kind.prepare`."""
         found = [find_subject(connection, number) for number in self._numbers(params)]
         return {"subjects": [subject.to_json() for subject in found]}
 
     def plan(self, context: JobContext, params: P) -> JobPlan:
-        """As `Kind.plan`."""
+        """Return a plan with one task; see `Kind.plan`."""
         subjects = context.prepared["subjects"]
         payload = {"params": params.model_dump(mode="json"), "subjects": subjects}
         weight_bytes = sum(subject["bytes"] for subject in subjects)
         return JobPlan(tasks=[TaskSpec(payload=payload, weight_bytes=weight_bytes)])
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`."""
+        """Call `run`; see `Kind.run_task`."""
         subjects = [Subject(**one) for one in payload["subjects"]]
         found = self.run(context, self.params.model_validate(payload["params"]), subjects, report_progress)
         if not isinstance(found, Mapping):
@@ -257,7 +253,7 @@ class SimpleKind(Kind[P]):
         return found
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """As `Kind.publish`."""
+        """Return the result of the task; see `Kind.publish`."""
         return dict(results[0])
 
     def _numbers(self, params: P) -> list[int]:

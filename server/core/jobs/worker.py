@@ -1,9 +1,8 @@
-"""A worker: claims work, has it carried out, and reports the outcome to the ledger.
+"""Worker: claims work, executes it, and reports outcomes to the ledger.
 
-One thread does all that touches the ledger. Phases and tasks run elsewhere
-(`dcp.server.core.jobs.executors`), as many at a time as there may be; their ends arrive in a queue. A
-database that is away stops nothing that runs: results are kept until it is back, or until the lease is over
-and other workers may take the work.
+One thread accesses the ledger. Phases and tasks run elsewhere (`dcp.server.core.jobs.executors`), and their
+ends arrive in a queue. Running work survives an unreachable database: results are kept until it returns, or
+until the lease ends.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ DEFAULT_KINDS: Final = "dcp.server.features:kinds"
 _KILL_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5
 _MOST_PAUSE_SECONDS: Final = 0.1
-_TRANSACTION_CHARACTERS: Final = 1 << 17  # of a plan: hundredths of a second
+_TRANSACTION_CHARACTERS: Final = 1 << 17  # of a plan; takes hundredths of a second
 _PROGRESS_SECONDS: Final = 1.0
 _SWEEP_SECONDS: Final = 2.0
 _log = structlog.get_logger(__name__)
@@ -71,26 +70,26 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Entry:
-    """Something that was claimed, until the ledger knows how it ended."""
+    """Claimed work until the ledger knows the outcome."""
 
     claim: Claim
-    renewed_seconds: float  # of the monotonic clock
+    renewed_seconds: float  # monotonic clock
     running: Running | None = None
     done_bytes: int | None = None
-    is_told: bool = True  # whether the ledger knows `done_bytes`
+    is_told: bool = True  # True if the ledger knows `done_bytes`
     outcome: ProcessOutcome | None = None
-    results: Sequence[Json] = ()  # of the tasks, where it is published
-    document: int | None = None  # which has the outcome's result, if that is large
+    results: Sequence[Json] = ()  # results of the tasks, for publishing
+    document: int | None = None  # document of a large result
     plan_data: str = ""  # JSON
-    added: int = 0  # tasks of its plan that are written already
+    added: int = 0  # tasks of the plan already written
 
 
 class Worker:
-    """Does jobs of the ledger until it is stopped; any number of them may share a database.
+    """Runs jobs of the ledger until stopped; any number of workers may share a database.
 
-    ``schedules`` are what it does periodically, beside jobs. An ``executor`` that is given is not closed, and
-    several may share it; else it is the one of the settings. ``allowances`` hold back jobs of accounts, keys
-    and roots that have enough at work. ``roles`` are the rights by settings of those who submit jobs.
+    ``schedules`` is periodic work besides jobs. A given ``executor`` is shared and not closed; the default
+    is the executor of the settings. ``allowances`` hold back jobs of accounts, keys and roots at their
+    limits. ``roles`` are the rights of submitters by settings.
     """
 
     def __init__(
@@ -131,14 +130,14 @@ class Worker:
         self._ended: queue.SimpleQueue[tuple[Held, ProcessOutcome]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._problem: str | None = None
-        self._failing: dict[tuple[str, str | None], JobFailure] = {}  # as the log knows, by kind and root
+        self._failing: dict[tuple[str, str | None], JobFailure] = {}  # already logged, by kind and root
         self._next_note = 0.0
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
 
     def run(self, stop: threading.Event) -> None:
-        """Until ``stop`` is set. Then what runs may finish for a while, and is given back after that."""
+        """Run until ``stop`` is set. Running work may finish for a while, and is then released."""
         _log.info("worker started", owner=self.owner, executor=self._settings.executor)
         threading.Thread(target=self._wake_at, args=(stop,), name="dcp-worker-stop", daemon=True).start()
         try:
@@ -165,23 +164,23 @@ class Worker:
                 problem = str(error)
             except Exception:  # noqa: BLE001 - whatever it is, the worker continues and its leases are kept
                 _log.exception("worker failed in a step", part=part.__name__)
-        if problem != self._problem:  # once, and not with each step for an hour
+        if problem != self._problem:  # log once, not with every step
             self._problem = problem
             _log.warning("database unavailable" if problem else "database available", error=problem)
 
     def _wake_at(self, stop: threading.Event) -> None:
-        # Not by who sets it: a signal's handler may run within `clear`, whose lock set() would take again.
+        # Polled, because a signal handler inside of `clear` would take its lock again.
         stop.wait()
         self._wake.set()
 
     def _wait(self) -> None:
-        # What runs is looked after more often: cancelling takes effect within two seconds.
+        # Check running work more often: cancellation takes effect within two seconds.
         seconds = self._settings.poll_seconds
         self._wake.wait(min(seconds, _LOOK_SECONDS) if self._entries else seconds)
         self._wake.clear()
 
     def _drain(self) -> None:
-        """Let what runs finish for half of the time that there is, then stop it, and give it back."""
+        """Let running work finish for half of the available time, then stop and release it."""
         self._finish(self._settings.shutdown_seconds / 2)
         for entry in self._entries.values():
             self._kill(entry, "the worker stops")
@@ -198,13 +197,13 @@ class Worker:
     # -- claims --
 
     def _fill(self) -> None:
-        """Claim and start as much as there is room for."""
+        """Claim and start work up to the capacity."""
         while (limits := self._room()) is not None:
             now = self._clock()
             with self._database.read() as connection:
                 if not has_work(connection, now, limits):
                     return
-            begun = time.monotonic()  # before the lease begins: it is over here first
+            begun = time.monotonic()  # before the lease begins, so it ends here first
             made = self._database.transact(partial(self._claim, limits=limits))
             if made is None:
                 return
@@ -219,7 +218,7 @@ class Worker:
                 self._ended.put((made.held, ProcessOutcome(error=error_of(error))))
 
     def _room(self) -> ClaimLimits | None:
-        """Return the limits for what may be started now; None for nothing."""
+        """Return the limits for new work; None without capacity."""
         in_own_slot = any(entry.claim.job.kind in self._own_kinds for entry in self._entries.values())
         if len(self._entries) - in_own_slot < self._settings.concurrency:
             return self._limits
@@ -273,15 +272,17 @@ class Worker:
             attempt_name=f"{job.id}-{int(job.created_at.timestamp() * 1e6):x}-{number}-{made.fence}",
             task_number=None if task is None else task.number,
             params=job.params if made.phase in ("plan", "discard") else {},
-            plan_data=plan,  # a task has what it needs
+            plan_data=plan,  # a task has its own payload
             **found,
             memory_bytes=self._settings.task_memory_bytes,
             seconds=self._settings.task_seconds,
         )
 
     def _check_submitter(self, connection: Connection, job: Job, kind: Kind[Any]) -> None:
-        """Check what has changed while the job was queued: raise ForbiddenError where the account or key that
-        submitted it may not do so any more, ConflictError where it keeps as many bytes as it may."""
+        """Check the rights and limits of the submitter again.
+
+        Raises ForbiddenError for lost rights, and ConflictError above a byte limit.
+        """
         account_id = account_of(job.owner)
         if job.key_id is None and account_id is None:  # the service itself
             return
@@ -296,14 +297,14 @@ class Worker:
         for root in other_roots(connection, job.id):
             if not (caller.may("read", root) or caller.may(kind.scope, root)):
                 raise ForbiddenError(f"{job.created_by} submitted the job, and may not read root {root} now")
-        if kind.scope == "convert" and self._limits.allowances is not None:  # it writes checkpoints
+        if kind.scope == "convert" and self._limits.allowances is not None:  # the job writes checkpoints
             subjects = subjects_of(caller.owner, job.key_id, job.root)
             check_room(connection, self._limits.allowances, subjects)
 
-    # -- what runs --
+    # -- running work --
 
     def _note_offer(self) -> None:
-        """Note from time to time that this worker runs, and what it does."""
+        """Record this worker and its kinds from time to time."""
         if (begun := time.monotonic()) >= self._next_note:
             now = self._clock()
             self._database.transact(lambda connection: note_offer(connection, self.owner, self._kinds, now))
@@ -313,7 +314,7 @@ class Worker:
         self._database.transact(lambda connection: withdraw_offer(connection, self.owner))
 
     def _expire(self) -> None:
-        """Expire the leases of workers that do not renew them."""
+        """Expire the leases of silent workers."""
         if (begun := time.monotonic()) < self._next_sweep:
             return
         self._next_sweep = begun + min(_SWEEP_SECONDS, self._settings.lease_seconds / 3)
@@ -326,11 +327,11 @@ class Worker:
             _log.warning("leases were over", count=count)
 
     def _look(self) -> None:
-        """Stop what was cancelled or is ours no longer, and renew the rest."""
+        """Stop cancelled and lost work, and renew the rest."""
         alive = {held: entry for held, entry in self._entries.items() if entry.outcome is None}
         over = time.monotonic() - self._settings.lease_seconds
         for entry in alive.values():
-            if entry.renewed_seconds < over:  # the database was away for so long; others may have it now
+            if entry.renewed_seconds < over:  # after an unreachable database; other workers may have it now
                 self._kill(entry, "the lease is over")
         if not self._entries:
             return
@@ -370,10 +371,10 @@ class Worker:
             _log.info("stopped", job=entry.claim.job.id, phase=entry.claim.phase, why=why)
             entry.running.kill()
 
-    # -- what has ended --
+    # -- ended work --
 
     def _settle(self) -> None:
-        """Report outcomes to the ledger. What cannot be reported is kept for the next time."""
+        """Report outcomes to the ledger, and keep unreported ones for later."""
         while True:
             try:
                 held, outcome = self._ended.get_nowait()
@@ -412,7 +413,7 @@ class Worker:
             self._fail(made, error)
 
     def _prepare(self, entry: _Entry, result: Json) -> None:
-        """Write what is large before the transaction that refers to it, for which others wait."""
+        """Write large data before the short transaction that refers to it."""
         if entry.claim.phase == "plan":
             entry.plan_data = encode_json(result["plan_data"])
             self._add_tasks(entry, result["tasks"])
@@ -427,7 +428,7 @@ class Worker:
             entry.document = prepare_document(self._database, result, now=self._clock(), pause=self._pause)
 
     def _add_tasks(self, entry: _Entry, specs: Sequence[Json]) -> None:
-        """All of a plan's but those of its last transaction."""
+        """Write the tasks of a plan except those of the last transaction."""
         *batches, _ = _together(specs[entry.added :])
         for batch in batches:
             begun = time.monotonic()
@@ -437,7 +438,7 @@ class Worker:
             self._pause(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))
 
     def _pause(self, seconds: float) -> None:
-        """Between parts of what is large, however long it takes: leases are kept, what is cancelled ends."""
+        """Renew leases and handle cancellations between parts of large data."""
         time.sleep(seconds)
         self._look()
 
@@ -452,7 +453,7 @@ class Worker:
     def _tell_failed(self, made: Claim, error: JobFailure) -> None:
         job = made.job
         log = _log.warning
-        if not self._kinds[job.kind].waits:  # it is requested again and again, and fails as often
+        if not self._kinds[job.kind].waits:  # requested repeatedly, and may fail as often
             is_told = self._failing.get((job.kind, job.root)) == error
             self._failing[job.kind, job.root] = error
             log = _log.debug if is_told else log
@@ -484,7 +485,7 @@ class Worker:
 
 
 def open_executor(settings: Settings, kinds: str) -> Executor:
-    """Return the one of the settings: ``processes``, or ``dask://HOST:PORT``; ValueError for others."""
+    """Return the executor of the settings: ``processes``, or ``dask://HOST:PORT``. Raises ValueError."""
     setup = Setup(settings, kinds)
     if settings.executor == "processes":
         return WarmProcessPool(setup)
@@ -496,7 +497,7 @@ def open_executor(settings: Settings, kinds: str) -> Executor:
 
 
 def _together(specs: Sequence[Json]) -> list[Sequence[Json]]:
-    """Return those that are written in one transaction, which is short; the last of them may be none."""
+    """Group tasks into short transactions; the last group may be empty."""
     batches, begin, size = [], 0, 0
     for end, spec in enumerate(specs, 1):
         size += len(json.dumps(spec))

@@ -1,4 +1,4 @@
-"""Executors: phases and tasks of jobs run in killable subprocesses, of this machine or of a Dask cluster.
+"""Executors: phases and tasks of jobs in killable subprocesses, on this machine or a Dask cluster.
 
-The kind defines a phase or a task; `dcp.server.core.jobs.worker` claims it.
+The kind defines phases and tasks; `dcp.server.core.jobs.worker` claims them.
 """

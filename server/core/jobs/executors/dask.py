@@ -1,11 +1,10 @@
-"""Tasks on a Dask cluster: each Dask worker has them done by a killable subprocess of its own machine.
+"""Tasks on a Dask cluster, each in a killable subprocess of its Dask worker.
 
-What Dask does not have is done with two of its means. Who gives the orders keeps a `distributed.Variable`
-with a growing count and the names of tasks to be killed: a task whose count stands still, or whose name is
-there, ends its subprocess. Progress comes back as events of a topic. So nothing runs on for long when
-the worker that ordered it dies, and cancelling takes effect within two seconds, as on one machine.
+A `distributed.Variable` holds a growing count and the names of tasks to kill: a task ends its subprocess if
+the count stops or its name appears. Progress returns as events of a topic. Tasks therefore end soon after
+the death of the ordering worker, and cancellation takes effect within two seconds.
 
-Planning, publishing, and kinds that need the database stay on the machine of the worker.
+Planning, publishing, and kinds that need the database run on the machine of the worker.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ASK_SECONDS: Final = 2.0
 _REMEMBER_SECONDS: Final = 300.0
 _ANSWER_SECONDS: Final = 10
 _CLOSE_SECONDS: Final = 5.0
-_Variable: Final[Any] = distributed.Variable  # which has no types
+_Variable: Final[Any] = distributed.Variable  # untyped
 _log = structlog.get_logger(__name__)
 
 
@@ -57,15 +56,16 @@ class _Remote:
         self._wake = wake
 
     def kill(self) -> None:
-        """As `Running.kill`."""
+        """Kill the order; see `Running.kill`."""
         self.is_killed = True
         self._wake.set()
 
 
 class DaskExecutor:
-    """Tasks on the cluster whose scheduler is at ``address`` (HOST:PORT); the rest in subprocesses here.
+    """Runs tasks on the cluster with the scheduler ``address`` (HOST:PORT), other phases in local
+    subprocesses.
 
-    One thread talks to the cluster, so that no other one waits when it does not answer.
+    One thread talks to the cluster, so an unresponsive cluster blocks nothing else.
     """
 
     def __init__(self, setup: Setup, address: str) -> None:
@@ -87,11 +87,11 @@ class DaskExecutor:
         self._thread: threading.Thread | None = None
 
     def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> Running:
-        """As `Executor.start`."""
+        """Start an order; see `Executor.start`."""
         if order.phase != "task" or order.kind in self._stays:
             return self._here.start(order, on_progress, on_done)
         if self._thread is None:
-            self._here.warm()  # so that it is ready when something is to be cleared away
+            self._here.warm()  # ready for clean-up
         name = f"{self._channel}-{order.attempt_name}"
         remote = _Remote(name, order, self._wake, on_progress, on_done)
         with self._lock:
@@ -103,7 +103,7 @@ class DaskExecutor:
         return remote
 
     def close(self) -> None:
-        """As `Executor.close`."""
+        """Close the executor; see `Executor.close`."""
         for remote in list(self._remotes.values()):
             remote.kill()
         until = time.monotonic() + _CLOSE_SECONDS
@@ -140,7 +140,7 @@ class DaskExecutor:
             return
         if self._client is not None:
             self._disconnect()
-            self._lose(None)  # what the old connection knew of
+            self._lose(None)  # orders of the old connection
         if not self._remotes:
             return
         connect: Any = distributed.Client
@@ -148,11 +148,11 @@ class DaskExecutor:
             f"tcp://{self._address}", set_as_default=False, timeout=_ANSWER_SECONDS, name="dcp-worker"
         )
         self._client.subscribe_topic(self._channel, self._hear)
-        self._beat()  # before the first task looks for it
+        self._beat()  # before the first task checks it
 
     def _disconnect(self) -> None:
         if self._client is not None:
-            with suppress(Exception):  # it is given up in any case
+            with suppress(Exception):  # abandoned in any case
                 self._client.close(timeout=1)
             self._client = None
 
@@ -174,8 +174,8 @@ class DaskExecutor:
                 remote.future.add_done_callback(partial(self._done, remote))
 
     def _withdraw(self, remote: _Remote) -> None:
-        """Cancel a task that waits for its turn, or has begun without a message. One that begins later
-        finds its name among the killed ones, so that it is enough to ask once."""
+        """Cancel a task that is waiting or has begun silently. A later start finds its name among the killed
+        ones."""
         if remote.future is None:
             self._end(remote, ProcessOutcome())
         elif remote.is_told:
@@ -188,9 +188,9 @@ class DaskExecutor:
         ask = self._client.scheduler.call_stack
         try:
             return bool(self._client.sync(ask, keys=[remote.name], callback_timeout=_ASK_SECONDS))
-        except KeyError:  # the scheduler has not heard of it, or has forgotten it
+        except KeyError:  # unknown to the scheduler
             return False
-        except TimeoutError:  # its process there does not answer, and may do anything
+        except TimeoutError:  # its process does not answer
             return True
 
     def _beat(self) -> None:
@@ -226,8 +226,7 @@ class DaskExecutor:
                 remote.on_progress(int(message["done_bytes"]))
 
     def _done(self, remote: _Remote, future: Any) -> None:
-        """In Dask's one thread for this: what waited there for ever would hold up the ends of all others, and
-        what raised would be the end of none."""
+        """Handle the end of a task in Dask's single callback thread: it must neither block nor raise."""
         try:
             outcome = _outcome(future.result(timeout=_ANSWER_SECONDS))
         except (Exception, CancelledError) as error:  # noqa: BLE001 - whatever was raised there, or by Dask
@@ -240,9 +239,7 @@ class DaskExecutor:
         with self._lock:
             if self._remotes.pop(remote.name, None) is None:
                 return
-            if (
-                remote.future is not None and not is_finished
-            ):  # should it still run there, it learns that it is not wanted any more
+            if remote.future is not None and not is_finished:  # a task that still runs will notice
                 self._given_up[remote.name] = time.monotonic()
         remote.on_done(outcome)
 
@@ -264,7 +261,7 @@ _nurseries_lock = threading.Lock()
 
 
 def _pool(setup: bytes) -> WarmProcessPool:
-    """One for each setup, for as long as this process lives."""
+    """Return the pool of a setup, kept for the lifetime of this process."""
     with _nurseries_lock:
         if setup not in _nurseries:
             _nurseries[setup] = WarmProcessPool(pickle.loads(setup))
@@ -274,7 +271,7 @@ def _pool(setup: bytes) -> WarmProcessPool:
 def carry_out_there(
     setup: bytes, document: Mapping[str, Any], name: str, channel: str, lease_seconds: float
 ) -> dict[str, Any]:
-    """Run on a Dask worker: one order in a subprocess of its own; the outcome as plain data."""
+    """Run one order in a subprocess on a Dask worker, and return its outcome as plain data."""
     worker: Any = distributed.get_worker()
     ended = threading.Event()
     outcomes: list[ProcessOutcome] = []
@@ -299,7 +296,7 @@ def carry_out_there(
 
 
 class _StillWanted:
-    """The check that the worker which gave the order is alive and still wants it."""
+    """Check that the ordering worker is alive and still wants the task."""
 
     def __init__(self, variable: Any, name: str, lease_seconds: float) -> None:
         self._get: Callable[..., Any] = variable.get

@@ -1,8 +1,7 @@
-"""Executors carry out the phases and tasks of jobs: in subprocesses of this machine, or on a Dask cluster.
+"""Executor interface: phases and tasks of jobs in local subprocesses or on a Dask cluster.
 
-An order and its outcome are messages between a worker and its subprocesses: JSON with its length before it,
-on a stream socket. What comes out of a subprocess is data only: it has read files from anywhere, so it is
-never unpickled.
+Orders and outcomes are messages on a stream socket: JSON after its length. Output of a subprocess is never
+unpickled, since the subprocess reads foreign files.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Order:
 
 
 def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
-    """All of it. Raises ValueError or TypeError for what is no JSON, before anything is sent."""
+    """Send a message. Raises ValueError or TypeError for invalid JSON before sending."""
     data = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
     if len(data) > _MAX_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is more than a subprocess may send")
@@ -56,7 +55,7 @@ def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive_message(connection: socket.socket) -> dict[str, Any]:
-    """Return the one message that is sent; EOFError if it ends before."""
+    """Return the next message. Raises EOFError if it is incomplete."""
     head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -70,14 +69,14 @@ def receive_message(connection: socket.socket) -> dict[str, Any]:
 
 
 class Messages:
-    """Messages that have arrived on a socket so far, without waiting for more."""
+    """Messages received on a socket so far, without blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._data = bytearray()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """(whole messages, whether more may come). Raises ValueError for what is no message."""
+        """Return the complete messages, and True if more may follow. Raises ValueError for invalid data."""
         is_open = True
         while True:
             try:
@@ -110,7 +109,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOutcome:
-    """The end of an order: a result, an error, or killed on request (neither)."""
+    """The end of an order: a result, an error, or neither if killed on request."""
 
     result: Json | None = None
     error: JobFailure | None = None
@@ -121,20 +120,20 @@ OnDone = Callable[[ProcessOutcome], None]
 
 
 class Running(Protocol):
-    """An order that is being carried out."""
+    """A running order."""
 
     def kill(self) -> None:
-        """End it now; `OnDone` is still called, once nothing of it runs any more."""
+        """Kill the order; `OnDone` is still called once all of its processes ended."""
 
 
 class Executor(Protocol):
-    """Carries out orders. Callbacks come from threads of its own, and must be quick."""
+    """Runs orders. Callbacks come from internal threads, and must be quick."""
 
     def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> Running:
-        """Begin; ``on_done`` is called exactly once."""
+        """Start an order; ``on_done`` is called exactly once."""
 
     def close(self) -> None:
-        """Kill what runs, and wait for that."""
+        """Kill all orders and wait for their end."""
 
 
 _PREFIX: Final = "dcp-work-"
@@ -142,11 +141,11 @@ _LOCK: Final = ".lock"
 
 
 class WorkFolders:
-    """Makes folders below ``base`` (the system's temporary folder, if None), in one that this process holds.
+    """Temporary folders below ``base`` (default: the system's temporary folder), in one locked parent
+    folder.
 
-    What processes that were killed have left there is removed when the first one is made. One that others
-    have removed is made again: a process that looks just before it is locked takes it for one that is left,
-    and what clears temporary folders goes by their age.
+    The first folder removes leftovers of killed processes. A removed parent is created again: another
+    process may take it for a leftover before it is locked, and temporary folders are cleaned by age.
     """
 
     def __init__(self, base: Path | None) -> None:
@@ -156,7 +155,7 @@ class WorkFolders:
         self._mutex = threading.Lock()
 
     def make(self) -> Path:
-        """Return a new, empty one."""
+        """Return a new, empty folder."""
         with self._mutex:
             while self._own is None or not (self._own / _LOCK).exists():
                 self._give_up()
@@ -171,7 +170,7 @@ class WorkFolders:
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Remove all of them."""
+        """Remove all folders."""
         with self._mutex:
             self._give_up()
 
@@ -179,7 +178,7 @@ class WorkFolders:
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
-        if self._lock_fd >= 0:  # there is none where the disk was full, or too many files open
+        if self._lock_fd >= 0:  # missing after a full disk or too many open files
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -187,7 +186,7 @@ class WorkFolders:
         for folder in self._base.glob(f"{_PREFIX}*"):
             try:
                 fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError:  # another program's, or just being made
+            except OSError:  # belongs to another program, or is being created
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

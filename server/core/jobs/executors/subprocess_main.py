@@ -1,12 +1,11 @@
-"""The processes that carry out what jobs consist of: a warm one that forks, and its children.
+"""Processes that run jobs: a warm process that forks, and its children.
 
-The warm one has imported what the kinds need and nothing else happens in it: no thread, no file, no
-connection. So a child is there in milliseconds instead of the second or two that the imports take, begins
-with clean memory, and may be killed at any instant. When the warm one ends, its children are killed by the
-kernel; it ends when the worker does, however that ends.
+The warm process has imported the modules of the kinds and has no threads, files or connections. A forked
+child therefore starts in milliseconds instead of seconds, with clean memory, and may be killed at any time.
+The kernel kills the children of an ended warm process, which ends with its worker.
 
-On its control socket, one packet each: ``{"start": N}`` with a socket for child N, ``{"kill": N}``; back come
-``{"started": N, "pid": P}`` and ``{"ended": N, "status": S}``, with S as `os.waitpid` has it.
+Packets on the control socket: ``{"start": N}`` with a socket for child N, ``{"kill": N}``; answers:
+``{"started": N, "pid": P}`` and ``{"ended": N, "status": S}``, with S as in `os.waitpid`.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ _EXPECTED: Final = (ProblemError, CheckpointError, OSError, PermanentJobError, T
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to the warm process. ``kinds`` names a mapping of kinds: ``module:attribute``."""
+    """The first message to the warm process. ``kinds`` names a mapping of kinds as ``module:attribute``."""
 
     settings: Settings = field(repr=False)
     kinds: str
 
     def settings_for(self, *kinds: Kind[Any]) -> Settings:
-        """Return the settings without secrets that the kinds have no business with: the database's URL, keys
-        of webhooks, and settings of features that they are not of."""
+        """Return the settings without secrets of others: database URL, webhook keys, and settings of other
+        features."""
         owners = {kind.feature for kind in kinds}
         kept: dict[str, Any] = {"webhook_key": None, "webhook_key_before": None}
         kept["features"] = {name: one for name, one in self.settings.features.items() if name in owners}
@@ -77,7 +76,7 @@ class Setup:
 
 
 def load_kinds(name: str) -> Mapping[str, Kind[Any]]:
-    """Return the kinds that ``module:attribute`` names: a mapping, or a function that returns one."""
+    """Return the kinds named ``module:attribute``: a mapping, or a function that returns a mapping."""
     module, _, attribute = name.partition(":")
     found = getattr(importlib.import_module(module), attribute)
     kinds: Mapping[str, Kind[Any]] = found() if callable(found) else found
@@ -85,24 +84,24 @@ def load_kinds(name: str) -> Mapping[str, Kind[Any]]:
 
 
 def serve(control_fd: int) -> None:
-    """Be the warm process until the other end of the control socket is closed."""
+    """Run the warm process until the control socket closes."""
     control = socket.socket(fileno=control_fd)
     with socket.socket(fileno=_receive_fd(control)) as setup_socket, setup_socket.makefile("rb") as stream:
-        setup: Setup = pickle.load(stream)  # from the worker, which started this
+        setup: Setup = pickle.load(stream)  # from the worker, the parent process
     kinds = load_kinds(setup.kinds)
     for module in {name for kind in kinds.values() for name in kind.preload}:
         importlib.import_module(module)
     if any(root.url.startswith("s3") for root in setup.settings.roots.values()):
-        with contextlib.suppress(ImportError):  # whoever opens it says what is missing
+        with contextlib.suppress(ImportError):  # opening S3 reports the missing package
             _prepare_s3()
-    os.dup2(2, 1)  # what a library prints belongs to the log
+    os.dup2(2, 1)  # prints of libraries go to the log
     gc.collect()
-    gc.freeze()  # so that collections in the children do not copy pages
+    gc.freeze()  # avoids page copies during collections in children
     _Warm(control, setup, kinds).run()
 
 
 def _prepare_s3() -> None:
-    """Import and read here what the first client of a process needs: most of half a second for each child."""
+    """Import and read the data of the first S3 client: half a second saved per child."""
     import dcp.storage.stores.objects.s3  # noqa: F401
     from dcp.storage.stores.objects.bucket import read_descriptions
 
@@ -117,7 +116,7 @@ def _receive_fd(control: socket.socket) -> int:
 
 
 class _Warm:
-    """Forks, reaps and kills; the only one who may kill a child, because it knows whether it still is one."""
+    """Forks, reaps and kills children; only it knows if a process id is still its child."""
 
     def __init__(self, control: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]]) -> None:
         self._control = control
@@ -132,7 +131,7 @@ class _Warm:
     def run(self) -> None:
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the worker says when it is over
+        for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides on the end
             signal.signal(number, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
@@ -148,13 +147,13 @@ class _Warm:
         signal.set_wakeup_fd(-1)
         for pid in self._pids.values():
             _kill(pid)
-        for pid in self._pids.values():  # so that none of them is left when this process is gone
+        for pid in self._pids.values():  # leave no child behind
             os.waitpid(pid, 0)
 
     def _obey(self) -> bool:
         try:
             data, fds, _, _ = socket.recv_fds(self._control, CONTROL_BYTES, 1)
-        except ConnectionResetError:  # the worker died with something unread
+        except ConnectionResetError:  # the worker died with unread data
             return False
         if not data:
             return False
@@ -189,14 +188,14 @@ class _Warm:
     def _say(self, message: Mapping[str, Any]) -> None:
         try:
             self._control.send(json.dumps(message).encode())
-        except OSError:  # the worker is gone; the loop notices
+        except OSError:  # the worker ended; the loop notices
             return
 
     def _be_child(self, fd: int, parent: int) -> NoReturn:
         code = 1
         try:
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() == parent:  # else it has died before the kernel knew what we want then
+            if os.getppid() == parent:  # otherwise the parent died before the kernel knew the request
                 os.setsid()
                 signal.set_wakeup_fd(-1)
                 for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -213,7 +212,7 @@ class _Warm:
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # before it has a group of its own there is none of that number
+    for kill in (os.killpg, os.kill):  # the child may not have its own group yet
         try:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -234,12 +233,12 @@ def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]
         send_message(connection, {"error": asdict(failure)})
     except Exception as error:  # noqa: BLE001 - it is the answer
         if not isinstance(error, _EXPECTED):
-            traceback.print_exc()  # may be a bug: the log shows where
+            traceback.print_exc()  # possibly a bug: log the traceback
         send_message(connection, {"error": asdict(error_of(error, order.memory_bytes))})
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Stop what grows faster than the worker looks, which watches resident memory."""
+    """Bound memory growth faster than the worker's polling of resident memory."""
     if memory_bytes:
         limit = memory_bytes + _MEMORY_SLACK_BYTES
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -275,7 +274,7 @@ def _carry_out(
 
 
 class _Reporting:
-    """Reports progress to the worker, a few times a second; from one thread."""
+    """Reports progress to the worker a few times a second, from one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -289,7 +288,7 @@ class _Reporting:
 
 
 def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
-    """Return the failure that the ledger keeps of an exception."""
+    """Return an exception as a failure for the ledger."""
     if isinstance(error, MemoryError):
         return JobFailure(
             type=TOO_MUCH_MEMORY,

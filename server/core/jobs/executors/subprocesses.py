@@ -1,4 +1,4 @@
-"""Subprocesses of a worker: started warm, watched for memory and time, killed at once, never left behind."""
+"""Subprocesses of a worker: forked from a warm process, bounded in memory and time, killable."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _DEATH_SECONDS: Final = 5.0
 _ONE_THREAD: Final = dict.fromkeys(
     ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
 )
-"""A process with other threads must not be forked; and as many tasks run as there are to be."""
+"""Limits libraries to one thread: forks need single-threaded processes, and tasks run in parallel."""
 
 
 class TaskProcess:
-    """One subprocess at its one order."""
+    """One subprocess with its order."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class TaskProcess:
         self.order = order
         self.pid: int | None = None
         self.is_killed = False
-        self.error: JobFailure | None = None  # why it was killed
+        self.error: JobFailure | None = None  # reason for the kill
         self.result: Json | None = None
         self.connection = connection
         self.messages = Messages(connection)
@@ -70,12 +70,12 @@ class TaskProcess:
         self.is_over = False
 
     def kill(self) -> None:
-        """As `Running.kill`."""
+        """Kill the process; see `Running.kill`."""
         self._pool.kill(self)
 
     def outcome(self, status: int | None) -> ProcessOutcome:
-        """Return the outcome, once it has ended with ``status``."""
-        if self.result is not None and status == 0:  # it was quicker than whoever killed it
+        """Return the outcome after the end with ``status``."""
+        if self.result is not None and status == 0:  # finished before the kill
             return ProcessOutcome(result=self.result)
         if self.error is not None:
             return ProcessOutcome(error=self.error)
@@ -95,10 +95,9 @@ def _died(status: int | None) -> JobFailure:
 
 
 class WarmProcessPool:
-    """The executor of this machine: subprocesses forked from a warm one, which the first `start` starts.
+    """The executor of this machine: subprocesses forked from a warm process, started with the first `start`.
 
-    Safe from any thread. ``on_progress`` and ``on_done`` are called from one thread of the pool, and must be
-    quick.
+    Thread-safe. One thread of the pool calls ``on_progress`` and ``on_done``, which must be quick.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -115,13 +114,13 @@ class WarmProcessPool:
         self._thread: threading.Thread | None = None
 
     def warm(self) -> None:
-        """Start the warm process, so that the first `start` need not wait for what it imports."""
+        """Start the warm process in advance, to hide its import time."""
         with self._lock:
             if not self._is_closed:
                 self._ready()
 
     def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> TaskProcess:
-        """As `Executor.start`. Whatever goes wrong is passed to ``on_done``."""
+        """Start an order; see `Executor.start`. Failures go to ``on_done``."""
         if self._is_closed:
             raise RuntimeError("the pool is closed")
         order = replace(order, work_folder=str(self._folders.make()))
@@ -135,14 +134,14 @@ class WarmProcessPool:
             child = TaskProcess(self, self._number, order, ours, on_progress, on_done)
             self._children[child.number] = child
             self._selector.register(ours, selectors.EVENT_READ, child)
-            with suppress(OSError):  # the warm process has died: the watching thread sees that, and tells
+            with suppress(OSError):  # the watching thread reports a dead warm process
                 socket.send_fds(control, [json.dumps({"start": child.number}).encode()], [theirs.fileno()])
-        with suppress(OSError):  # the child has died
+        with suppress(OSError):  # the child ended
             send_message(ours, asdict(order))
         return child
 
     def kill(self, child: TaskProcess, error: JobFailure | None = None) -> None:
-        """End it now; ``error`` is why, where it is its own fault."""
+        """Kill the process; ``error`` is its own fault, if any."""
         with self._lock:
             if child.is_over or child.is_killed:
                 return
@@ -153,13 +152,13 @@ class WarmProcessPool:
                     self._control.send(json.dumps({"kill": child.number}).encode())
 
     def close(self) -> None:
-        """Kill all; `on_done` of each is called before this returns."""
+        """Kill all processes; `on_done` of each is called before the return."""
         with self._lock:
             self._is_closed = True
             children = list(self._children.values())
             control, self._control = self._control, None
             if control is not None:
-                control.shutdown(socket.SHUT_RDWR)  # ends the warm process, and that ends them
+                control.shutdown(socket.SHUT_RDWR)  # ends the warm process and its children
         for child in children:
             child.is_killed = True
         if self._thread is not None:
@@ -207,7 +206,7 @@ class WarmProcessPool:
                 self._look_after(child)
 
     def _hear(self, control: Any) -> None:
-        """Read a message of the warm process; at its end all of its children are dead."""
+        """Read a message of the warm process; at its end all children are dead."""
         try:
             data = control.recv(CONTROL_BYTES)
         except OSError:
@@ -228,7 +227,7 @@ class WarmProcessPool:
             self._selector.unregister(control)
             control.close()
             if self._control is control:
-                self._control = None  # the next start makes another one
+                self._control = None  # the next start creates a new one
             children = list(self._children.values())
             warm = self._warm
         if warm is not None:
@@ -236,7 +235,7 @@ class WarmProcessPool:
         until = time.monotonic() + _DEATH_SECONDS
         for child in children:
             while child.pid is not None and _lives(child.pid) and time.monotonic() < until:
-                time.sleep(_LOOK_SECONDS / 10)  # the kernel has killed it
+                time.sleep(_LOOK_SECONDS / 10)  # killed by the kernel
             self._end(child, None)
 
     def _read(self, child: TaskProcess) -> None:
@@ -257,7 +256,7 @@ class WarmProcessPool:
                 self._selector.unregister(child.connection)
 
     def _end(self, child: TaskProcess, status: int | None) -> None:
-        self._read(child)  # what it said last
+        self._read(child)  # last message
         with self._lock:
             child.is_over = True
             del self._children[child.number]
@@ -280,7 +279,7 @@ class WarmProcessPool:
 
 
 def _lives(pid: int) -> bool:
-    """Return True if the process exists and is not only waiting to be reaped."""
+    """Return True if the process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -288,13 +287,13 @@ def _lives(pid: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Without the service's own settings, which have secrets that most kinds have no business with."""
+    """Return the environment without settings of the service, which contain secrets."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("DCP_SERVER_")}
     return plain | _ONE_THREAD
 
 
 def resident_bytes(pid: int) -> int:
-    """Bytes of a process in memory or swap that are not of a file; 0 if it has ended."""
+    """Return the anonymous memory of a process in RAM and swap; 0 if ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

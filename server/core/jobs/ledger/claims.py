@@ -1,8 +1,8 @@
-"""Claims on the ledger: the next phase or task is leased to one worker for a time, within limits.
+"""Claims: the next phase or task is leased to one worker, within limits.
 
-A claim is a lease and a fence: the lease says until when no other worker takes it, the fence, one higher with
-each claim, that only the last one who took it may complete it. So a worker that was stopped for an hour and
-wakes up changes nothing.
+A claim has a lease and a fence. During the lease no other worker takes the work. The fence increases with
+each claim, and only the latest claim may complete the work: a worker that wakes up after an hour changes
+nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ _WAIT_SECONDS: Final = 60
 _AT_WORK: Final = ("planning", "running", "publishing")
 _FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.owner, jobs.c.root_id)
 _CLAIMS_LOCK: Final = 7_218_330_041
-"""PostgreSQL's advisory lock of claims: they are short, and in turn they need not look around for others."""
+"""PostgreSQL advisory lock of claims: claims are short and take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimLimits:
-    """``by_kind``: how many phases and tasks of one kind may run at a time, over all workers; of other kinds
-    any number. ``only``: the kinds that the one who claims can do; None is all. ``allowances``: how many
-    jobs of an account, a key and a root may be at work."""
+    """Limits of a claim.
+
+    ``by_kind``: maximum running phases and tasks per kind over all workers. ``only``: kinds known to the
+    worker; None is all. ``allowances``: maximum running jobs of accounts, keys and roots.
+    """
 
     by_kind: Mapping[str, int] = field(default_factory=dict)
     only: frozenset[str] | None = None
@@ -48,12 +50,12 @@ class ClaimLimits:
 
 NO_LIMITS: Final = ClaimLimits()
 _Share = tuple[str, int | None]
-"""The account of a job, and the number of its root: these have equal shares."""
+"""The account of a job with the number of its root: the unit of fair sharing."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtWork:
-    """A job of which a phase or a task is leased."""
+    """A job with a leased phase or task."""
 
     job_id: int
     owner: str
@@ -71,17 +73,17 @@ class _Claimable:
 
 
 def has_work(connection: Connection, now: float, limits: ClaimLimits = NO_LIMITS) -> bool:
-    """Return True if `claim` would find something: read without a lock, so that idle workers block no one."""
+    """Return True if `claim` would find work; reads without a lock, so idle workers block no one."""
     return _next(connection, now, limits) is not None
 
 
 def claim(
     connection: Connection, owner: str, now: float, lease_seconds: float, limits: ClaimLimits = NO_LIMITS
 ) -> Claim | None:
-    """Return the next thing to do, for ``owner`` alone until the lease is over; None if there is nothing.
+    """Claim the next work for ``owner`` until the lease ends; None without work.
 
-    First what clears away, then by priority; in one priority for the account and root with the least at
-    work, so that all have a fair share; of these what is begun before what is not, and by turn.
+    Clean-up comes first, then the priority. Within a priority, the account and root with the least running
+    work come first, then begun jobs, then the turn.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _CLAIMS_LOCK})
@@ -90,7 +92,7 @@ def claim(
         return None
     job = lock_job(connection, candidate.job_id)
     again = _next(connection, now, limits, only_job=job.id)
-    if again is None:  # it was cancelled, or another change was quicker: the next call finds something else
+    if again is None:  # cancelled or changed concurrently: the next call finds other work
         return None
     lease = {"lease_owner": owner, "lease_until_seconds": now + lease_seconds}
     if again.phase == "task":
@@ -168,8 +170,7 @@ def _fairest(
     allowed: ColumnElement[bool],
     at_work: Counter[_Share],
 ) -> _Claimable:
-    """Return the first of those with the least at work, also of queued jobs behind the one whose turn it
-    is."""
+    """Return the first job of the shares with the least running work."""
     best = min(found, key=lambda one: (-one.priority, at_work[one.share]))
     while any(one.phase == "plan" for one in found) and (count := at_work[best.share]):
         busy = [_is_of(share) for share, many in at_work.items() if many >= count]
@@ -186,7 +187,7 @@ def _is_of(share: _Share) -> ColumnElement[bool]:
 
 
 def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Claimable | None:
-    """Return a job that was given up, and of which nothing runs any more."""
+    """Return an abandoned job without running work."""
     running = select(tasks.c.id).where(tasks.c.job_id == jobs.c.id, tasks.c.state == "running")
     for state in ("running", "publishing"):
         query = by_priority(
@@ -214,7 +215,7 @@ def _phase(
         jobs.c.not_before_seconds <= now,
         allowed,
     )
-    # Two steps, each along the index: sorting by priority downwards and turn upwards is along none.
+    # Two steps, each along an index: no index has priority descending with turn ascending.
     first = by_priority(select(jobs.c.priority).where(*conditions))
     priority = connection.execute(first.limit(1)).scalar_one_or_none()
     if priority is None:
@@ -224,7 +225,7 @@ def _phase(
 
 
 def _tasks(connection: Connection, now: float, allowed: ColumnElement[bool]) -> list[_Claimable]:
-    """Return the jobs that have a task to be done, of the highest priority, by turn; without the task."""
+    """Return the jobs with a waiting task of the highest priority, by turn, without the task."""
     query = (
         select(*_FOUND)
         .where(
@@ -255,7 +256,7 @@ def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
 
 def jobs_at_work(connection: Connection) -> list[AtWork]:
     """Return the job of each leased phase and task."""
-    # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
+    # Counted in index order: otherwise SQLite reads all jobs.
     share = select(jobs.c.id, jobs.c.owner, jobs.c.key_id, jobs.c.root_id)
     leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
     of_tasks = share.select_from(tasks).join(jobs, tasks.c.job_id == jobs.c.id)
@@ -271,7 +272,7 @@ def _allowed(connection: Connection, limits: ClaimLimits) -> ColumnElement[bool]
 
 
 def _running(connection: Connection, kind: str) -> int:
-    """Leased phases and tasks of a kind."""
+    """Count leased phases and tasks of a kind."""
     of_jobs = select(func.count()).where(jobs.c.kind == kind, jobs.c.lease_owner.is_not(None))
     of_tasks = (
         select(func.count())
@@ -286,10 +287,10 @@ def _running(connection: Connection, kind: str) -> int:
 
 
 def check_queue(connection: Connection, allowances: Allowances, job_id: int) -> None:
-    """Refuse a job that was queued in this transaction, where an account, a key or its root has too many.
+    """Refuse a job queued in this transaction above a limit of its account, key or root.
 
-    Raises TooManyRequestsError, after which the transaction must not be committed. Others that queue a job of
-    the same account, key or root wait for the end of this one, so that all of them together keep the limit.
+    Raises TooManyRequestsError, after which the transaction must roll back. Concurrent submissions for the
+    same subjects wait, so the limit holds for all of them.
     """
     query = select(jobs.c.owner, jobs.c.key_id, roots.c.name).outerjoin_from(jobs, roots)
     owner, key_id, root = connection.execute(query.where(jobs.c.id == job_id)).one()
@@ -325,8 +326,10 @@ def _count_queued(connection: Connection, subject: LimitSubject, most: int) -> i
 def _may_run(
     connection: Connection, at_work: Iterable[AtWork], allowances: Allowances
 ) -> ColumnElement[bool] | None:
-    """Return the jobs that may be claimed beside those ``at_work``: these themselves, and all others but
-    those of an account, a key or a root that has as many at work as it may have. None: all may."""
+    """Return the jobs that may be claimed besides those ``at_work``; None for all.
+
+    Excludes jobs of accounts, keys and roots at their limit of running jobs.
+    """
     counted: defaultdict[LimitSubject, set[int]] = defaultdict(set)
     limited = {one.job_id: one for one in at_work if not one.owner.startswith(SERVICE)}
     numbers = sorted({one.root_id for one in limited.values() if one.root_id is not None})
@@ -346,7 +349,7 @@ def _may_run(
     return or_(jobs.c.id.in_(sorted(limited)), not_(or_(*full))) if full else None
 
 
-# -- while it is held ----------------------------------------------------------------------------------------
+# -- renewal ------------------------------------------------------------------------------------------------
 
 
 def renew(
@@ -356,7 +359,7 @@ def renew(
     now: float,
     lease_seconds: float,
 ) -> frozenset[Held]:
-    """Begin the leases anew, with the bytes that are done where that is known; those that are lost."""
+    """Renew leases with the progress in bytes where known; return the lost claims."""
     lost = set()
     for one in sorted(held, key=lambda one: (one.job_id, one.task_id or 0)):
         values: dict[str, Any] = {"lease_until_seconds": now + lease_seconds}
@@ -376,7 +379,7 @@ def renew(
 
 
 def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
-    """Return the claims that are to be given up: lost to others, or of a job that was cancelled or failed."""
+    """Return the claims to abandon: lost leases, and cancelled or failed jobs."""
     wanted = list(held)
     if not wanted:
         return frozenset()
@@ -385,7 +388,7 @@ def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
     query = select(jobs.c.id, jobs.c.fence).where(
         jobs.c.id.in_(job_ids),
         jobs.c.lease_owner.is_not(None),
-        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # clearing away continues
+        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # clean-up continues
     )
     goes_on.update(Held(row.id, None, row.fence) for row in connection.execute(query))
     task_ids = {one.task_id for one in wanted if one.task_id is not None}

@@ -1,8 +1,8 @@
-"""Failures of claims, and lost ones: they are tried again later, or the job is given up.
+"""Failed and lost claims: a later repetition, or the end of the job.
 
-A failure of the machine, the network or a storage (`JobFailure.is_environment`) counts as no attempt. The job
-waits as a whole, each time for longer, and for a day in all, and says what for; `retry` makes it continue at
-once. What is neither that nor retryable ends the job.
+A failure of machine, network or storage (`JobFailure.is_environment`) uses up no attempt. The whole job
+waits with growing pauses for up to a day, with the reason; `retry` continues at once. Failures that are
+neither environmental nor retryable end the job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOST: Final = JobFailure(type="WorkerLostError", detail="the worker that had it
 def fail(
     connection: Connection, held: Held, error: JobFailure, now: float, backoff: Backoff = DEFAULT_BACKOFF
 ) -> None:
-    """It did not work: it is tried again later, or the job is given up."""
+    """Record a failure: repeat later, or abandon the job."""
     if held.task_id is None:
         _fail_phase(connection, held_job(connection, held), error, now, backoff)
     else:
@@ -73,7 +73,7 @@ def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float,
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
-        # It may be published or not: only another attempt finds out, so this is never the last.
+        # The outcome is unknown: only another attempt can find out, so this attempt is never the last.
         attempt, is_last = max(1, min(attempt, job.max_attempts - 1)), False
     if job.is_ending and job.state == "planning":
         clear_away(connection, job)
@@ -96,8 +96,7 @@ def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float,
 
 
 def clear_away(connection: Connection, job: Job, **found: Any) -> None:
-    """Discard an ending job whose plan has begun, and may have left something, as one that runs. What
-    there is of its tasks was never begun."""
+    """Schedule the clean-up of an ending job whose plan has begun; none of its tasks has begun."""
     forget_tasks(connection, job)
     set_job(connection, job.id, state="running", **NEXT_PHASE, **found)
 
@@ -111,13 +110,13 @@ def _end(connection: Connection, job: Job, error: JobFailure, now: float, task: 
 def _wait(
     connection: Connection, job: Job, error: JobFailure, now: float, backoff: Backoff, **where: Any
 ) -> None:
-    """Pause the job as a whole: what is away is away for all of its tasks."""
+    """Pause the whole job, since all tasks need the unreachable resource."""
     waiting = job.waiting if job.waiting is not None and job.waiting.is_environment else None
     count = 0 if waiting is None else waiting.count
     if waiting is None or job.not_before is None or moment(now) >= job.not_before:
         count += 1
         next_seconds = now + backoff.seconds(count, job.id)
-    else:  # another task has met it a moment ago
+    else:  # another task met the failure before
         next_seconds = job.not_before.timestamp()
     set_job(connection, job.id, not_before_seconds=next_seconds)
     _tell_retry(connection, job, error, now, next_seconds, count, **where)
@@ -132,7 +131,7 @@ def _tell_retry(
     attempt: int,
     **where: Any,
 ) -> None:
-    """Note what the job waits for, and until when. ``where``: its ``task``, or its ``state``."""
+    """Note the reason and end of the pause. ``where``: the ``task``, or the ``state``."""
     before = job.waiting
     is_same = before is not None and before.is_environment == error.is_environment
     waiting = JobWaiting(
@@ -147,7 +146,7 @@ def _tell_retry(
 
 
 def _is_patient(job: Job, error: JobFailure, now: float, backoff: Backoff) -> bool:
-    """Return True if the failure is worth waiting for, and has not been waited for too long."""
+    """Return True if the failure is environmental and within the patience."""
     if not error.is_environment:
         return False
     waiting = job.waiting
@@ -156,28 +155,28 @@ def _is_patient(job: Job, error: JobFailure, now: float, backoff: Backoff) -> bo
 
 
 def _is_tried_again(job: Job, error: JobFailure, attempt: int) -> bool:
-    """Of what is not waited for, or has been for long enough."""
+    """Return True if another attempt remains."""
     return error.is_retryable and not error.is_environment and attempt < job.max_attempts
 
 
 def give_up(connection: Connection, job: Job, now: float) -> None:
-    """It has been cleared away, as far as that was possible."""
+    """End the job after its clean-up."""
     if not job.is_ending:
         raise StaleFenceError(f"job {job.id} was not given up")
     finish(connection, job, "cancelled" if job.error is None else "failed", now)
 
 
 def has_expired(connection: Connection, now: float) -> bool:
-    """Return True if `expire_leases` would find something: read without a lock."""
+    """Return True if `expire_leases` would find expired leases; reads without a lock."""
     return bool(_expired(connection, now))
 
 
 def expire_leases(connection: Connection, now: float, backoff: Backoff = DEFAULT_BACKOFF) -> int:
-    """Whatever is not renewed any more has failed; how many that were."""
+    """Record expired leases as failures, and return their number."""
     count = 0
     for held in _expired(connection, now):
         lock_job(connection, held.job_id)
-        if _is_over(connection, held, now):  # still: it may have been renewed while this waited for the lock
+        if _is_over(connection, held, now):  # check again: possibly renewed while waiting for the lock
             fail(connection, held, _LOST, now, backoff)
             count += 1
     return count

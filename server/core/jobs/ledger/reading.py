@@ -1,4 +1,4 @@
-"""Queries of the ledger: jobs, their tasks, progress and events; and the kinds of jobs that workers offer."""
+"""Queries of the ledger: jobs, tasks, progress and events; and kinds offered by workers."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from dcp.server.records.jobs import Job, JobEvent, JobProgress, JobState, JobTas
 from dcp.server.records.lists import Page
 
 _SHOWN: Final = 100
-"""Jobs whose progress is shown together."""
+"""Maximum jobs whose progress is shown together."""
 NOTE_SECONDS: Final = 15.0
 _GONE_SECONDS: Final = 60.0
-"""After the last note of a worker, which writes one every `NOTE_SECONDS`."""
+"""Age of the last note after which a worker counts as ended; workers write every `NOTE_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Filter of jobs; what is not given does not matter. ``checkpoint_id``: those about this one.
-    ``own_scans``: also those scans that the service makes by itself."""
+    """Filter of jobs. ``checkpoint_id``: jobs of this checkpoint. ``own_scans``: include automatic scans."""
 
     states: frozenset[JobState] = frozenset()
     kinds: frozenset[str] = frozenset()
@@ -48,8 +47,7 @@ class JobFilter:
 
 
 def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
-    """Return the job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
-    ``visible``."""
+    """Return the job. Raises NotFoundError unless all roots of the job are ``visible``."""
     job = find_job(connection, job_id, visible)
     if job is None:
         raise NotFoundError(f"there is no job {job_id}")
@@ -59,7 +57,7 @@ def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None 
 def find_job(
     connection: Connection, job_id: int, visible: frozenset[str] | None = None, *, whole: bool = True
 ) -> Job | None:
-    """As `get_job`; None if there is none. Unless ``whole``, of a large result what is short of it."""
+    """Return the job like `get_job`, or None. Unless ``whole``, large results have only short members."""
     query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
     row = connection.execute(query).one_or_none()
     if row is None:
@@ -78,7 +76,7 @@ def last_job(
     succeeded: bool = False,
     whole: bool = False,
 ) -> Job | None:
-    """Return the newest visible job with this key, or the newest that ``succeeded``. ``whole``: as
+    """Return the newest visible job with this key, optionally the newest that ``succeeded``; ``whole`` as in
     `find_job`."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.result_key == result_key, *_seen(visible))
@@ -89,7 +87,7 @@ def last_job(
 
 
 def other_roots(connection: Connection, job_id: int) -> list[str]:
-    """Return the roots of the checkpoints that a job names, without its own root."""
+    """Return the roots of the checkpoints of a job, without its own root."""
     query = select(roots.c.name).join(job_roots, job_roots.c.root_id == roots.c.id)
     return list(connection.execute(query.where(job_roots.c.job_id == job_id)).scalars())
 
@@ -103,7 +101,7 @@ def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Job]:
-    """Return a page of jobs, the newest first. Of large results they have what is short."""
+    """Return a page of jobs, newest first. Large results have only short members."""
     any_of = ((jobs.c.state, wanted.states), (jobs.c.kind, wanted.kinds))
     equal = (
         (roots.c.name, wanted.root),
@@ -123,28 +121,27 @@ def list_jobs(
 def list_tasks(
     connection: Connection, job_id: int, *, cursor: str | None = None, limit: int = 100
 ) -> Page[JobTask]:
-    """Return a page of the tasks of a job, by number: how far they are, not what they do. There are none
-    before it is planned."""
+    """Return a page of the tasks of a job with their progress, by number; empty before planning."""
     query = select_tasks().where(tasks.c.job_id == job_id, is_planned())
     mark, key = query_mark("tasks", job_id), (tasks.c.number, int)
     return read_page(connection, query, task_of_row, mark, key, cursor=cursor, limit=limit)
 
 
 def plan_of(connection: Connection, job_id: int) -> Json | None:
-    """Return the plan of the job, which publishing needs; None before it is planned."""
+    """Return the plan for publishing; None before planning."""
     found: Json | None = connection.execute(select(jobs.c.plan).where(jobs.c.id == job_id)).scalar()
     return found
 
 
 def payload_of(connection: Connection, task: JobTask) -> Json:
-    """All that a claimed task needs: what the plan has for every task, and its own."""
+    """Return the payload of a claimed task with the shared data of the plan."""
     shared = connection.execute(select(jobs.c.plan["shared"]).where(jobs.c.id == task.job_id)).scalar()
     return {**(shared or {}), **task.payload}
 
 
 def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
-    """Results of the tasks of a job, in order, for publishing. They may be large, so read them outside of
-    transactions that others wait for."""
+    """Return the results of the tasks in order, for publishing. They may be large: read them outside of
+    short transactions."""
     query = select(tasks.c.result, tasks.c.document_id).where(tasks.c.job_id == job_id)
     return tuple(
         row.result or {} if row.document_id is None else read_document(connection, row.document_id)
@@ -153,7 +150,7 @@ def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
 
 
 def task_documents(connection: Connection, job_id: int) -> list[int | None]:
-    """Return the documents of what `task_results` returns; None for small results."""
+    """Return the documents of `task_results`; None for small results."""
     query = select(tasks.c.document_id).where(tasks.c.job_id == job_id).order_by(tasks.c.number)
     return list(connection.execute(query).scalars())
 
@@ -161,7 +158,7 @@ def task_documents(connection: Connection, job_id: int) -> list[int | None]:
 def job_events_after(
     connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
 ) -> Sequence[JobEvent]:
-    """Events of the job after the event ``after_id``, in order."""
+    """Return events of the job after the event ``after_id``, in order."""
     query = (
         select(job_events)
         .where(job_events.c.job_id == job_id, job_events.c.id > after_id)
@@ -174,14 +171,14 @@ def job_events_after(
 def latest_events(
     connection: Connection, job_id: int, *, cursor: str | None = None, limit: int = 100
 ) -> Page[JobEvent]:
-    """Return a page of the events of a job, the newest first."""
+    """Return a page of the events of a job, newest first."""
     query = select(job_events).where(job_events.c.job_id == job_id)
     mark, key = query_mark("log", job_id), (job_events.c.id, int)
     return read_page(connection, query, event_of_row, mark, key, cursor=cursor, limit=limit, descending=True)
 
 
 def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
-    """Return the time at which the tasks of the job were started last; None before that."""
+    """Return the last start of the tasks of the job, or None."""
     begun = job_events.c.data["state"].as_string() == "running"
     query = select(job_events.c.at_seconds).where(
         job_events.c.job_id == job_id, job_events.c.kind == "state", begun
@@ -190,7 +187,7 @@ def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
 
 
 def last_event_id(connection: Connection) -> int:
-    """Return the number of the last event of any job; 0 if nothing happened yet."""
+    """Return the number of the last event of any job; 0 without events."""
     return connection.execute(select(func.max(job_events.c.id))).scalar() or 0
 
 
@@ -202,8 +199,8 @@ def all_events_after(
     own_scans: bool = False,
     limit: int = 500,
 ) -> Sequence[JobEvent]:
-    """Events of visible jobs after the event ``after_id``, in the order of their ids.
-    On PostgreSQL the events of several jobs may become visible in another order."""
+    """Return events of visible jobs after ``after_id`` by id. On PostgreSQL events of several jobs may
+    appear out of order."""
     query = select(job_events).join_from(job_events, jobs, jobs.c.id == job_events.c.job_id)
     query = query.outerjoin(roots, roots.c.id == jobs.c.root_id)
     query = query.where(job_events.c.id > after_id, *_seen(visible), *_wanted_scans(own_scans))
@@ -216,7 +213,7 @@ def active_progress(
     *,
     own_scans: bool = False,
 ) -> dict[int, JobProgress]:
-    """Return the progress of the newest visible jobs whose tasks run."""
+    """Return the progress of the newest visible jobs with running tasks."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.state == "running", *_seen(visible), *_wanted_scans(own_scans))
     numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(_SHOWN)).scalars().all()
@@ -228,7 +225,7 @@ def _wanted_scans(own_scans: bool) -> list[ColumnElement[Any]]:
 
 
 def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
-    """Of jobs outer-joined with their roots."""
+    """Restrict jobs, outer-joined with their roots, to visible ones."""
     if visible is None:
         return []
     names = sorted(visible)
@@ -243,19 +240,19 @@ def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
 
 
 def note_offer(connection: Connection, owner: str, kinds: Iterable[str], now: float) -> None:
-    """Note that a worker runs and does jobs of ``kinds``; forget those that have gone."""
+    """Record a running worker with its ``kinds``, and delete ended workers."""
     row = {"owner": owner, "kinds": sorted(kinds), "seen_seconds": now}
     insert_or_update(connection, workers, [row])
     connection.execute(delete(workers).where(workers.c.seen_seconds < now - 10 * _GONE_SECONDS))
 
 
 def withdraw_offer(connection: Connection, owner: str) -> None:
-    """Forget a worker that ends."""
+    """Delete a worker that ends."""
     connection.execute(delete(workers).where(workers.c.owner == owner))
 
 
 def with_offers(connection: Connection, found: Sequence[Job], now: float) -> list[Job]:
-    """Return ``found`` with ``is_unserved`` set on those that have not ended and that no worker does."""
+    """Return ``found`` with ``is_unserved`` set for unfinished jobs without a suitable worker."""
     if all(job.is_final for job in found):
         return list(found)
     query = select(workers.c.kinds).where(workers.c.seen_seconds >= now - _GONE_SECONDS)

@@ -1,7 +1,7 @@
-"""Rows of the ledger: jobs, tasks and claims, and the steps that all transitions share.
+"""Rows of the ledger: jobs, tasks and claims, and shared steps of transitions.
 
-Whatever changes a job or one of its tasks locks the job's row first: so the last two tasks cannot both miss
-that they are the last, and the events of a job are numbered in the order in which they become visible.
+Every change of a job or task locks the row of the job first: the last two tasks cannot both miss the end,
+and events are numbered in commit order.
 """
 
 from __future__ import annotations
@@ -34,31 +34,30 @@ from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import FINAL_STATES, Job, JobEvent, JobProgress, JobState, JobTask
 
 Json = Mapping[str, Any]
-"""An object of plain data, as JSON has it."""
+"""A JSON object."""
 
 Phase = Literal["plan", "task", "publish", "discard"]
-"""The phases that are claimed: planning, one task, publishing, or clearing away after a job was given up."""
+"""Claimable phases: planning, a task, publishing, and clean-up of an abandoned job."""
 
 MAX_DEDUP_KEY_CHARACTERS: Final = 100
 
 
 class StaleFenceError(Exception):
-    """The claim is not valid any more: its lease was over and another worker took it, or it was done.
+    """The claim is invalid: another worker took the work after the lease, or the work is complete.
 
-    Nothing of the refused call was written, and the worker must not try again.
+    The refused call wrote nothing, and the worker must not repeat it.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job to be done. The higher its ``priority`` (-100 to 100) the sooner. It counts for the account
-    ``owner`` and the key ``key_id``; without an owner it is the service's own.
+    """A job to submit. A higher ``priority`` (-100 to 100) runs first.
 
-    ``root`` is the name of the root that it writes to, or reads where it writes to none. The job is about
-    ``checkpoint_id``, and ``subjects`` are ids of all other checkpoints that it names: keys that may not see
-    its root, or that of one of these, do not see the job. Where ``dedup_key`` is given there is at most one
-    unfinished job with it. ``result_key`` finds the last job of several whose results replace each other; it
-    is the ``dedup_key`` unless given.
+    Limits count the account ``owner`` and the key ``key_id``; without an owner the job belongs to the
+    service. ``root`` is the written root, or else the read one. ``checkpoint_id`` is the main checkpoint,
+    ``subjects`` are further ones: only keys that see all of their roots see the job. At most one unfinished
+    job has a given ``dedup_key``. ``result_key`` (default: ``dedup_key``) finds the last of jobs whose
+    results replace each other.
     """
 
     kind: str
@@ -78,8 +77,8 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """One task of a plan. ``payload`` is what it needs beside what all of them share; ``weight_bytes`` is its
-    share of the progress."""
+    """One task of a plan. ``payload`` extends the shared data; ``weight_bytes`` is the share of the
+    progress."""
 
     payload: Json
     weight_bytes: int = 0
@@ -87,7 +86,7 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Names a claim when it is renewed: ``task_id`` is None for the phases of the job itself."""
+    """The name of a claim for renewals; ``task_id`` is None for phases of the job."""
 
     job_id: int
     task_id: int | None
@@ -96,7 +95,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Work for a worker, for as long as its lease lasts."""
+    """Work of a worker during a lease."""
 
     phase: Phase
     job: Job
@@ -105,16 +104,16 @@ class Claim:
 
     @property
     def held(self) -> Held:
-        """Its name."""
+        """The name of the claim."""
         return Held(self.job.id, None if self.task is None else self.task.id, self.fence)
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """The pause after the failed attempt number n: twice as long each time, and up to a half longer, by the
-    task, so that tasks that failed together are not tried together.
+    """The pause after failed attempt n: doubled each time, with up to half more by task to spread
+    repetitions.
 
-    ``patience_seconds``: for how long errors of the environment in a row are waited for.
+    ``patience_seconds`` bounds consecutive environmental failures.
     """
 
     first_seconds: float = 2.0
@@ -122,7 +121,7 @@ class Backoff:
     patience_seconds: float = 86_400.0
 
     def seconds(self, attempt: int, salt: int = 0) -> float:
-        """``attempt`` counts from 1."""
+        """Return the pause; ``attempt`` counts from 1."""
         plain = min(self.most_seconds, self.first_seconds * 2.0 ** min(attempt - 1, 30))
         return plain * (1.0 + (zlib.crc32(f"{salt}/{attempt}".encode()) % 1000) / 2000.0)
 
@@ -134,37 +133,36 @@ NEXT_PHASE: Final[dict[str, Any]] = {
     "waiting": null(),
     **NO_LEASE,
 }
-"""Columns of a job whose next phase can be claimed at once."""
+"""Column values of a job whose next phase can be claimed."""
 _TASK_COLUMNS: Final = [column for column in tasks.c if column is not tasks.c.result]
 _MAX_RESULT_BYTES: Final = 2048
 _MAX_VALUE_BYTES: Final = 256
 
 
 def select_jobs() -> Select[Any]:
-    """Jobs with the names of their roots; without their plans, which may be large."""
+    """Select jobs with root names, without the large plans."""
     columns = [column for column in jobs.c if column is not jobs.c.plan]
     named = select(*columns, roots.c.name.label("root"))
     return named.outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
 
 
 def select_tasks() -> Select[Any]:
-    """Tasks: how far they are, not what they do and have found."""
+    """Select tasks with progress, without payloads and results."""
     return select(*(null().label(one.name) if one.name == "payload" else one for one in _TASK_COLUMNS))
 
 
 def by_priority(query: Select[Any]) -> Select[Any]:
-    """Jobs of one state, the highest priority first: along the index of both, whatever a planner believes of
-    how many there are in that state."""
+    """Select jobs of one state by descending priority, along the index of both columns."""
     return query.order_by(jobs.c.state.desc(), jobs.c.priority.desc())
 
 
 def is_planned() -> ColumnElement[bool]:
-    """Of a task: that all of them are there."""
+    """Return the condition that all tasks are written."""
     return select(jobs.c.id).where(jobs.c.id == tasks.c.job_id, jobs.c.state != "planning").exists()
 
 
 def job_of_row(row: Row[Any]) -> Job:
-    """Return a row of `select_jobs`."""
+    """Return the job of a row of `select_jobs`."""
     return record_of_row(
         Job,
         row,
@@ -175,18 +173,18 @@ def job_of_row(row: Row[Any]) -> Job:
 
 
 def task_of_row(row: Row[Any]) -> JobTask:
-    """Return a row of `select_tasks`."""
+    """Return the task of a row of `select_tasks`."""
     not_before = moment(row.not_before_seconds) if row.not_before_seconds else None
     return record_of_row(JobTask, row, not_before=not_before, payload=row.payload or {})
 
 
 def event_of_row(row: Row[Any]) -> JobEvent:
-    """Return a row of ``job_events``."""
+    """Return the event of a row of ``job_events``."""
     return record_of_row(JobEvent, row)
 
 
 def lock_job(connection: Connection, job_id: int) -> Job:
-    """Return the job, locked until the end of this transaction. Raises NotFoundError."""
+    """Return the job, locked until the transaction ends. Raises NotFoundError."""
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
     if row is None:
@@ -208,7 +206,7 @@ def _locked(connection: Connection, held: Held) -> Job:
 
 
 def held_job(connection: Connection, held: Held) -> Job:
-    """Return the locked job, if its claim is valid; raises StaleFenceError."""
+    """Return the locked job of a valid claim. Raises StaleFenceError."""
     job = _locked(connection, held)
     lease = connection.execute(select(jobs.c.fence, jobs.c.lease_owner).where(jobs.c.id == job.id)).one()
     if lease.lease_owner is None or lease.fence != held.fence:
@@ -217,7 +215,7 @@ def held_job(connection: Connection, held: Held) -> Job:
 
 
 def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
-    """Return the locked job and the task, if the claim is valid; raises StaleFenceError."""
+    """Return the locked job and the task of a valid claim. Raises StaleFenceError."""
     job = _locked(connection, held)
     row = connection.execute(select_tasks().where(tasks.c.id == held.task_id)).one_or_none()
     if (
@@ -242,7 +240,7 @@ def set_task(connection: Connection, task_id: int, **values: Any) -> None:
 
 
 def release_phase(connection: Connection, job: Job, **values: Any) -> None:
-    """End the lease of a phase that is not completed; a plan begins anew."""
+    """End the lease of an incomplete phase; planning starts again."""
     if job.state == "planning":
         values["state"] = "queued"
         forget_tasks(connection, job)
@@ -250,12 +248,12 @@ def release_phase(connection: Connection, job: Job, **values: Any) -> None:
 
 
 def forget_tasks(connection: Connection, job: Job, first: int = 0) -> None:
-    """From number ``first`` on: the job is to be planned anew, or not at all."""
+    """Delete tasks from number ``first`` on, before another plan or the end."""
     connection.execute(delete(tasks).where(tasks.c.job_id == job.id, tasks.c.number >= first))
 
 
 def emit(connection: Connection, job_id: int, event: str, now: float, **data: Any) -> None:
-    """Note that something happened."""
+    """Write an event."""
     connection.execute(insert(job_events).values(job_id=job_id, kind=event, data=data, at_seconds=now))
 
 
@@ -268,7 +266,7 @@ def finish(
     result: Json | None = None,
     document: int | None = None,
 ) -> None:
-    """End the job, and cancel what is left of its tasks. ``document``: the prepared one of a large result."""
+    """End the job and cancel its remaining tasks. ``document``: the prepared large result."""
     if state not in FINAL_STATES:
         raise ValueError(f"{state} is no end")
     connection.execute(
@@ -282,7 +280,7 @@ def finish(
         values["result"] = short_result(result)
         if is_large(result):
             values["document_id"] = ensure_document(connection, result, document)
-            # It may have all that its tasks have found, which is not needed twice.
+            # The plan may contain all task results, which are stored elsewhere.
             nothing = {"result": null(), "document_id": None}
             connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(**nothing))
     set_job(connection, job.id, **values)
@@ -290,7 +288,7 @@ def finish(
 
 
 def short_result(result: Json) -> dict[str, Any]:
-    """Return the part of a result that lists show: all of a small one, the short members of a large one."""
+    """Return the part of a result shown in lists: a small result, or the short members of a large one."""
     sizes = {name: _size(value) for name, value in result.items()}
     if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
         return dict(result)
@@ -298,7 +296,7 @@ def short_result(result: Json) -> dict[str, Any]:
 
 
 def is_large(result: Json) -> bool:
-    """Return True for a result that is kept in a document, with only its short members in the row."""
+    """Return True for a result stored as a document."""
     return len(short_result(result)) < len(result)
 
 
@@ -309,8 +307,7 @@ def _size(value: Any) -> int:
 
 
 def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
-    """Return the progress by job, as it is now; jobs without tasks, and those that are being planned, are
-    left out."""
+    """Return the current progress by job, without jobs that have no tasks or are being planned."""
     is_done = tasks.c.state == "succeeded"
     query = (
         select(
@@ -335,6 +332,6 @@ def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Job
 
 
 def _progress_document(connection: Connection, job_id: int) -> Any:
-    """Return the progress to be kept with a job that has ended; SQL's NULL if it had no tasks."""
+    """Return the final progress of a job; SQL NULL without tasks."""
     progress = progress_of(connection, (job_id,)).get(job_id)
     return null() if progress is None else asdict(progress)

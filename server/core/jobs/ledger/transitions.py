@@ -1,12 +1,11 @@
-"""Transitions of a job: submitted, planned, its tasks done, published, released, cancelled, retried.
+"""Transitions of a job: submit, plan, complete, publish, release, cancel, retry.
 
 queued -> planning -> running (its tasks) -> publishing -> succeeded, failed or cancelled.
 
-Each function is a step of one transaction of the caller's. A worker that completes something names its
-claim; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
-cancelled or has failed is *ending*: none of its tasks is claimed any more, those that run are stopped, then
-what they left is discarded, and what its plans left, too; only then it is over. Publishing cannot be
-cancelled once it has begun, because it would be unknown whether it took place.
+Each function is a step within a transaction of the caller. Completions name their claim; an invalid claim
+raises StaleFenceError without changes. A cancelled or failed job is *ending*: no task is claimed, running
+tasks are stopped, the output of tasks and plans is discarded, and then the job ends. Publishing cannot be
+cancelled, because the outcome would be unknown.
 """
 
 from __future__ import annotations
@@ -62,8 +61,10 @@ def submit(connection: Connection, spec: JobSpec, now: float) -> int:
 
 
 def submit_behind(connection: Connection, spec: JobSpec, now: float) -> int:
-    """Like `submit`, but never one that has begun already, which may have looked before there was anything to
-    see: such a one is followed by one more, however many ask for it meanwhile."""
+    """Submit like `submit`, but never join a begun job, which may have read outdated data.
+
+    Such a job is followed by one more, shared by all later submissions.
+    """
     behind = spec
     while True:
         number, is_new = submit_or_join(connection, behind, now)
@@ -74,7 +75,7 @@ def submit_behind(connection: Connection, spec: JobSpec, now: float) -> int:
 
 
 def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[int, bool]:
-    """Return the id, and whether it is a new job. Raises NotFoundError if there is no such root."""
+    """Return the id, and True for a new job. Raises NotFoundError for an unknown root."""
     if spec.dedup_key is not None and len(spec.dedup_key) > MAX_DEDUP_KEY_CHARACTERS:
         raise ValueError(f"a dedup_key has at most {MAX_DEDUP_KEY_CHARACTERS} characters")
     root_id = _root_id(connection, spec.root)
@@ -97,7 +98,7 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
         "turn": _turn(connection, owner, root_id, spec.priority, now),
     }
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    while True:  # until there is no job with that key, or one that does not end in this instant
+    while True:  # until no job has the key, or one that is not just ending
         new = connection.execute(
             dialect.insert(jobs).values(**values).on_conflict_do_nothing().returning(jobs.c.id)
         ).scalar_one_or_none()
@@ -119,11 +120,11 @@ def _note_roots(connection: Connection, job_id: int, root_id: int | None, named:
 
 
 def _turn(connection: Connection, owner: str, root_id: int | None, priority: int, now: float) -> int:
-    """Return the place of a new job among those of its priority: behind those of the same account and root,
-    each of which has a turn of its own, and beside the one that is at work now.
+    """Return the place of a new job within its priority: after the last turn of its account and root, and at
+    least the current turn.
 
-    So accounts and roots take turns, however many jobs one of them has queued: start-time fair queuing
-    (Goyal, Vin and Cheng, SIGCOMM 1996) with jobs of equal cost.
+    Accounts and roots therefore take turns, however many jobs one has queued: start-time fair queuing
+    (Goyal, Vin and Cheng, SIGCOMM 1996) with equal costs.
     """
     turn, is_queued = jobs.c.turn, jobs.c.state == "queued"
     is_at_work = jobs.c.state.in_(("planning", "running", "publishing"))
@@ -151,17 +152,17 @@ def _root_id(connection: Connection, name: str | None) -> int | None:
     return int(found)
 
 
-# -- what is done --------------------------------------------------------------------------------------------
+# -- completion ----------------------------------------------------------------------------------------------
 
 
 def add_tasks(connection: Connection, held: Held, specs: Sequence[TaskSpec], first: int) -> None:
-    """Add tasks of a plan, from number ``first`` on: not claimed before `complete_plan`, gone without it.
+    """Add tasks of a plan from number ``first`` on; `complete_plan` makes them claimable.
 
-    Again is fine, since a connection that is lost may not tell that they are written.
+    Repetition is safe, since a lost connection hides a successful write.
     """
     job = held_job(connection, held)
     forget_tasks(connection, job, first)
-    # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
+    # Higher than all fences of earlier plans: row numbers may be reused, claims never.
     first_fence = held.fence << _FENCE_SHIFT
     rows = [
         {
@@ -186,8 +187,7 @@ def complete_plan(
     now: float,
     after: int = 0,
 ) -> None:
-    """Let the job's tasks be claimed; without any it is published next. ``after`` so many that were added
-    before."""
+    """Make the tasks claimable; without tasks, publish next. ``after``: number of tasks added before."""
     job = held_job(connection, held)
     plan_data = plan_data if isinstance(plan_data, Encoded) else dict(plan_data)
     if job.is_ending:
@@ -202,7 +202,7 @@ def complete_plan(
 def complete_task(
     connection: Connection, held: Held, result: Json, now: float, document: int | None = None
 ) -> None:
-    """One task is done; behind the last one the job is published. ``document``: see `complete_publish`."""
+    """Complete a task; after the last task the job is published. ``document``: see `complete_publish`."""
     job, task = held_task(connection, held)
     values: dict[str, Any] = {"result": dict(result)}
     if is_large(result):
@@ -220,10 +220,10 @@ def complete_task(
 def complete_publish(
     connection: Connection, held: Held, result: Json, now: float, document: int | None = None
 ) -> Job:
-    """Return the job has succeeded; what `Kind.record` writes belongs into the same transaction.
+    """Complete the job; `Kind.record` writes in the same transaction.
 
-    ``document`` has a large result: one that was prepared, or that of a task with the same. Without it all of
-    it is written here, while others wait.
+    ``document`` has a large result, prepared or shared with a task. Without it the result is written here,
+    while other writers wait.
     """
     job = held_job(connection, held)
     if job.state != "publishing" or job.is_ending:
@@ -233,7 +233,7 @@ def complete_publish(
 
 
 def complete_discard(connection: Connection, held: Held, now: float) -> None:
-    """Nothing is left of the job that was given up: it is over."""
+    """End an abandoned job after its clean-up."""
     give_up(connection, held_job(connection, held), now)
 
 
@@ -244,11 +244,11 @@ def _move(
     emit(connection, job.id, "state", now, state=state, **event)
 
 
-# -- what is given back, or asked for -----------------------------------------------------------------------
+# -- release, cancellation, retry ----------------------------------------------------------------------------
 
 
 def release(connection: Connection, held: Held, now: float) -> None:
-    """Give a claim back that was stopped, by no fault of its own: it counts as no attempt."""
+    """Return a stopped claim without using up an attempt."""
     if held.task_id is not None:
         job, task = held_task(connection, held)
         state = "cancelled" if job.is_ending else "queued"
@@ -260,17 +260,17 @@ def release(connection: Connection, held: Held, now: float) -> None:
         return
     values: dict[str, Any] = {}
     if job.state == "publishing" and not job.is_ending:
-        values["attempt"] = max(job.attempt, 1)  # it counts as begun, and is not cancelled any more
+        values["attempt"] = max(job.attempt, 1)  # counts as begun, and can no longer be cancelled
     release_phase(connection, job, **values)
     if job.state == "planning":
         emit(connection, job.id, "state", now, state="queued")
 
 
 def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> Job:
-    """Stop it: at once if nothing was begun, else as soon as the workers hear of it.
+    """Cancel a job: at once if not begun, else when its workers notice.
 
-    A job that is being stopped or was cancelled already is left as it is. Raises ConflictError if it has
-    ended otherwise, or if publishing has begun.
+    A stopping or cancelled job stays unchanged. Raises ConflictError for an ended job, and during
+    publishing.
     """
     job = lock_job(connection, job_id)
     if job.state == "cancelled" or job.is_ending:
@@ -291,9 +291,9 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
 
 
 def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
-    """Begin a failed or cancelled job anew, from its plan on; one that waits for its next attempt is due now.
+    """Restart a failed or cancelled job from planning; a waiting job is due now.
 
-    Raises ConflictError if it is neither, or if another job does the same by now.
+    Raises ConflictError for other states, and if another job does the same.
     """
     job = lock_job(connection, job_id)
     if not job.is_final and job.waiting is not None:
@@ -312,7 +312,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
     turn = _turn(connection, job.owner, _root_id(connection, job.root), job.priority, now)
     try:
         set_job(connection, job_id, state="queued", turn=turn, **NEXT_PHASE, **nothing)
-    except IntegrityError as error:  # one was submitted in this instant
+    except IntegrityError as error:  # submitted concurrently
         raise ConflictError("another job does the same") from error
     emit(connection, job_id, "state", now, state="queued", retried_by=actor)
     return lock_job(connection, job_id)
