@@ -1,5 +1,1 @@
-"""Parts that public functions share: arguments, the choice of a storage, short tracebacks, torch's other
-names.
-
-Nothing here plans, reads or writes.
-"""
+"""Parts of public functions: arguments, choice of a storage, short tracebacks, torch's undocumented names."""

@@ -34,10 +34,10 @@ _PLAIN_TYPES = frozenset(
 
 
 def takes_storage_second(argument: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function to take a second positional argument as the keyword ``argument``, with torch's
-    warning, as functions took it before torch 2.2.
+    """Decorate a function to accept the keyword ``argument`` as second positional argument, with torch's
+    warning.
 
-    Raises OptionError where a place is given as the state dict.
+    torch accepted it before version 2.2. Raises OptionError if the state dict is a path.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,7 +60,7 @@ def takes_storage_second(argument: str) -> Callable[[Callable[P, R]], Callable[P
 
 
 def refuse_a_place(function: str, state_dict: object) -> None:
-    """Raise OptionError if the state dict that ``function`` was given is a place."""
+    """Raise OptionError if the state dict of ``function`` is a path or URL."""
     if isinstance(state_dict, str | bytes | os.PathLike):
         raise OptionError(
             f"{function} takes the state dict first, and {state_dict!r} is a place: "
@@ -83,21 +83,25 @@ def check_top_level(state_dict: Any) -> None:
 
 
 def is_stateful(value: Any) -> bool:
-    """Test whether ``value`` has the `Stateful` protocol: 20 microseconds, but for tensors and plain data."""
+    """Return whether ``value`` has the `Stateful` protocol. Takes 20 microseconds, except for tensors and
+    plain data.
+    """
     if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
         return False
     return isinstance(value, Stateful)
 
 
 def stateful_keys(keys: Iterable[Any], values: Collection[Any]) -> list[Any]:
-    """List those of ``keys``, in order, that have a `Stateful` in ``values``."""
+    """Return the ``keys`` with a `Stateful` in ``values``, in order."""
     if _PLAIN_TYPES.issuperset(map(type, values)):
         return []
     return [key for key, value in zip(keys, values, strict=True) if is_stateful(value)]
 
 
 def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each `Stateful` of the top level by its state. Raises OptionError for what has no entries."""
+    """Replace top-level `Stateful` objects by their state. Raises OptionError for a state dict without
+    entries.
+    """
     check_top_level(state_dict)
     plain = dict(state_dict.items())
     for key in stateful_keys(plain, plain.values()):
@@ -125,19 +129,19 @@ def _chosen(
             "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
             "a storage that knows it"
         )
-    opener(checkpoint_id)  # raises the error of an id that no store has, before anything is done
+    opener(checkpoint_id)  # raises early for an id without a store
     return ours(checkpoint_id, open_store=opener)
 
 
 choose_reader: Callable[..., StorageReader] = functools.partial(_chosen, FileSystemReader)
-"""Gives a reader, pointed at a checkpoint id if one is given; without a reader a `FileSystemReader` of it."""
+"""Return a reader for a checkpoint id: the given one, or a `FileSystemReader`."""
 
 choose_writer: Callable[..., StorageWriter] = functools.partial(_chosen, FileSystemWriter)
 """Does the same for a writer."""
 
 
 def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:
-    """Let ``writer`` open its store with the options of ``opener`` if it was given none of its own."""
+    """Open the store of ``writer`` with the options of ``opener``, unless it has its own."""
     own = writer.open_store
     if own is open_store or (isinstance(own, OpenWith) and not own.storage_options):
         through_fsspec = isinstance(own, OpenWith) and own.through_fsspec
@@ -154,7 +158,7 @@ def with_own_id(writer: StorageWriter) -> StorageWriter:
 def _refuse_others(storage: object, is_read: bool, storage_options: Mapping[str, Any] | None) -> None:
     argument = "storage_reader" if is_read else "storage_writer"
     method = "read_metadata" if is_read else "write_data"
-    # The second positional argument is the storage, as it was before torch 2.2; a place is easily put there.
+    # The second positional argument is the storage, as before torch 2.2; users may pass a path.
     if isinstance(storage, str | os.PathLike):
         raise CheckpointError(
             f"{os.fspath(storage)!r} was given as the {argument}; give a place by its name: "
@@ -177,11 +181,11 @@ def _refuse_others(storage: object, is_read: bool, storage_options: Mapping[str,
 
 
 def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation: str) -> bool:
-    """Return whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
+    """Return whether an ``operation`` runs in this process alone, by request or without torch.distributed.
 
-    Raises CheckpointError where each rank would save alone to one id: for a process group that was destroyed,
-    and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns; a
-    read gives each of them the same.
+    Raises CheckpointError for a destroyed process group, and for a save with ``WORLD_SIZE`` above 1 without a
+    group, in which ranks would overwrite each other. Such a load warns; such a read gives every process the
+    same.
     """
     if isinstance(no_dist, str):  # "false" would count as True
         raise OptionError(f"no_dist must be True or False, not {no_dist!r}")

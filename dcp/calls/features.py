@@ -1,4 +1,4 @@
-"""Features of a save or load, and calls of their methods, whose errors name the feature."""
+"""Features of a save or load, and calls of their methods with errors that name the feature."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dcp.storage.packing import pack
 
 
 class Feature:
-    """One feature in one save or load, on one rank; see `dcp.saving.feature` and `dcp.loading.feature`."""
+    """One feature in one save or load on one rank; see `dcp.saving.feature` and `dcp.loading.feature`."""
 
     name: ClassVar[str] = ""
     """Stands for the feature in messages, also between ranks."""
     option: ClassVar[str] = ""
-    """The option of the save or load without which the feature has no part in it; "" for none."""
+    """Option that activates the feature; "" for always."""
 
     def agreed(self) -> dict[str, Any]:
-        """Return options that must be the same on all ranks, by the names that a caller knows."""
+        """Return options that must be equal on all ranks, by public name."""
         return {}
 
 
@@ -29,10 +29,10 @@ F = TypeVar("F", bound=Feature)
 
 @dataclass(eq=False)
 class Features(Generic[F]):
-    """The features of one save or load, derived from ``base``, in their order.
+    """Features of one save or load, subclasses of ``base``, in order.
 
-    ``names`` are also of those that have no part in it by their option, ``resting`` are those that have none
-    in the present call. What one raises that is no error of this package is a CheckpointError with its name.
+    ``names`` includes features inactive by their option; ``resting`` are those inactive in the present call.
+    Foreign exceptions become CheckpointError with the feature's name.
     """
 
     base: type[F]
@@ -41,8 +41,11 @@ class Features(Generic[F]):
     resting: Sequence[F] = ()
 
     def having(self, method: str, *, idle: bool = False) -> Iterator[tuple[F, Callable[..., Any]]]:
-        """Features with a ``method`` of their own, if ``idle`` also those at rest, and a function that calls
-        it; its first argument is the type of the result."""
+        """Yield features that override ``method`` (with ``idle``, inactive ones too), with a function to call
+        it.
+
+        The first argument of the function is the type of the result.
+        """
         for feature in self.all:
             has_own = getattr(type(feature), method) is not getattr(self.base, method)
             if has_own and (idle or feature not in self.resting):
@@ -54,13 +57,13 @@ class Features(Generic[F]):
             call(object, *args, **kwargs)
 
     def through(self, method: str, kind: Any, value: Any, *args: Any) -> Any:
-        """Return ``value`` of type ``kind``, as the last one sees it."""
+        """Pass ``value`` of type ``kind`` through all features."""
         for _, call in self.having(method):
             value = call(kind, value, *args)
         return value
 
     def packed(self, method: str, *args: Any, **kwargs: Any) -> bytes:
-        """Return what ``method`` of each gives, packed, by name; empty where none gives anything."""
+        """Return the packed results of ``method`` by name; empty without results."""
         found = {}
         for feature, call in self.having(method):
             own = call(object, *args, **kwargs)
@@ -69,7 +72,7 @@ class Features(Generic[F]):
         return pack(found) if found else b""
 
     def agreed(self, others: dict[str, Any]) -> dict[str, Any]:
-        """Return options that must be the same on all ranks: ``others``, and the features' names and own."""
+        """Return options that must be equal on all ranks: ``others``, and the features' names and options."""
         found = others | {"features": [*self.names]}
         for feature, call in self.having("agreed"):
             own = call(dict)
@@ -80,11 +83,9 @@ class Features(Generic[F]):
 
 
 def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, the ``method`` of the feature ``name``, and return its result, which must be a
-    ``kind``.
+    """Call ``function``, the ``method`` of the feature ``name``; the result must be a ``kind``.
 
-    What is no error of this package is raised as a CheckpointError that has the name, and so is a result of
-    another type.
+    Foreign exceptions and results of another type become CheckpointError with the feature's name.
     """
     try:
         result = function(*args, **kwargs)
@@ -99,5 +100,5 @@ def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: 
 
 
 def refused(name: str, method: str, why: str) -> CheckpointError:
-    """Make the error for what the ``method`` of the feature ``name`` did."""
+    """Return an error for the ``method`` of the feature ``name``."""
     return CheckpointError(f"feature {name!r}, {method}: {why}")

@@ -1,10 +1,7 @@
-"""Errors of public functions, with short tracebacks.
+"""Shorten tracebacks of public functions to the call and the message.
 
-A traceback is the call and the message, without the frames in between.
-
-The error is the one that was raised, with its class and its facts. What caused it is still there as its
-``__context__``, and by rank in the ``failures`` of a `dcp.ranks.failures.RankFailedError`. Where the
-environment has ``DCP_DEBUG``, nothing is left out.
+The exception keeps its class and attributes. The cause stays as ``__context__``, and by rank in ``failures``
+of `dcp.ranks.failures.RankFailedError`. With ``DCP_DEBUG`` in the environment, tracebacks stay complete.
 """
 
 from __future__ import annotations
@@ -32,15 +29,16 @@ _UNKNOWN: Final = re.compile(r"got an unexpected keyword argument '(\w+)'$")
 """The end of a message to which Python 3.13 adds the same itself."""
 
 _PLACES: Final = frozenset({"dir", "directory", "file", "filename", "folder", "id", "location", "path"})
-"""What a place is called elsewhere, and ``checkpoint_id`` here."""
+"""Other names that callers use for ``checkpoint_id``."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``function`` so that errors of this package show their message and the line that called it,
-    and Python's of an unknown argument the one that may be meant."""
+    """Decorate ``function`` to raise dcp's errors with a short traceback, and to suggest names for unknown
+    arguments.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,10 +61,9 @@ def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def shorten(error: BaseException) -> None:
-    """Remove the frames that an ``error`` of this package came through, and make its cause its context.
+    """Remove dcp's frames from an ``error`` and turn its cause into its context.
 
-    An error of the user's own code, such as a ``state_dict()``, stays the cause, from that frame on: the
-    message alone does not say where that is.
+    An error of user code, such as a ``state_dict()``, stays the cause, with its frames.
     """
     if not isinstance(error, CheckpointError) or _debugging():
         return
@@ -83,12 +80,11 @@ def shorten(error: BaseException) -> None:
 
 
 def _foreign_cause(cause: BaseException) -> BaseException | None:
-    """Find the first cause of a rank's failure, if neither it nor an error that explains it is of this
-    package."""
+    """Return the first foreign cause of a rank's failure, unless an error of dcp explains it."""
     if isinstance(cause, RemoteError) or not isinstance(cause, CheckpointError):
         return cause
     last: BaseException = cause
-    seen: set[int] = set()  # libraries make rings of causes, by raising again what they have kept
+    seen: set[int] = set()  # libraries can create cycles of causes
     while last.__cause__ is not None and id(last) not in seen:
         seen.add(id(last))
         last = last.__cause__
@@ -98,7 +94,7 @@ def _foreign_cause(cause: BaseException) -> BaseException | None:
 
 
 def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Cut ``trace`` to begin with the first frame that is not of this package; whole, if all are."""
+    """Return ``trace`` from its first frame outside of dcp; unchanged without one."""
     return next((frame for frame in _frames(trace) if _package(frame.tb_frame) != "dcp"), trace)
 
 
@@ -113,7 +109,7 @@ def _package(frame: FrameType) -> str:
 
 
 def warn_caller(text: str) -> None:
-    """Give a UserWarning at the line that called this package."""
+    """Issue a UserWarning at the line that called dcp."""
     level = 1
     frame: FrameType | None = sys._getframe()
     while frame is not None and _package(frame) == "dcp":

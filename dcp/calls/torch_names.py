@@ -1,7 +1,7 @@
-"""Names that ``torch.distributed.checkpoint`` has and does not document, and programs use all the same.
+"""Undocumented names of ``torch.distributed.checkpoint``, for programs that use them.
 
-They are torch's own, so that a program may replace the package's name everywhere. A module of this package
-gets the names that it lacks by `names_of`; one that it does not have is torch's module itself.
+The names are torch's own objects. A module of dcp gets missing names through `names_of`; a missing module is
+torch's.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ MODULES = frozenset(
         "utils",
     }
 )
-"""Modules that are wholly torch's."""
+"""Modules that are torch's own."""
 
 
 def names_of(module: str) -> Callable[[str], object]:
-    """Make a module's ``__getattr__``, which looks in torch's module of that name.
+    """Return a module's ``__getattr__`` that looks names up in torch's module.
 
-    It is set where no type checker sees it: one that does takes every misspelt name for a good one.
+    Define it outside of type checking: with a ``__getattr__``, a type checker accepts misspelt names.
     """
 
     def get(name: str) -> object:
@@ -73,12 +73,12 @@ class _TorchModules:
         package, _, name = fullname.rpartition(".")
         if package != "dcp" or name not in MODULES:
             return None
-        # a Loader but for its base class, whose module every `import dcp` would pay for
+        # a Loader without the base class, whose import is slow
         return ModuleSpec(fullname, self)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return ModuleType(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        # the import system hands out what it finds in sys.modules then: torch's module keeps its own spec
+        # the import system then returns torch's module, with its own spec
         sys.modules[module.__name__] = import_module(f"{_TORCH}.{module.__name__.rpartition('.')[2]}")

@@ -1,6 +1,5 @@
-"""Engines of saves and loads: the choice between columns and torch's protocol, that protocol, and the run.
+"""Engines of saves and loads: choice between columns and torch's protocol, and execution.
 
-Our own planners and storages work on columns, in `dcp.saving` and `dcp.loading`. A planner or storage that
-overrides a step gets torch's objects: plans that are made of them, and a call of each step that torch
-documents.
+dcp's planners and storages work on columns (`dcp.saving`, `dcp.loading`). A planner or storage that overrides
+a step receives torch's plan objects and the documented calls.
 """

@@ -13,18 +13,18 @@ from dcp.storage.errors import PlanError
 __all__ = ["PICKLED", "call_with_optional", "one_each"]
 
 PICKLED = Codec(pickle.dumps, pickle.loads)
-"""Objects of any class, between processes that run the same program."""
+"""Codec of any objects, between processes of the same program."""
 
 
 def one_each(plans: Sequence[Any], count: int) -> Sequence[Any]:
-    """Return a global plan's ``plans`` if ``count`` ranks get one each; PlanError otherwise."""
+    """Return the ``plans`` of a global plan; PlanError unless there are ``count``."""
     if len(plans) != count:
         raise PlanError(f"the global plan has {len(plans)} parts for {count} ranks")
     return plans
 
 
 def call_with_optional(method: Any, args: tuple[Any, ...], optional: dict[str, Any]) -> None:
-    """Call ``method`` with those of the keywords that it takes: torch has added some over time."""
+    """Call ``method`` with the keywords that it accepts, which differ between torch versions."""
     parameters = inspect.signature(method).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         method(*args, **optional)

@@ -1,6 +1,6 @@
-"""A load by torch's protocol: plans made of objects, for a planner or storage that overrides a step.
+"""Load by torch's protocol, for a planner or storage that overrides a step.
 
-The sequence of calls is the one that torch documents for StorageReader and LoadPlanner.
+Calls follow torch's documentation of StorageReader and LoadPlanner.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 
 class ProtocolLoad(LoadEngine):
-    """One load with any planner and any reader; ``planner`` and ``storage`` are the same where they are of
-    this package, else None. Features have a part in it where the planner is of this package, but for views,
-    destinations and boxes, which are of loads on columns alone."""
+    """Load with any planner and reader; ``planner`` and ``storage`` are None for custom ones.
+
+    Features take part if the planner is dcp's, without views, destinations and boxes.
+    """
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class ProtocolLoad(LoadEngine):
         self._share: Callable[[], LoadPlan]
 
     def run(self, target: Target) -> None:
-        """Read metadata and plan, find entries that no rank takes, and read by planner and reader."""
+        """Read metadata, plan, find unexpected entries, and read by planner and reader."""
         begun = time.perf_counter()
         ranks, storage = self.ranks, self.storage
         manner = ["by torch's protocol"]

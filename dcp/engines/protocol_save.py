@@ -1,8 +1,7 @@
-"""Saves by torch's protocol: plans made of objects, for a planner or storage that overrides a step.
+"""Save by torch's protocol, for a planner or storage that overrides a step.
 
-The sequence of calls is the one that torch documents for StorageWriter and SavePlanner. Plans and results
-are objects of any class: they travel between the ranks of a job pickled, as torch sends them, and nothing of
-that is ever stored.
+Calls follow torch's documentation of StorageWriter and SavePlanner. Plans and results are pickled between
+ranks, as in torch, and never stored.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ from dcp.storage.torch_storage.metadata import LazyMetadata
 
 @dataclass(kw_only=True, eq=False)
 class ProtocolSave(Save):
-    """A save by any planner and any storage; ``ours`` is the planner where that is of this package, else
-    None.
-
-    Its metadata are those that the planner made.
+    """Save with any planner and storage; ``ours`` is dcp's planner or None. The planner makes the
+    metadata.
     """
 
     planner: SavePlanner
@@ -43,7 +40,7 @@ class ProtocolSave(Save):
     _made: Metadata | None = field(init=False, default=None)
 
     def held(self, state: dict[str, Any], at: SavingRank) -> dict[str, Any]:
-        """Return the state dict itself: what is in it, the planner finds out."""
+        """Return the state dict itself, for the planner."""
         return state
 
     def plan(self) -> Callable[[], SavePlan]:
@@ -72,7 +69,7 @@ class ProtocolSave(Save):
         if self.storage is not None:
             self.storage.said = self.options.user_metadata, self.provenance()
         plan = planner.create_local_plan()
-        if ranks.is_coordinator:  # as a feature of saves on columns does, by what the planner was given
+        if ranks.is_coordinator:  # as the feature of saves on columns does
             values = planner.state_dict if hasattr(planner, "state_dict") else state
             names = (item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO)
             known = [name for name in names if name in values]
@@ -85,7 +82,7 @@ class ProtocolSave(Save):
         return one_each(self.writer.prepare_global_plan(plans), len(parts))
 
     def write(self, plan: SavePlan) -> list[WriteResult]:
-        """Write what the planner resolves."""
+        """Write the data that the planner resolves."""
         future = self.writer.write_data(self.planner.finish_plan(plan), self.planner)
         future.wait()
         return list(future.value())
@@ -96,15 +93,15 @@ class ProtocolSave(Save):
             raise PlanError("the save was not planned")
         try:
             self.writer.finish(metadata=self._made, results=outcomes)
-        except CheckpointError as error:  # of a storage that does more once it has published
+        except CheckpointError as error:  # from a storage with work after its publication
             if self.storage is not None and self.storage.index is not None:
                 error.committed = True
             raise
-        # What our writer published can be read again; a foreign storage need not be readable at all.
+        # dcp's checkpoint can be read again; a custom storage may not be readable.
         return b"" if self.storage is not None else pickle.dumps(self._made)
 
     def metadata(self, answer: bytes) -> Metadata:
-        """Return what the planner made, on the coordinator; elsewhere what it published or said."""
+        """Return the planner's metadata on the coordinator; elsewhere the published or announced one."""
         if self._made is not None:
             return self._made
         if self.storage is not None:

@@ -1,7 +1,7 @@
-"""Run a save or load by the way that suits its planner and storage.
+"""Select and run the engine for a planner and storage.
 
-The one place that chooses: columns, where planner and storage are ours and no step of theirs is overridden;
-else torch's protocol, with objects for all of them.
+Saves and loads run on columns if planner and storage are dcp's without overridden steps, otherwise by torch's
+protocol.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def save_with(
     abort: threading.Event | None = None,
     cache: PlanCache | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
-    """Save, and return what the save did on this rank as well.
+    """Save, and return the metadata with the result on this rank.
 
-    Without ``has_stateful`` all values are saved as they are; ``abort``, which another thread sets on any
-    rank, calls it off. ``cache`` keeps the plan, in place of one for the given writer or planner.
+    Without ``has_stateful``, `Stateful` values are saved as they are. ``abort`` cancels the save, set by
+    another thread on any rank. ``cache`` replaces the plan cache of the writer or planner.
     """
     ranks = Ranks(
         process_group,
@@ -107,8 +107,7 @@ def load_with(
     storage_options: Mapping[str, Any] | None = None,
     filled: set[str] | None = None,
 ) -> LoadReport:
-    """`load`, for those that try again: ``filled`` are entries that a load which failed may have filled, as
-    for `dcp.loading.load.LoadEngine.load`."""
+    """Load for callers that retry; ``filled`` as for `dcp.loading.load.LoadEngine.load`."""
     check_names("load", given)
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
@@ -136,20 +135,20 @@ _STEPS: Final[dict[type, str]] = {
     "resolve_tensor commit_tensor lookup_tensor transform_tensor",
     FileSystemReader: "read_metadata set_up_storage_reader prepare_local_plan prepare_global_plan read_data",
 }
-"""Steps of torch's protocol that columns leave out, by our class: who overrides one wants it called."""
+"""Steps of torch's protocol that columns skip, by dcp's class; an override selects the protocol."""
 
 _OF_COLUMNS: Final = ("view", "destinations", "boxes")
-"""Methods of features that loads on columns alone call."""
+"""Methods of features called by loads on columns only."""
 
 _PLAN_OPTIONS: Final = ("dedup_save_to_lowest_rank", "split_bytes", "replica_check")
-"""Of a `DefaultSavePlanner`: those that decide on the global plan."""
+"""Options of a `DefaultSavePlanner` that affect the global plan."""
 
 
 def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> Save:
-    """Make a save with ``planner`` (ours, if there is none) and ``writer``.
+    """Return a save with ``planner`` (dcp's if None) and ``writer``.
 
-    Raises OptionError for user metadata that is no plain data, and CheckpointError for any that a user's own
-    storage has no place for.
+    Raises OptionError for user metadata that is not plain data, and CheckpointError for user metadata that a
+    custom storage cannot store.
     """
     options.check()
     planner = planner if planner is not None else DefaultSavePlanner()
@@ -175,7 +174,7 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
 def refused_save(
     writer: FileSystemWriter, options: SaveOptions, serial: int, *, on_columns: bool = True
 ) -> Save:
-    """Make a save that takes the first step as another rank's does, and fails there by its ``writer``."""
+    """Return a save that takes the first step and fails there by its ``writer``."""
     planner = DefaultSavePlanner()
     common: dict[str, Any] = {
         "writer": writer,
@@ -193,10 +192,10 @@ def refused_save(
 def load_engine(
     reader: StorageReader, planner: LoadPlanner, ranks: Ranks, options: LoadOptions
 ) -> LoadEngine:
-    """Choose the engine that loads with ``planner`` and ``reader``.
+    """Return the engine for ``planner`` and ``reader``.
 
-    Raises PlanError for options that cannot be meant, and CheckpointError for those that another package's
-    planner or reader does not know.
+    Raises PlanError for invalid options, and CheckpointError for options unsupported by a custom planner or
+    reader.
     """
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     if ours is None and not callable(getattr(planner, "set_up_planner", None)):
@@ -237,7 +236,7 @@ def _needs_columns(option: str, planner: object, storage: object) -> OptionError
 
 
 def _keeps_steps(part: object) -> bool:
-    """Test that a planner or storage of this package, or of a class derived from one, overrides no step."""
+    """Return whether dcp's planner or storage, or a subclass, overrides no step."""
     for base, steps in _STEPS.items():
         if isinstance(part, base):
             for step in steps.split():

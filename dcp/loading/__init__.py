@@ -1,4 +1,4 @@
-"""A load: what is filled, the engine that reads it on columns, and what it reports.
+"""Load on columns: plan, read and report.
 
-The door is `dcp.state_dict_loader`; plans made of torch's objects are in `dcp.engines`.
+`dcp.state_dict_loader` has the public functions; `dcp.engines` handles torch's plan objects.
 """

@@ -1,4 +1,4 @@
-"""One load on one rank: which entries of a state dict are filled, from where, and what becomes of values."""
+"""Load of one rank: the entries of a state dict to fill, their sources, and their values."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ _MAX_LISTED = 10
 
 
 class LoadCall:
-    """The entries of a state dict that one rank loads, what the checkpoint calls them, and where they go.
+    """Entries of a state dict that one rank loads, their names in the checkpoint, and their destinations.
 
-    ``options`` are those of the call, over the planner's. ``unasked`` are keys of the top level whose entries
-    the caller left out, because nothing of them can be selected; ``must_fill`` are entries that the load has
-    to fill, because one that failed may have filled them. With ``defers_values`` values wait for `store`, so
-    that a load which fails changes none of them.
-
-    ``flat`` is the state dict ``root`` by flat key. After `choose` ``values`` are the entries that are
-    loaded, ``names`` what the checkpoint calls all of them where anything is renamed, and ``matches`` what
-    patterns match, if there are any. After `plan` ``missing`` (only with ``allow_partial_load``),
-    ``unexpected``, ``cast`` and ``renamed_names`` (those of the checkpoint, by the state dict's) say what was
-    passed over or is called otherwise. ``scales`` are names of the checkpoint that its reader makes other
-    tensors of.
+    Attributes:
+        options: Options of the call, or of the planner.
+        unasked: Top-level keys without a selected entry.
+        must_fill: Entries that the load must fill, because a failed load may have changed them.
+        defers_values: True to keep values until `store`, so that a failed load changes none.
+        flat: The state dict ``root`` by flat key.
+        values: Entries to load, set by `choose`.
+        names: Names in the checkpoint, if renamed.
+        matches: Matches of patterns, if given.
+        missing, unexpected, cast, renamed_names: Facts for the report, set by `plan`.
+        scales: Names of the checkpoint that the reader uses to make other tensors.
     """
 
     scales: Collection[str] = ()
     index: CheckpointIndex
-    """What is loaded from, since `choose`."""
+    """Index to load from, set by `choose`."""
     view: View | None = None
-    """The same with how it is read, where dcp's own steps read it."""
+    """View of the index for loads on columns."""
 
     def __init__(
         self,
@@ -108,22 +108,22 @@ class LoadCall:
         return flat
 
     def selected(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return those of ``values`` that the patterns select."""
+        """Return the entries of ``values`` selected by the patterns."""
         selection = self.selection
         if selection is None:
             return values
         return {fqn: value for fqn, value in values.items() if selection.selects(fqn)}
 
     def stored(self, fqn: str) -> str:
-        """Return what the checkpoint calls an entry."""
+        """Return the name of an entry in the checkpoint."""
         return fqn if self.renamed is None else self.renamed(fqn)
 
     # -- plan ------------------------------------------------------------------------------------------------
 
     def choose(self, index: CheckpointIndex) -> None:
-        """Decide what is loaded from where, and what patterns match.
+        """Select the entries to load and match the patterns.
 
-        Planning does it, too. Done before, ranks can agree on the patterns before anything is read.
+        Planning calls it too. An earlier call lets ranks compare patterns before reading.
         """
         self.index = index
         self.features.each("names", index)
@@ -136,11 +136,11 @@ class LoadCall:
         self.features.each("entries", index)
 
     def plan(self, index: CheckpointIndex) -> tuple[LoadPlan, HeldBoxes, LocalMemory]:
-        """Return (what to read, the boxes that are filled, local tensors by destination number).
+        """Return the read plan, the boxes to fill, and local tensors by destination number.
 
-        The tensors are the state dict's own and may require grad; but where some share memory, others may
-        take their places until `store`. Raises one error with everything that does not fit (see
-        `dcp.planners.load.plan.plan_load`), and PlanError unless the plan fills what it must.
+        The tensors belong to the state dict and may require grad. Tensors that share memory may be replaced
+        by others until `store`. Raises one error for everything that does not fit (see
+        `dcp.planners.load.plan.plan_load`), and PlanError if the plan does not fill ``must_fill``.
         """
         with garbage_collection_paused():
             self.choose(index)
@@ -167,7 +167,7 @@ class LoadCall:
             return plan, held, memory
 
     def _note(self, plan: LoadPlan) -> None:
-        """Note what the plan passes over, but for what patterns or features leave out."""
+        """Record entries that the plan skips, except those left out by patterns or features."""
         flat, names, selection = self.flat.values, self.names, self.selection
         self.missing, self.cast, unexpected = plan.missing, plan.cast, plan.unexpected
         if self.values is not flat:
@@ -192,7 +192,7 @@ class LoadCall:
     # -- values ----------------------------------------------------------------------------------------------
 
     def read_values(self, reader: FileSystemReader, engine: ReadEngine, plan: LoadPlan) -> None:
-        """Read and take the planned values that are no tensors."""
+        """Read the planned values."""
         objects, fqns = engine.index.objects, plan.object_fqns
         plain = objects.plain[plan.objects]
         is_plain = plain >= 0
@@ -205,7 +205,7 @@ class LoadCall:
                 self.take_blob(fqn, blob)
 
     def take(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
-        """Take loaded values, which wait for `store` where the load says so."""
+        """Take loaded values, deferred until `store` if requested."""
         for _, accepts in self.features.having("accept"):
             left = [not accepts(bool, fqn, value) for fqn, value in zip(fqns, values, strict=True)]
             fqns, values = list(compress(fqns, left)), list(compress(values, left))
@@ -218,10 +218,9 @@ class LoadCall:
         self.take([fqn], [load_object(fqn, blob, weights_only=self.options.weights_only is not False)])
 
     def store(self) -> None:
-        """Put the values that were taken: all together where the state dict is flat and its values are of the
-        same types."""
+        """Store the values taken; all at once for a flat state dict with values of the same types."""
         root, current = self.root, self.flat.values
-        # Only a dict in which nothing is opened has the keys that flattening gives.
+        # Only a dict without nested containers has the flattened keys.
         is_flat = self.flattens and type(root) is dict and list(root) == list(current)
         later, self._later = self._later, []
         for fqns, values in later:
@@ -257,18 +256,19 @@ class LoadCall:
 
     @property
     def touched(self) -> frozenset[str]:
-        """Entries that the load, be it done or failed, may have changed, and those that it had to fill."""
+        """Entries that the load may have changed, and those that it had to fill."""
         if self._waiting is None:
             return self._must_fill
         return self._must_fill | (self.values.keys() - {*self.missing, *self._waiting})
 
     def tell_autograd(self) -> None:
-        """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
-        what changes their local tensors does not change the versions of their own."""
+        """Increment the versions of filled DTensors, so that a backward pass of an earlier forward pass
+        raises.
+        """
         values = self.flat.values if self._waiting is not None else {}
         kinds = set(map(tensor_kind, set(map(type, values.values()))))
         if kinds <= {PLAIN, OBJECT}:
-            return  # the reader did so for plain tensors
+            return  # the reader increments versions of plain tensors
         touched = map(values.get, self.touched)
         increment_version([value for value in touched if isinstance(value, torch.Tensor)])
 
@@ -281,13 +281,11 @@ class LoadCall:
 
 
 def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> Any:
-    """Return the value of torch.save bytes.
+    """Decode bytes of torch.save.
 
-    With ``weights_only`` what `torch.load(weights_only=True)` allows, and what is harmless beyond that
-    (`dcp.storage.formats.torch.python_values`): arrays of numpy, dates, paths and the like.
-
-    Raises UnsafeObjectError where the value needs any other class or function, CheckpointFormatError where
-    the bytes are damaged.
+    ``weights_only`` allows the types of `torch.load(weights_only=True)` and further harmless ones
+    (`dcp.storage.formats.torch.python_values`), such as NumPy arrays, dates and paths. Raises
+    UnsafeObjectError for other classes and functions, CheckpointFormatError for damaged bytes.
     """
     buffer = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
     begin = buffer.tell()
@@ -302,11 +300,11 @@ def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> An
         if weights_only and head == b"PK":
             try:
                 return _safe_object(buffer.getvalue()[begin:])
-            except CheckpointFormatError:  # torch's reasons are the ones that its users know
+            except CheckpointFormatError:  # raise torch's reason, which users know
                 raise refused from error
         raise refused from error
     except Exception as error:
-        if not weights_only:  # code of the checkpoint's own classes ran, and it is their error
+        if not weights_only:  # an error of the checkpoint's own classes
             raise
         # Damaged bytes make torch's unpickler raise whatever its steps do: ValueError, IndexError, KeyError.
         text = (str(error).splitlines() or [type(error).__name__])[0]
@@ -325,10 +323,10 @@ def _refused(fqn: str, text: str, *, weights_only: bool) -> CheckpointFormatErro
 
 
 def _safe_object(blob: bytes) -> Any:
-    """Return the value of torch.save bytes, tensors in it included.
+    """Decode bytes of torch.save with harmless types only, tensors included.
 
-    Raises UnsafeObjectError where it is not harmless, another CheckpointFormatError where it is damaged or
-    makes more of its bytes than an honest value does.
+    Raises UnsafeObjectError for other types, and CheckpointFormatError for damaged bytes and for values too
+    large for their bytes.
     """
     opened = ObjectBlob(blob)
 

@@ -1,8 +1,7 @@
-"""Features of a load: their methods, which the steps of a load call.
+"""Features of a load: methods called by the steps of a load.
 
-The steps (`dcp.loading.load`, `dcp.loading.call`) call each method of all features in the order of
-`dcp.features.registry`; a feature that has no part in a load does nothing there. The core imports none of
-them.
+The steps (`dcp.loading.load`, `dcp.loading.call`) call each method of all features, in the order of
+`dcp.features.registry`. The core imports no feature.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxdict = 12
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlevel = 4
-"""For a prompt: a checkpoint may have a million names that a load did not ask for."""
+"""Limits of the report's repr; a checkpoint may have a million unexpected names."""
 
 ReadWhole = Callable[[Sequence[str]], tuple[Any, Mapping[str, Path]]]
-"""Reads what is below some names of the checkpoint, whole: a nested state, and the paths of its entries."""
+"""Function that reads the entries below some names, complete: a nested state and the paths of its entries."""
 
 
 @dataclass(eq=False)
 class View:
-    """A checkpoint as it is shown to a load: names, shapes and chunks of ``index``.
-
-    ``unmapped`` are names that a map would have to know.
+    """View of a checkpoint: names, shapes and chunks of ``index``. ``unmapped`` are names without a rule in a
+    map.
     """
 
     index: CheckpointIndex
@@ -51,13 +49,11 @@ class View:
     def reads(
         self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
     ) -> tuple[ByteRuns, Iterator[Filled]]:
-        """Return what is read for ``pieces`` of the index: runs, and elements into views of the local
-        tensors."""
+        """Return the byte runs to read for ``pieces``, and fills of local tensors."""
         return classify(engine, pieces, memory)
 
     def renamed(self, name_of: Callable[[str], str]) -> View:
-        """Return the same tensors and values, with what ``name_of`` makes of their names. PlanError for two
-        of one name."""
+        """Return a view with names changed by ``name_of``. Raises PlanError for two entries of one name."""
         view, index = copy.copy(self), self.index
         fqns, values = ([*map(name_of, names)] for names in (index.fqns, index.objects.fqns))
         if len({*fqns, *values}) < len(fqns) + len(values):
@@ -73,13 +69,12 @@ class View:
         return view
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
-        """Return those of the ``unexpected`` names that are lost for a reason of the view's own."""
+        """Return the ``unexpected`` names that the view itself loses."""
         return []
 
 
 def _moved(path: Any, new: str) -> Any:
-    """Return the path of an entry with the name ``new``: its own end, as far as the name has it, below
-    dicts."""
+    """Return the path of an entry renamed to ``new``, keeping the types of equal trailing keys."""
     if not isinstance(path, tuple) or ".".join(map(str, path)) == new:
         return path
     kept = len(path)
@@ -90,10 +85,10 @@ def _moved(path: Any, new: str) -> Any:
 
 
 class Target:
-    """The target of a load: here a state dict, filled as it is.
+    """Target of a load; this class fills a state dict in place.
 
-    ``unasked`` are keys of the top level of which nothing can be selected. ``has_objects``: after `state`,
-    objects are given their state by code of their own. ``gives_back``: `give_back` is called after the load.
+    ``unasked`` are top-level keys without a selected entry. ``has_objects``: objects receive state by their
+    own code. ``gives_back``: `give_back` is called after the load.
     """
 
     gives_back = False
@@ -106,7 +101,7 @@ class Target:
 
     @property
     def made(self) -> AbstractSet[str]:
-        """Entries whose tensors were made for this load, and are lost with a load that fails."""
+        """Entries with tensors made for this load, discarded by a failed load."""
         return frozenset(self.state_dict) - self._given
 
     def kinds(self) -> Mapping[str, str]:
@@ -114,61 +109,57 @@ class Target:
         return {}
 
     def state(self, index_of: Callable[[], CheckpointIndex], rank: int) -> dict[str, Any]:
-        """Return what to load into on this ``rank``, from the checkpoint whose index ``index_of`` gives."""
+        """Return the state to load into on ``rank``; ``index_of`` returns the index of the checkpoint."""
         return self.state_dict
 
     def fits_after(self, error: CheckpointError) -> bool:
-        """Return whether `state` may give what fits, asked again after a plan failed on all ranks; the same
-        on all of them."""
+        """Return whether `state` may fit after a failed plan; equal on all ranks."""
         return False
 
     def take_back(self) -> None:
-        """Undo what `state` has added to the state dict, for a load that has failed."""
+        """Remove additions of `state` from the state dict, after a failed load."""
 
     def give_back(self, call: LoadCall | None) -> None:
-        """Replace values, and give their state to objects of which something was loaded by ``call``.
+        """Replace values, and pass state to the objects loaded by ``call``.
 
-        Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have been given theirs.
-        PlanError where tensors are on the meta device still.
+        Raises CheckpointError for a failing ``load_state_dict()``; earlier objects keep their new state.
+        Raises PlanError for tensors still on the meta device.
         """
 
 
 class LoadFeature(Feature):
-    """One feature in one load, on one rank; made without arguments, and given the ``options`` of the load.
+    """One feature in one load on one rank, made without arguments; ``options`` are those of the load.
 
-    Methods are listed in the order in which they are called, each of all features before the next; `names`
-    and `entries` may be called twice in one plan. All run in
-    steps that ranks take together, so that an error is raised on all of them. From `takes_part` on, ``call``
-    is the load: where a plan fails and other states are tried, these are called again with another one.
-
-    An option that makes the feature have a part counts as given where it is not None, so that False counts.
+    Methods are listed in the order of their calls, each for all features; `names` and `entries` may be called
+    twice in one plan. All run in steps of all ranks, so errors are raised on all ranks. ``call`` is the load
+    from `takes_part` on. If a plan fails and another state is tried, the methods are called again. The option
+    of a feature counts as given unless it is None.
     """
 
     options: LoadOptions
     call: LoadCall
     later: Sequence[str] = ()
-    """Entries whose tensors are filled by `put` alone."""
+    """Entries with tensors filled by `put`."""
     made: Sequence[str] = ()
-    """Entries that are made by the feature, and planned by nobody."""
+    """Entries made by the feature, not planned."""
     new: Sequence[str] = ()
-    """Entries that were given memory."""
+    """Entries with new memory."""
     whole: Sequence[str] = ()
-    """Entries for which `loaded` reads others whole."""
+    """Entries for which `loaded` reads other entries complete."""
 
     def target(self, target: Target) -> Target:
-        """Return another target, as one that has objects among its values."""
+        """Return another target, for example with objects among its values."""
         return target
 
     def beside(self, reader: FileSystemReader) -> Any:
-        """On the coordinator: plain data that `view` needs, of other files of the checkpoint's folder."""
+        """Return plain data for `view` from other files of the folder, on the coordinator."""
 
     def view(self, view: View, beside: Any) -> View:
-        """Return another view of the checkpoint: other names, or tensors made of those that are stored."""
+        """Return another view of the checkpoint: other names, or derived tensors."""
         return view
 
     def takes_part(self) -> bool:
-        """Return whether the feature has a part in ``call``; if not, none of the following is called but
-        `judge`, for what it found on other ranks."""
+        """Return whether the feature is active in ``call``; if not, only `judge` is called."""
         return True
 
     def state(self) -> None:
@@ -178,53 +169,51 @@ class LoadFeature(Feature):
         """Take other flat keys."""
 
     def entries(self, index: CheckpointIndex) -> None:
-        """Leave out entries that are not loaded, or refuse them."""
+        """Remove or refuse entries."""
 
     def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``values``, some of them in other memory."""
         return values
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the checkpoint's ``names``, which are not loaded, that are to be reported."""
+        """Return the unloaded ``names`` to report."""
         return names
 
     def boxes(
         self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
     ) -> LocalMemory:
-        """Return the memory to load into, some of it in place of the state dict's."""
+        """Return the memory to load into, partly replaced."""
         return memory
 
     def findings(self, *, is_shared: bool) -> Any:
-        """Return plain data for `judge`; None for nothing. ``is_shared``: all ranks load by one index."""
+        """Return plain data for `judge`, or None. ``is_shared``: all ranks use one index."""
 
     def judge(self, found: Sequence[Any]) -> None:
-        """Raise what all ranks' findings mean, by rank.
+        """Raise errors that follow from the findings of all ranks.
 
-        It is called on every rank, or on the coordinator alone: the same findings must raise the same on any
-        rank, or other ranks wait for one that has raised.
+        Called on every rank or on the coordinator, and must be deterministic.
         """
 
     def accept(self, fqn: str, value: Any) -> bool:
-        """Take a loaded value; False where it goes to the state dict."""
+        """Take a loaded value; return False to store it in the state dict."""
         return False
 
     def loaded(self, read_whole: ReadWhole) -> None:
-        """Make what is made of other entries of the checkpoint."""
+        """Make entries from other entries of the checkpoint."""
 
     def put(self) -> None:
-        """Put what was made or loaded apart into the state dict.
+        """Store derived entries in the state dict.
 
-        Until here tensors alone have changed; by torch's protocol other values as well, and there neither
-        `destinations` nor `boxes` was called.
+        Before this call, only tensors have changed. With torch's protocol values may have changed too, and
+        `destinations` and `boxes` were not called.
         """
 
     def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
-        """Say what was done, once the values of this rank are there: another one may fail yet, and objects
-        are given their state after it."""
+        """Add facts to the report after this rank's values are stored. Other ranks may still fail."""
 
 
 def load_features(kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> Features[LoadFeature]:
-    """Make the features that have a part in a load with ``options``."""
+    """Return the active features of a load with ``options``."""
     made = []
     for kind in kinds:
         option = kind.option
@@ -285,8 +274,7 @@ class LoadReport:
         return f"{type(self).__name__}({', '.join(values)})"
 
     def note(self, call: LoadCall | None, index: CheckpointIndex | None, stats: ReadStats | None) -> None:
-        """Take what the plan passed over, what the checkpoint says of itself, and what reading cost, as far
-        as it is known."""
+        """Add facts of the plan, the checkpoint and the reads, as far as known."""
         if call is not None:
             self.missing, self.cast = [*call.missing], [*call.cast]
             self.unexpected, self.renamed = [*call.unexpected], dict(call.renamed_names)

@@ -1,6 +1,6 @@
-"""Loads from a checkpoint into a state dict: the steps of each, those on columns, and whole checkpoints.
+"""Load a checkpoint into a state dict: steps, loads on columns, and complete reads.
 
-`dcp.engines` chooses the way, once a load; see `docs/design/loading.md`.
+`dcp.engines` selects the engine; see `docs/design/loading.md`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _COMPARED_OF_PLANNERS = ("flatten_state_dict", "flatten_sharded_tensors")
 
 
 class LoadEngine(ABC):
-    """One load: plan what goes where, read it, give objects their state.
+    """One load: plan, read, and pass state to objects.
 
-    ``planner`` and ``storage`` are None where they are not ours. ``options`` are those of the call,
-    over those of the planner. ``call`` is what is planned with our planner, ``report`` that of the attempt.
+    ``planner`` and ``storage`` are None for custom ones. ``options`` are those of the call, or of the
+    planner. ``call`` is the load of dcp's planner, ``report`` that of the attempt.
     """
 
     defers_values = False
@@ -78,15 +78,13 @@ class LoadEngine(ABC):
 
     @abstractmethod
     def run(self, target: Target) -> None:
-        """Find the checkpoint, plan what of it goes where in ``target``, and fill that; errors are of all
-        ranks alike, as in each step."""
+        """Find the checkpoint, plan and fill ``target``; errors are equal on all ranks."""
 
     def load(self, target: Target, filled: set[str] | None = None) -> LoadReport:
-        """Load into ``target``; again where the checkpoint was replaced after its index was read.
+        """Load into ``target``, again if the checkpoint is replaced after its index was read.
 
-        ``filled`` are entries that a load which failed may have filled, so that this one must; those that it
-        fills are added if it fails. Raises CheckpointConflictError if the checkpoint is replaced again and
-        again: it is no damage, for which an older one is taken.
+        ``filled`` are entries that a failed load may have changed, which this load must fill; on failure its
+        own are added. Raises CheckpointConflictError after repeated replacements, which is not damage.
         """
         filled = filled if filled is not None else set()
         with ExitStack() as stack:
@@ -151,7 +149,7 @@ class LoadEngine(ABC):
         return True
 
     def _look_again(self, error: CheckpointError, attempts: int) -> None:
-        """Raise ``error``, or what it means, unless another attempt may end better."""
+        """Raise ``error``, or a better one, unless another attempt may succeed."""
         causes, storage = causes_of(error), self.storage
         if storage is None or not all(is_damage(cause) or _is_stale(cause) for cause in causes):
             raise error
@@ -173,17 +171,17 @@ class LoadEngine(ABC):
             raise error
 
     def agreed(self) -> dict[str, Any]:
-        """Return options that must be the same on all ranks, because the outcome would differ by rank.
+        """Return options that must be equal on all ranks.
 
-        ``rename`` is not among them: stages of a pipeline may number their layers on their own. What planners
-        and storages of other packages make of options is not known.
+        ``rename`` may differ, for example between pipeline stages. Options of custom planners and storages
+        are unknown.
         """
         options, planner, storage = self.options, self.planner, self.storage
         found: dict[str, Any] = {}
         if planner is not None:
             found |= {name: getattr(options, name) for name in _COMPARED}
             found |= {name: getattr(planner, name) for name in _COMPARED_OF_PLANNERS}
-        for name in ("only", "exclude"):  # in any order; one string is one pattern
+        for name in ("only", "exclude"):  # order does not matter; a string is one pattern
             if isinstance(found.get(name), list | tuple | set | frozenset):
                 patterns = sorted(found[name])
                 found[name] = patterns[0] if len(patterns) == 1 else patterns
@@ -192,7 +190,7 @@ class LoadEngine(ABC):
         return self.features.agreed(found)
 
     def fit(self, target: Target, plan: Callable[[], object]) -> None:
-        """Call ``plan``, which asks ``target`` for the state, until it succeeds or nothing else may fit."""
+        """Call ``plan`` until it succeeds or ``target`` has no other state."""
         while True:
             try:
                 plan()
@@ -203,7 +201,7 @@ class LoadEngine(ABC):
                 return
 
     def judge(self, parts: Sequence[bytes]) -> bytes:
-        """Raise what the packed findings of all ranks mean."""
+        """Raise errors that follow from the packed findings of all ranks."""
         if any(parts):
             found = [unpack(part) if part else {} for part in parts]
             for feature, ask in self.features.having("judge", idle=True):
@@ -212,13 +210,12 @@ class LoadEngine(ABC):
 
 
 def _is_stale(cause: BaseException) -> bool:
-    """Return whether a file has been deleted or replaced on another host since it was opened, as NFS
-    says it."""
+    """Return whether a file was replaced on another host after it was opened (ESTALE of NFS)."""
     return isinstance(cause, StorageError) and cause.errno == errno.ESTALE
 
 
 class ColumnLoad(LoadEngine):
-    """One load on columns: the coordinator reads the index, each rank plans and reads its own part."""
+    """Load on columns: the coordinator reads the index; each rank plans and reads its part."""
 
     planner: DefaultLoadPlanner
     storage: FileSystemReader
@@ -231,11 +228,11 @@ class ColumnLoad(LoadEngine):
     _planned: tuple[LoadCall, View, LoadPlan, LocalMemory]
 
     def run(self, target: Target) -> None:
-        """Agree, index, patterns, plan, read, store: tensors, and only then the values that are none."""
+        """Compare options, read the index, match patterns, plan, read tensors, and store values last."""
         ranks, storage, options = self.ranks, self.storage, self.options
         self._target, self._view, self._ready = target, None, None
         begun = time.perf_counter()
-        storage.reset()  # it may have served another load, before another save
+        storage.reset()  # the reader may have cached another commit
         places = begin(
             ranks, partial(attrgetter("place.url"), storage), options=self.agreed, kinds=target.kinds
         )
@@ -256,10 +253,10 @@ class ColumnLoad(LoadEngine):
         ranks.all_gather("store", partial(self._store, alone=not have_objects))
 
     def _read_index(self) -> bytes:
-        """Read the index of one commit for all ranks: an overwrite while they start must not give them two.
+        """Read the index of one commit for all ranks, with the data of features before it.
 
-        Before it stands the data that features have read beside it. The index is left out where one rank
-        loads alone, or each has an index of its own.
+        An overwrite during the start must not give ranks different commits. The index is omitted for a single
+        rank, or if each rank has its own.
         """
         reader, alone, manifest = self.storage, self.ranks.world_size == 1, b""
         if alone or reader.place.file is not None or not saved_by_rank(reader.store):
@@ -269,8 +266,9 @@ class ColumnLoad(LoadEngine):
         return len(packed).to_bytes(_LENGTH_BYTES, "big") + packed + manifest
 
     def _fingerprint(self, places: Sequence[str]) -> bytes:
-        """Return the fingerprint of the checkpoint at this rank's place; what the coordinator read there is
-        not read again."""
+        """Return the fingerprint of this rank's checkpoint, from the index already read on the
+        coordinator.
+        """
         ranks, manifest = self.ranks, self._manifest
         if places[ranks.rank] != places[ranks.coordinator]:
             with naming_near_places(self.storage.path, self.storage.open_store):
@@ -278,7 +276,7 @@ class ColumnLoad(LoadEngine):
         return blake2b(manifest).digest()
 
     def _set_up(self) -> tuple[LoadCall, View]:
-        """Return what is planned, and the checkpoint as it is shown."""
+        """Return the load and its view of the checkpoint."""
         ranks, storage, view = self.ranks, self.storage, self._view
         if view is None:
             if self._manifest and not ranks.is_coordinator:
@@ -335,7 +333,7 @@ class ColumnLoad(LoadEngine):
         return b""
 
     def _store(self, *, alone: bool) -> bytes:
-        """Store the values; where no rank has an object to give its state to, that is all."""
+        """Store the values; the end of a load without objects on any rank."""
         call = self._planned[0]
         self.features.each("put")
         call.store()
@@ -354,14 +352,14 @@ def _agree_on_patterns(ranks: list[bytes]) -> bytes:
 # -- whole checkpoints ---------------------------------------------------------------------------------------
 
 ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
-"""One dtype for all floating-point tensors, or dtypes by glob of their names (the first match counts)."""
+"""Dtype for all floating-point tensors, or dtypes by shell pattern (the first match applies)."""
 
 
 class Whole(Target):
-    """A flat state dict of what is chosen of the checkpoint; `nested` makes one of it that is nested.
+    """Flat state dict of selected entries, nested again by `nested`.
 
-    ``chosen`` are ``only``, ``exclude`` and ``rename`` of `choose_entries`. `stored` is the renaming of the
-    load that fills it.
+    ``chosen`` are ``only``, ``exclude`` and ``rename`` for `choose_entries`. `stored` is the renaming for the
+    load.
     """
 
     entries: Entries
@@ -379,7 +377,7 @@ class Whole(Target):
         self._tied: dict[str, str] = {}
 
     def state(self, index_of: Callable[[], CheckpointIndex], rank: int) -> dict[str, Any]:
-        """Make memory for what is chosen, in place of what an attempt that failed has left."""
+        """Allocate memory for the selected entries, replacing those of a failed attempt."""
         self.entries = entries = choose_entries(index_of(), **self._chosen)
         tensors, flat = entries.tensors, self.state_dict
         flat.clear()
@@ -391,15 +389,15 @@ class Whole(Target):
                 dtype = torch_dtype(entry.dtype_code)
                 flat[entry.fqn] = torch.empty(shape, dtype=dtype, device=self._device)
         flat.update(dict.fromkeys(value.fqn for value in entries.values))
-        flat.update(dict.fromkeys(entries.refused))  # planning says what they need
+        flat.update(dict.fromkeys(entries.refused))  # planning raises their errors
         return flat
 
     def stored(self, fqn: str) -> str:
-        """Return what the checkpoint calls an entry."""
+        """Return the name of an entry in the checkpoint."""
         return self.entries.source_names[fqn]
 
     def nested(self) -> dict[str, Any]:
-        """Return the nested state dict of what was loaded."""
+        """Return the loaded entries as a nested state dict."""
         entries, flat = self.entries, self.state_dict
         structure = entries.structure()
         kinds = structure.get("values", {}) if structure is not None else {}
@@ -414,8 +412,7 @@ class Whole(Target):
 
 
 def _gaps(entries: Entries, structure: Mapping[str, Any] | None) -> dict[str, Path]:
-    """Return entries for the positions of lists that were not chosen, so that the others stay where they
-    were."""
+    """Return placeholder entries for list positions left out, so that other positions stay."""
     noted = notes_by_path(structure)
     most = entries.index.tensor_count + len(entries.index.objects) + len(noted)  # a stranger's may be endless
     chosen: dict[Path, set[int]] = {}
