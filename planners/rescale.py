@@ -25,7 +25,7 @@ class Rescale(PerRank):
 
     - "same": the states are equal, and stay equal;
     - "sum": numbers and tensors with a constant sum over the ranks, distributed evenly;
-    - "split": lists, or tensors along the first dimension, concatenated in rank order and cut into parts whose
+    - "split": lists, or tensors along the first dimension, joined in rank order and cut into parts whose
       lengths differ by at most one;
     - "keep": keep the present value, for example of a generator that starts over;
     - a function of the list of states (in rank order), the rank and the number of ranks.

@@ -1,1 +1,1 @@
-"""Train, kill, resume and reshard a small model, and check every claim on the way: ``dcp demo``."""
+"""Demo: train, kill, resume and reshard a small model, and check every claim (``dcp demo``)."""

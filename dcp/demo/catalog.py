@@ -1,4 +1,4 @@
-"""The demo's last act: the checkpoints in a catalog, served by ``dcp serve``."""
+"""Last chapter of the demo: the checkpoints in a catalog, served by ``dcp serve``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dcp.demo.places import TRAINING, DemoError, FolderPlace, Place, checkpoint_
 from dcp.server.client import Client, ClientError
 
 _JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
-"""Jobs that have saved, and a copy."""
+"""Jobs with checkpoints, and a copy."""
 
 _ROOT_NAME: Final = "checkpoints"
 _WAIT_SECONDS: Final = 240.0
@@ -30,10 +30,10 @@ _STOP_SECONDS: Final = 60.0
 
 
 class CatalogService:
-    """``dcp serve`` as a user runs it, over all checkpoints of the demo, its database in ``folder``; a
-    context manager.
+    """Context manager that runs ``dcp serve`` over all checkpoints of the demo, with the database in
+    ``folder``.
 
-    ``folder`` holds the folder ``checkpoints``, which the service takes by itself; a bucket is named to it.
+    The service finds ``folder``/checkpoints by itself; a bucket is passed explicitly.
     """
 
     def __init__(self, folder: Path, place: Place) -> None:
@@ -56,7 +56,9 @@ class CatalogService:
             time.sleep(0.05)
         self.url, self.ready_seconds = found[0], time.monotonic() - begun
         self.wait = self._process.wait
-        """Waits until it ends by itself, or Ctrl-C ends both (KeyboardInterrupt); gives its exit status."""
+        """Wait for the end of the service and return the exit status; Ctrl-C ends both
+        (KeyboardInterrupt).
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +67,7 @@ class CatalogService:
         self.stop()
 
     def stop(self) -> int:
-        """End it in good order; give its exit status, negative if it had to be killed. Idempotent."""
+        """Stop the service and return its exit status, negative if killed. Idempotent."""
         self._process.terminate()
         try:
             return self._process.wait(_STOP_SECONDS)
@@ -75,7 +77,7 @@ class CatalogService:
 
 
 class CatalogAct:
-    """Serves, finds, verifies, converts by itself, and downloads; every claim is checked."""
+    """Chapter that serves, finds, verifies, converts and downloads checkpoints, with every claim checked."""
 
     def __init__(self, root: Path, place: Place, narrator: Narrator, steps: range) -> None:
         self._root, self._place, self._narrator, self._steps = root, place, narrator, steps
@@ -83,8 +85,11 @@ class CatalogAct:
     def tell(
         self, digests: dict[str, str], losses: Mapping[int, float], until_end: ExitStack
     ) -> CatalogService:
-        """Return the service, which is up ``until_end``. ``digests`` are of what the last step of the job
-        "run" has saved, ``losses`` by step those of the job "uninterrupted"."""
+        """Run the chapter and return the service, which runs ``until_end``.
+
+        ``digests`` are of the last saved step of the job "run", ``losses`` by step those of the job
+        "uninterrupted".
+        """
         self._narrator.chapter("Serve all of it as a catalog")
         how = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
         self._narrator.say(
@@ -127,7 +132,7 @@ class CatalogAct:
             self._narrator.check(f"a job reads every byte: {what} is {outcome}", seen == outcome, seen)
 
     def _convert(self, client: Client, digests: dict[str, str]) -> None:
-        """Make a rule, register a checkpoint that it is for, and compare what a user downloads of it."""
+        """Create a rule, register a matching checkpoint, and compare the download."""
         name = checkpoint_name(self._steps[-1])
         place = {"to": "safetensors", "target_key": "exports/{name}", "drop_objects": True}
         rule = {

@@ -1,4 +1,4 @@
-"""Claims of the demo: compared, printed and counted, with colours on a terminal."""
+"""Claims of the demo: compared, printed and counted, with colors on a terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _INDENT = "   "
 
 
 class Narrator:
-    """Writes to stdout: sentences in lines of at most 100 characters, tables and output as they are.
+    """Writer to stdout: sentences in lines of up to 100 characters, tables and output unchanged.
 
-    ``claims`` counts what was checked; ``failed`` has the claims that did not hold, with the reason.
+    ``claims`` is the number of checks; ``failed`` lists failed claims with reasons.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Narrator:
         self._console.print(self._wrapped(text, _INDENT))
 
     def check(self, claim: str, held: bool, reason: str = "") -> None:
-        """Count and print a claim; ``reason`` says what was seen instead where it did not hold."""
+        """Count and print a claim; ``reason`` is the observation of a failed claim."""
         self.claims += 1
         text = claim if held or not reason else f"{claim}: {reason}"
         if not held:
@@ -51,14 +51,14 @@ class Narrator:
         self._console.print(Text.assemble(_INDENT, (mark, style), f" {body}"))
 
     def output(self, text: str, command: str = "") -> None:
-        """Print lines as a program printed them, below the ``command`` that was typed for it."""
+        """Print the lines of a program, below the ``command``."""
         if command:
             self._console.print(f"{_INDENT}  $ {command}", style="bold")
         for line in text.rstrip().splitlines():
             self._console.print(f"{_INDENT}  {line}", style="dim")
 
     def table(self, *rows: Sequence[str]) -> None:
-        """Print columns, the first flushed left; the first row is the heading."""
+        """Print columns, the first left-aligned, below the first row as heading."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for number, (name, *cells) in enumerate(rows):
             rest = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
@@ -78,10 +78,9 @@ class Narrator:
 
 
 def compare_digests(wanted: Mapping[str, str], got: Mapping[str, str], *, without: str = "") -> str:
-    """Say how two sets of digests differ; empty if they do not.
+    """Return the difference of two sets of digests as text; empty if equal.
 
-    Names that begin with ``without`` are left out. No digests at all count as a difference, because then
-    nothing was compared.
+    Names with the prefix ``without`` are ignored. An empty set counts as different.
     """
     names = [name for name in sorted({*wanted, *got}) if not (without and name.startswith(without))]
     compared = [name for name in names if name in wanted]
@@ -93,7 +92,7 @@ def compare_digests(wanted: Mapping[str, str], got: Mapping[str, str], *, withou
 
 
 def largest_difference(reference: Mapping[int, Any], other: Mapping[int, Any], steps: Sequence[int]) -> float:
-    """Give the largest absolute difference of two logs over ``steps``; infinite if one is missing."""
+    """Return the largest absolute difference of two logs over ``steps``; infinite for a missing step."""
     if not steps or any(step not in reference or step not in other for step in steps):
         return float("inf")
     pairs = [(np.asarray(reference[step]), np.asarray(other[step])) for step in steps]

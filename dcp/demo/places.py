@@ -1,8 +1,7 @@
-"""Places where the jobs of one demo save, folders of this machine or prefixes on an S3 server; and the
-processes that work there.
+"""Places of the demo's checkpoints, local folders or prefixes on an S3 server, and the training processes.
 
-Everything but what a killed save leaves behind is the same on both, because it goes through the stores.
-Waits are bounded, and all processes are ended.
+Both kinds share the code of stores, except for remains of killed saves. Waits are bounded, and all
+processes are ended.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith, open_parent_folder
 
 TRAINING = "dcp.demo.train"
-"""Imported on use, because it imports torch, which takes seconds, and which other commands do without."""
+"""Module imported on use, because the import of torch takes seconds."""
 LONGEST_SECONDS = 300.0
-"""Time that a job or command may take."""
+"""Timeout of a job or command."""
 _POLL_SECONDS = 0.1
 _END_SECONDS = 20.0
 _LARGEST_FILE_BYTES = 256 << 20
 
 
 def checkpoint_name(step: int) -> str:
-    """Name the folder of a step's checkpoint; the digits make names sort as steps do."""
+    """Return the folder name of a step; zero-padded for sorting."""
     return f"step-{step:08d}"
 
 
 def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | None = None) -> str | None:
-    """Name the newest committed checkpoint in ``root`` that verifies, as a job that starts again finds it."""
+    """Return the newest committed and verified checkpoint in ``root``, as found by a restarted job."""
     place = open_parent_folder(root, open_store=OpenWith(storage_options))
     for name in sorted(place.names(), reverse=True):
         store = place.store(name)
@@ -58,12 +57,12 @@ def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | Non
 
 
 class Place:
-    """Checkpoints by job and step, below ``base``: a path or a URL.
+    """Checkpoints by job and step, below a path or URL ``base``.
 
-    ``storage_options`` are those by which this process reaches them; jobs go by ``environment``, as users'
-    jobs do. ``leftover``: the leftovers of a killed save, in the plural; ``about_leftovers``: their place,
-    for a heading; ``about_clearing``: their fate in the next save of the step. ``state_of_killed``: the word
-    of `dcp ls` for a step whose save was killed; None if it does not list it.
+    ``storage_options`` are for this process; jobs use ``environment``. ``leftover``: name of remains of a
+    killed save, in the plural; ``about_leftovers``: their location, for a heading; ``about_clearing``:
+    their fate in the next save. ``state_of_killed``: state in `dcp ls` of a step whose save was killed;
+    None if not listed.
     """
 
     storage_options: dict[str, Any] | None = None
@@ -77,23 +76,23 @@ class Place:
         self.base = base
 
     def checkpoint(self, job: str, step: int) -> str:
-        """Give the id of a checkpoint."""
+        """Return the id of a checkpoint."""
         return f"{self.base}/{job}/{checkpoint_name(step)}"
 
     def shown(self, path: str) -> str:
-        """Give what is below ``base`` as a user would type it."""
+        """Return a path below ``base`` as typed by a user."""
         return f"{self.base}/{path}"
 
     def leftovers(self, job: str, step: int) -> dict[str, int]:
-        """Give bytes by name of what a killed save left of its data files."""
+        """Return sizes by name of the data files that a killed save left."""
         return self.data_files(job, step)
 
     def store(self, job: str, step: int) -> Store:
-        """Open a checkpoint's store."""
+        """Open the store of a checkpoint."""
         return OpenWith(self.storage_options)(self.checkpoint(job, step))
 
     def is_committed(self, job: str, step: int) -> bool:
-        """Test whether there is a checkpoint."""
+        """Return True if the checkpoint exists."""
         return has_checkpoint(self.store(job, step))
 
     def newest(self, job: str) -> str | None:
@@ -101,17 +100,17 @@ class Place:
         return newest_checkpoint(f"{self.base}/{job}", self.storage_options)
 
     def findings(self, job: str, step: int) -> list[str]:
-        """Give the findings of `verify`, in words."""
+        """Return the findings of `verify` as text."""
         report = verify(self.checkpoint(job, step), storage_options=self.storage_options)
         return [finding.message for finding in report.findings]
 
     def data_files(self, job: str, step: int) -> dict[str, int]:
-        """Give bytes by name of the data files that readers can see."""
+        """Return sizes by name of the visible data files."""
         files = self.store(job, step).list()
         return {info.name: info.size_bytes for info in files if info.name.endswith(".distcp")}
 
     def copy(self, job: str, step: int, to: str) -> None:
-        """Copy a checkpoint to one of the job ``to``; the files that commit it last."""
+        """Copy a checkpoint to the job ``to``, commit objects last."""
         source, target = self.store(job, step), self.store(to, step)
         target.make_root()
         names = [info.name for info in source.list()]
@@ -119,7 +118,7 @@ class Place:
             _write(target, name, source.read(name, limit_bytes=_LARGEST_FILE_BYTES))
 
     def flip_bit(self, job: str, step: int) -> str:
-        """Flip one bit in the middle of the longest payload, sizes and headers intact; name its tensor."""
+        """Flip a bit in the middle of the longest payload; return the tensor's name."""
         store = self.store(job, step)
         index = open_index(store)
         chunk = int(index.payload_lengths.argmax())
@@ -140,7 +139,7 @@ def _write(store: Store, name: str, data: bytes) -> None:
 
 
 class FolderPlace(Place):
-    """Folders below one on this machine."""
+    """Place in local folders."""
 
     leftover = "files are half written"
     about_leftovers = "its files"
@@ -152,12 +151,12 @@ class FolderPlace(Place):
         self.folder = folder
 
     def shown(self, path: str) -> str:
-        """Give a path relative to where the demo types its commands."""
+        """Return a path relative to the working directory of commands."""
         return path
 
 
 class BucketPlace(Place):
-    """Prefixes in the bucket of an S3 server."""
+    """Place in the bucket of an S3 server."""
 
     leftover = "uploads are half done"
     about_leftovers = "no object, but uploads that will never be completed"
@@ -171,7 +170,7 @@ class BucketPlace(Place):
         self.environment = server.environment
 
     def leftovers(self, job: str, step: int) -> dict[str, int]:
-        """Give uploads in parts that were begun and not completed, with the bytes that the service has."""
+        """Return unfinished multipart uploads with their sizes."""
         prefix, bucket, found = f"{job}/{checkpoint_name(step)}/", self._server.bucket, {}
         with contextlib.closing(self._server.client()) as client:
             for upload in client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", []):
@@ -185,12 +184,12 @@ class BucketPlace(Place):
 
 
 class DemoError(Exception):
-    """A job or command that the rest of the demo needs has failed."""
+    """A required job or command failed."""
 
 
 @dataclass
 class JobOutcome:
-    """Results of a training job: exit status, losses by step, each rank's passing looks by step."""
+    """Results of a training job: exit status, losses by step, and each rank's fleeting values by step."""
 
     exit_code: int | None
     results: Path
@@ -198,14 +197,14 @@ class JobOutcome:
     looks: dict[int, list[float]]
 
     def digests(self, name: str) -> dict[str, str]:
-        """Read the digests noted as ``saved-STEP`` or ``loaded-STEP``; none if the job ended before."""
+        """Read the digests of ``saved-STEP`` or ``loaded-STEP``; empty if the job ended before."""
         path = self.results / f"{name}.json"
         found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
         return found
 
 
 def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
-    """Make the environment of a process: without what another launcher may have set in this one's."""
+    """Return the environment of a process, without variables of another launcher."""
     foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
         name: value
@@ -222,7 +221,7 @@ def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str], log: Path) -> int | None:
-    """Run the launcher of a job until it has ended, or until all of its ranks have stopped to be killed."""
+    """Run the launcher of a job until the end, or until all ranks have stopped to be killed."""
     alive, held = os.pipe()
     details = (job, ranks, environment, log)
     process = multiprocessing.get_context("fork").Process(target=launch, args=details)
@@ -241,7 +240,7 @@ def run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str], 
 
 
 def _end(process: BaseProcess, alive: int) -> None:
-    """Kill the launcher and its ranks: no process of the job outlives it, but for writer processes."""
+    """Kill the launcher and its ranks; only writer processes survive."""
     if process.pid:
         with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or all have ended
             os.killpg(process.pid, signal.SIGKILL)

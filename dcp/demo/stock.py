@@ -1,4 +1,6 @@
-"""Load checkpoints with stock torch, in a single process: digests as JSON on stdout; the first is damaged."""
+"""Load checkpoints with stock torch in a single process: print digests as JSON; the first checkpoint is
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from dcp.storage.torch_compat import stock_fsspec_storages
 
 
 def load_with_stock_torch(folder: str) -> dict[str, str]:
-    """Give digests of all entries, as stock torch loads them into full tensors."""
+    """Return digests of all entries, loaded by stock torch into full tensors."""
     fsspec_reader, _ = stock_fsspec_storages()
     reader = fsspec_reader(folder) if "://" in folder else FileSystemReader(folder)
     state = _empty_state(reader.read_metadata())
@@ -37,7 +39,7 @@ def _empty_state(metadata: Metadata) -> dict[str, Any]:
 
 
 def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
-    """Load a damaged checkpoint: digests or an error by stock torch, and the message of `dcp.load`."""
+    """Load a damaged checkpoint: return digests or an error of stock torch, and the message of `dcp.load`."""
     try:
         by_stock: dict[str, str] | str = load_with_stock_torch(folder)
     except (CheckpointException, RuntimeError, OSError) as error:

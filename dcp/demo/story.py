@@ -1,4 +1,4 @@
-"""The demo's story, chapter by chapter. Every claim is checked; the exit status is 0 only if all hold."""
+"""Chapters of the demo. Every claim is checked; the exit status is 0 only if all are true."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from dcp.demo.catalog import CatalogService
 
 RESHARDED_LOSS_TOLERANCE = 0.001
-"""Between runs on different numbers of ranks. The sums are the same, but added up in another order: about
-1e-6 was measured at losses of 2 to 5."""
+"""Tolerance between runs on different numbers of ranks, which add in another order; measured 1e-6 at losses
+of 2 to 5.
+"""
 
 _COMMIT_SECONDS = 60.0
 _CORPUS_CHARACTERS = 400_000
@@ -44,7 +45,7 @@ _SHOWN_LOG_LINES = 40
 
 
 class Story:
-    """One run of the demo in a folder of its own; its ``service`` stays up ``until_end`` or `end_catalog`."""
+    """Run of the demo in a folder; ``service`` runs ``until_end`` or `end_catalog`."""
 
     def __init__(self, root: Path, place: Place, save_every: int, until_end: ExitStack) -> None:
         self.service: CatalogService | None = None
@@ -56,7 +57,7 @@ class Story:
         self.last_step = 2 * save_every
 
     def tell(self) -> None:
-        """Tell all chapters, in order. Raises DemoError where a job fails that later ones need."""
+        """Run all chapters in order. Raises DemoError if a required job fails."""
         characters = self._write_corpus()
         where = f"Folder: {self.root}"
         if not isinstance(self.place, FolderPlace):
@@ -81,7 +82,7 @@ class Story:
     # -- chapters --------------------------------------------------------------------------------------------
 
     def train_without_interruption(self) -> JobOutcome:
-        """Train the run that the others are compared with."""
+        """Train the reference run."""
         self.narrator.chapter("Train without interruption, on 2 ranks")
         reference = self._train("uninterrupted", 2, checkpoints="uninterrupted")
         first, last = reference.losses[1], reference.losses[self.steps]
@@ -93,7 +94,7 @@ class Story:
         return reference
 
     def kill_in_a_save(self, reference: JobOutcome) -> JobOutcome:
-        """Train the same, and kill it while it writes."""
+        """Train the same run, and kill a save."""
         step, place = self.killed_step, self.place
         self.narrator.chapter(f"The same again, but killed in the middle of the save of step {step}")
         killed = self._train("killed", 2, checkpoints="run", stop=(step, "writing"))
@@ -122,7 +123,7 @@ class Story:
         return killed
 
     def find_last_checkpoint(self) -> None:
-        """Find the checkpoint that a job resumes from."""
+        """Find the checkpoint to resume from."""
         name, half = checkpoint_name(self.last_step), checkpoint_name(self.killed_step)
         self.narrator.chapter("Find the last checkpoint that counts")
         listing = self._dcp("ls", self.place.shown("run"))
@@ -145,7 +146,7 @@ class Story:
         )
 
     def resume_and_kill(self, reference: JobOutcome, killed: JobOutcome) -> JobOutcome:
-        """Resume on as many ranks, with writers in processes of their own, which outlive the job."""
+        """Resume on the same number of ranks, with writer processes that outlive the job."""
         last, place = self.steps, self.place
         self.narrator.chapter(
             f"Resume from step {self.last_step}, and kill it just after the state of step {last} was copied"
@@ -167,7 +168,7 @@ class Story:
         return job
 
     def resume_on_other_numbers(self, reference: JobOutcome, killed: JobOutcome) -> dict[int, JobOutcome]:
-        """Resume from the same step, on fewer ranks and on more."""
+        """Resume from the same step on fewer and more ranks."""
         self.narrator.chapter(f"Resume from step {self.last_step} on 1 and on 3 ranks")
         jobs = {}
         for ranks, where in ((1, "on-1-rank"), (3, "on-3-ranks")):
@@ -181,7 +182,7 @@ class Story:
     def compare_curves(
         self, reference: JobOutcome, killed: JobOutcome, resumed: dict[int, JobOutcome]
     ) -> None:
-        """Show the losses, drawn and as numbers."""
+        """Plot and print the losses."""
         self.narrator.chapter("The losses of all runs")
         runs = {"uninterrupted": reference, "killed": killed}
         runs |= {f"resumed on {ranks}": job for ranks, job in resumed.items()}
@@ -215,7 +216,7 @@ class Story:
         )
 
     def flip_a_bit(self) -> None:
-        """Damage a copy where it hurts most: in the middle of a tensor, sizes and headers intact."""
+        """Damage a copy in the middle of a tensor, with intact sizes and headers."""
         self.narrator.chapter("Flip one bit of a copy")
         last = self.steps
         self.place.copy("run", last, "damaged")
@@ -225,7 +226,7 @@ class Story:
         self.narrator.check(f"and names the tensor: {name}", name in output)
 
     def read_with_stock_torch(self, resumed: dict[int, JobOutcome]) -> None:
-        """Load in one process with torch's own loader."""
+        """Load in one process with stock torch."""
         self.narrator.chapter("Load with stock torch.distributed.checkpoint, in a single process")
         last = self.steps
         places = {2: "run", 1: "on-1-rank", 3: "on-3-ranks"}
@@ -250,7 +251,7 @@ class Story:
         self.narrator.check("dcp.load refuses the copy", refused, by_ours)
 
     def serve_a_catalog(self, reference: JobOutcome, resumed: dict[int, JobOutcome]) -> None:
-        """Serve the checkpoints as a team sees them."""
+        """Serve the checkpoints in a catalog."""
         if any(find_spec(name) is None for name in ("fastapi", "httpx", "sqlalchemy")):
             self.narrator.chapter("The catalog is not shown")
             self.narrator.say("It needs more packages: pip install 'dcphub[server]'")
@@ -262,13 +263,13 @@ class Story:
         self.service = act.tell(digests, reference.losses, self._until_end)
 
     def end_catalog(self) -> None:
-        """Stop the catalog, if it is up."""
+        """Stop the catalog if running."""
         if self.service is not None:
             status = self.service.stop()
             self.narrator.check("it ended in good order", status == 0, f"exit status {status}")
 
     def serve(self) -> None:
-        """Keep the catalog of what was trained up, until Ctrl-C or SIGTERM."""
+        """Keep the catalog running until Ctrl-C or SIGTERM."""
         if self.service is None:
             return
         self.narrator.chapter("Look at it")
@@ -285,7 +286,7 @@ class Story:
         self.narrator.check(claim, not difference, f"they differ: {difference}")
 
     def _check_loaded(self, ranks: int, killed: JobOutcome, job: JobOutcome) -> None:
-        """Compare the ranks' state after the load with that of the killed job's ranks when they saved."""
+        """Compare the loaded state of the ranks with the saved state of the killed job."""
         step = self.last_step
         saved, loaded = killed.digests(f"saved-{step}"), job.digests(f"loaded-{step}")
         # a rank's generator has a meaning only on as many ranks
@@ -296,7 +297,7 @@ class Story:
         self.narrator.check(f"on {ranks}: went on with step {first}", first == step + 1)
 
     def _check_same_number(self, reference: JobOutcome, job: JobOutcome) -> None:
-        """Compare with the run that never died: on as many ranks all is equal bit for bit."""
+        """Compare with the reference run: equal bit for bit on the same number of ranks."""
         steps = range(self.last_step + 1, self.steps + 1)
         name = f"saved-{self.steps}"
         self._check_equal(
@@ -313,7 +314,7 @@ class Story:
         )
 
     def _check_other_number(self, ranks: int, reference: JobOutcome, job: JobOutcome) -> None:
-        """Compare losses: the sums of more or fewer parts differ in their last bits."""
+        """Compare losses, which differ in the last bits on other numbers of ranks."""
         steps = range(self.last_step + 1, self.steps + 1)
         apart = largest_difference(reference.losses, job.losses, steps)
         self.narrator.check(
@@ -323,8 +324,9 @@ class Story:
         )
 
     def _write_corpus(self) -> int:
-        """Write the source of this package as the text to learn, and return its characters: a copy, so that
-        every run of one demo reads the same."""
+        """Copy the source of this package as training text, common to all runs of a demo; return the number
+        of characters.
+        """
         package = Path(__file__).parents[1]
         # the layers are links in a checkout, which rglob does not follow before Python 3.13
         folders = (package, package / "planners", package / "storage")
@@ -342,12 +344,13 @@ class Story:
         writer: str = "thread",
         stop: tuple[int, str] | None = None,
     ) -> JobOutcome:
-        """Run one training job, started as by torchrun, to its end; or kill it where all ranks ``stop``.
+        """Run a training job, like torchrun, to the end, or kill it where all ranks ``stop``.
 
-        It resumes from the newest good checkpoint of its folder, and saves behind the training loop, in a
-        thread or in a ``writer`` process by rank.
+        The job resumes from the newest valid checkpoint, and saves in the background, in a thread or in a
+        ``writer`` process per rank.
 
-        Raises DemoError, with the end of the job's log, if it fails or takes longer than five minutes.
+        Raises:
+            DemoError: If the job fails or takes over five minutes, with the end of the log.
         """
         on = "1 process" if ranks == 1 else f"{ranks} processes"
         self.narrator.say(f"torch.multiprocessing starts {on} ...")
@@ -373,9 +376,10 @@ class Story:
         return JobOutcome(exit_code, results, by_loss, found[1])
 
     def _run(self, *arguments: str) -> tuple[int, str]:
-        """Run ``python ARGUMENTS`` where relative checkpoints are; give its exit status and what it printed.
+        """Run ``python ARGUMENTS`` in the folder of relative checkpoints; return exit status and output.
 
-        Raises DemoError after five minutes.
+        Raises:
+            DemoError: After five minutes.
         """
         try:
             done = subprocess.run(
@@ -393,7 +397,7 @@ class Story:
         return done.returncode, done.stdout
 
     def _dcp(self, *arguments: str, status: int | None = None, claim: str = "") -> str:
-        """Run a dcp command, show it; ``status`` is the exit status that ``claim`` needs."""
+        """Run and show a dcp command; ``claim`` requires the exit status ``status``."""
         ended, output = self._run("-m", "dcp", *arguments)
         shown = output if not ended else f"{output.rstrip()}\n(exit status {ended})"
         self.narrator.output(shown, f"dcp {' '.join(arguments)}")
@@ -406,12 +410,17 @@ class Story:
 
 
 def run_to_exit_status(root: Path | None, save_every: int, on_s3: bool = False, serve: bool = False) -> int:
-    """Run the demo in ``root`` (made if need be, must be empty) or in a folder that is removed at the end.
+    """Run the demo and return the exit status.
 
-    ``on_s3``: the checkpoints go to an S3 server that is started for it, and stopped at the end. ``serve``:
-    if every check passed, the catalog stays up for browsers until Ctrl-C.
-    Returns 0 if every check passed, 1 if not or if a job failed, 2 for wrong use, and 128 and the number of a
-    signal that ended it, after all that it started has ended.
+    Args:
+        root: Empty or new folder; by default a temporary folder.
+        save_every: Steps between saves.
+        on_s3: Save to a local S3 server, stopped at the end.
+        serve: Keep the catalog running until Ctrl-C if all checks passed.
+
+    Returns:
+        0 if all checks passed, 1 if a check or job failed, 2 for wrong use, 128 plus the number of a
+            signal.
     """
     # As an exception, so that on the way out the training job is ended and the folder removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""The training job of the demo: its ranks, model and checkpoints. Also a small example of using dcp."""
+"""Training job of the demo: ranks, model and checkpoints. Also a small example of using dcp."""
 
 from __future__ import annotations
 
@@ -36,21 +36,24 @@ from dcp.storage.stores.posix.store import PosixStore
 
 _TIMEOUT_SECONDS = 120.0
 _WINDOWS = 12
-"""Windows of text in a step over all ranks; 1, 2 and 3 ranks get equal parts."""
+"""Windows of text per step over all ranks, divisible by 1, 2 and 3."""
 _CONTEXT = 96
 _VOCABULARY = 128
-"""ASCII: one token a character."""
+"""ASCII: one token per character."""
 _WIDTH, _HEADS, _BLOCKS = 128, 4, 3
 
 torch.compiler.reset()
-"""So that the compiler is imported here, once: FSDP2 does it in each rank, for seconds."""
+"""Import the compiler once, before the fork; FSDP2 would import it in each rank."""
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Options of a job. ``stop`` is a training step, and where in its save all ranks stop to be killed:
-    "writing" (before the second write of 8 MiB to their data files, or before the second part of them is sent
-    to an object store) or "staged" (once the copy of the state is handed over to the writer process)."""
+    """Options of a job.
+
+    ``stop`` is a step and a point of its save at which all ranks stop to be killed: "writing" (before the
+    second write of 8 MiB, or the second part of an upload) or "staged" (after the copy is handed to the
+    writer process).
+    """
 
     corpus: Path
     checkpoints: str
@@ -62,11 +65,10 @@ class TrainingJob:
 
 
 class Transformer(nn.Module):
-    """Characters to the logits of the next ones; the output layer shares the character embedding's weight.
+    """Transformer from characters to next-character logits, with the embedding's weight as output layer.
 
-    It has 2.8 million parameters, 34 MB with AdamW's two moments. Most of them are the table of character
-    pairs. It costs little time, and lets a rank's file outgrow the 8 MiB that are written at once: a save can
-    then be killed between two writes of one file.
+    2.8 million parameters, 34 MB with AdamW's moments, mostly a table of character pairs: fast, yet large
+    enough for a rank's file to need several writes of 8 MiB.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class Transformer(nn.Module):
         self.head.weight = self.character.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map int64 of [windows, context] to float32 of [windows, context, vocabulary]."""
+        """Return float32 logits [windows, context, vocabulary] for int64 tokens [windows, context]."""
         before = F.pad(tokens[:, :-1], (1, 0))
         x = self.character(tokens) + self.pair(before * _VOCABULARY + tokens)
         x = x + self.position(torch.arange(tokens.shape[1]))
@@ -95,7 +97,7 @@ class Transformer(nn.Module):
 
 
 class Training:
-    """Model, optimizer and step: a `Stateful` for `dcp.save`."""
+    """Model, optimizer and step as a `Stateful` for `dcp.save`."""
 
     def __init__(self) -> None:
         torch.manual_seed(20)  # equal values whatever the number of ranks
@@ -112,12 +114,12 @@ class Training:
         self.generator = torch.Generator().manual_seed(1000 + dist.get_rank())
 
     def state_dict(self) -> dict[str, Any]:
-        """Give sharded tensors, under names that do not depend on the sharding."""
+        """Return sharded tensors, under names independent of the sharding."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state that `dcp.load` has filled."""
+        """Set the state filled by `dcp.load`."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -127,7 +129,9 @@ class Training:
         self.step = state_dict["step"]
 
     def train_step(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """Make one step; give the log line: the loss over all ranks, and each rank's passing look."""
+        """Train one step; return the log entry with the loss over all ranks and each rank's fleeting
+        values.
+        """
         self.step += 1
         world_size = dist.get_world_size()
         # A function of the step alone: neither the number of ranks nor what ran before has any influence, so
@@ -153,7 +157,7 @@ class Training:
 
 
 class Checkpoints:
-    """Saves and restores through a `dcp.CheckpointManager`, behind the training loop."""
+    """Checkpoints in the background through `dcp.CheckpointManager`."""
 
     def __init__(self, training: Training, job: TrainingJob) -> None:
         self._training = training
@@ -174,7 +178,7 @@ class Checkpoints:
         return FileSystemWriter(checkpoint_id)
 
     def save(self, loss: float) -> None:
-        """Save this step if it is time for that, and note digests of every second state."""
+        """Save this step if due, and record digests of every second state."""
         training, job = self._training, self._job
         if not self.manager.should_save(training.step):
             return
@@ -189,7 +193,7 @@ class Checkpoints:
             _stop(job.results)
 
     def restore(self) -> None:
-        """Load the newest good checkpoint, of any number of ranks, into the shards of this one's."""
+        """Load the newest valid checkpoint of any number of ranks into this rank's shards."""
         training = self._training
         own = PerRank(torch.empty_like(training.generator.get_state()))
         # Generators belong to ranks: with other ranks than before they start anew.
@@ -204,7 +208,7 @@ class Checkpoints:
 
 
 def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
-    """Write digests by the names of the entries in a checkpoint, those under `PerRank` of all ranks."""
+    """Write digests by entry name, with those in `PerRank` for all ranks."""
     rank, own = dist.get_rank(), {}
     state = {"app": training.state_dict(), "rng": PerRank(training.generator.get_state())}
     for fqn, value in flatten(state, rank=rank).values.items():
@@ -219,7 +223,7 @@ def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
 
 
 def digest_of(value: Any) -> str:
-    """Compute SHA-256 of a tensor's dtype, shape and bytes, or of another value's type and repr."""
+    """Return SHA-256 of a tensor's dtype, shape and bytes, or of another value's type and repr."""
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(f"{type(value).__name__} {value!r}".encode()).hexdigest()
     full = value.detach().contiguous()
@@ -229,7 +233,7 @@ def digest_of(value: Any) -> str:
 
 
 def _train(job: TrainingJob) -> None:
-    """Train to the last step, in a process group that is there."""
+    """Train to the last step in an existing process group."""
     tokens = torch.frombuffer(bytearray(job.corpus.read_bytes()), dtype=torch.uint8).long()
     training = Training()
     checkpoints = Checkpoints(training, job)
@@ -246,8 +250,7 @@ def _train(job: TrainingJob) -> None:
 
 
 def launch(job: TrainingJob, ranks: int, environment: Mapping[str, str], log: Path) -> None:
-    """Run a job to its end, in a session of its own; this process ends with status 1 if a rank fails, and the
-    other ranks with it."""
+    """Run a job in a new session; exit with status 1 if a rank fails, and end the other ranks."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -291,14 +294,14 @@ def _run_rank(rank: int, job: TrainingJob, ranks: int, port: int) -> None:
 
 
 def _stop(results: Path) -> NoReturn:
-    """Note that this rank has come to where it is to be killed, and wait for that."""
+    """Record the arrival of this rank, and wait to be killed."""
     (results / f"stopped-{dist.get_rank()}").touch()
     while True:
         time.sleep(1)
 
 
 def _stopping_store(checkpoint_id: str | os.PathLike[str], results: Path) -> Store:
-    """Open the store of a checkpoint whose data files stop half written."""
+    """Open a store that stops half-way in data files."""
     store = open_store(checkpoint_id)
     writes, given = itertools.count(1), Counter[str]()
 

@@ -1,1 +1,1 @@
-"""Plug-ins of trainers: each module is for one framework, imports it, and is imported by its user alone."""
+"""Trainer plug-ins: one module per framework, imported by the user."""

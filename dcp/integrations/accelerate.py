@@ -33,7 +33,7 @@ PRIVATE_ATTRIBUTES: Final = (
     "_save_model_state_pre_hook",
     "_load_model_state_pre_hook",
 )
-"""Attributes of an `Accelerator` for what it prepares and saves, which have no public names."""
+"""Private attributes of `Accelerator` for prepared and registered objects."""
 
 _ENDED: Final = "ended_epoch"
 _OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has written itself
@@ -42,16 +42,28 @@ _OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has 
 def use(
     accelerator: Accelerator, *, weights_only: bool | None = None, **options: Any
 ) -> AcceleratorCheckpoints:
-    """Make ``save_state`` and ``load_state`` of ``accelerator`` go through dcp. To be called before either,
-    prepared or not. It works in one process, with DDP, and with FSDP2, whose checkpoints load on any number
-    of ranks.
+    """Route ``save_state`` and ``load_state`` of an accelerator through dcp.
 
-    ``weights_only=False`` also loads registered objects whose values are of any class, by running pickles.
-    ``options``: ``mode``; with ``automatic_checkpoint_naming`` all those of `CheckpointManager`.
+    Call before the first save or load, before or after ``prepare``. Works with one process, DDP and FSDP2;
+    FSDP2 checkpoints load on any number of ranks.
 
-    Returns an object that waits for saves under way, as ``end_training`` and the end of the process do.
-    Raises ValueError for DeepSpeed, Megatron-LM, XLA and FSDP1, OptionError for wrong options, and
-    RuntimeError where Accelerate lacks one of `PRIVATE_ATTRIBUTES`.
+    Args:
+        accelerator: The accelerator to change.
+        weights_only: False loads registered objects with values of any class by running pickles.
+        **options: ``mode``; with ``automatic_checkpoint_naming`` all options of `CheckpointManager`.
+
+    Returns:
+        An object whose `wait` waits for pending saves, like ``end_training`` and the end of the process.
+
+    Raises:
+        ValueError: For DeepSpeed, Megatron-LM, XLA and FSDP1.
+        OptionError: For wrong options.
+        RuntimeError: If Accelerate lacks one of `PRIVATE_ATTRIBUTES`.
+
+    Examples:
+        accelerator = Accelerator()
+        dcp.integrations.accelerate.use(accelerator)
+        accelerator.save_state("checkpoints/step-100")
     """
     shared.check_private("accelerate", accelerator, PRIVATE_ATTRIBUTES)
     _refuse_unsupported(accelerator, options)
@@ -63,7 +75,7 @@ def use(
 
 
 class AcceleratorCheckpoints:
-    """The methods that `use` puts in place of an accelerator's."""
+    """Methods that `use` installs in an accelerator."""
 
     def __init__(self, accelerator: Accelerator, weights_only: bool | None, options: dict[str, Any]) -> None:
         self._accelerator = accelerator
@@ -77,11 +89,12 @@ class AcceleratorCheckpoints:
             self._automatic()  # so that wrong options are raised now
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *ignored: Any, **more: Any) -> str:
-        """Save as `Accelerator.save_state`, to a folder or URL; return the place once the state is copied.
-        All ranks call it.
+        """Save like `Accelerator.save_state`, on all ranks; return the path or URL after the state is
+        copied.
 
-        Raises ValueError without a place, or if automatic naming finds the place taken, and CheckpointError
-        if the previous save failed.
+        Raises:
+            ValueError: Without a place, or if automatic naming finds an existing folder.
+            CheckpointError: If the previous save failed.
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         if accelerator.gradient_accumulation_steps > 1 and not accelerator.sync_gradients:
@@ -132,12 +145,18 @@ class AcceleratorCheckpoints:
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
     ) -> None:
-        """Load as `Accelerator.load_state`; also folders that Accelerate itself has written.
+        """Load like `Accelerator.load_state`, also folders of Accelerate.
 
-        Without ``input_dir`` it loads the newest whole one, with ``automatic_checkpoint_naming``.
-        ``load_kwargs`` and ``kwargs`` are for folders of Accelerate's. Raises ValueError where there is no
-        such folder, or other objects are registered than were saved; CheckpointNotFoundError, which names the
-        newest one beside it, where nothing was committed; and what `dcp.load` raises.
+        Args:
+            input_dir: Path or URL; by default the newest valid checkpoint with
+                ``automatic_checkpoint_naming``.
+            load_kwargs: For folders of Accelerate.
+            **kwargs: For folders of Accelerate.
+
+        Raises:
+            ValueError: If the folder is missing, or other objects are registered.
+            CheckpointNotFoundError: If nothing was committed; the message names the newest neighbor.
+            CheckpointError: Other errors of `dcp.load`.
         """
         self.wait()
         state: dict[str, Any] | None = None
@@ -179,7 +198,7 @@ class AcceleratorCheckpoints:
         return {"model" if number == 0 else f"model_{number}": model for number, model in enumerate(inner)}
 
     def _loaders(self) -> list[Any]:
-        """List the data loaders that have a state of their own."""
+        """Return the data loaders with state."""
         loaders = self._accelerator._dataloaders
         return [one for one in loaders if getattr(one, "use_stateful_dataloader", False)]
 
@@ -241,13 +260,13 @@ class AcceleratorCheckpoints:
         RandomState().load_state_dict(state["random"])
 
     def wait(self) -> None:
-        """Wait until all that was saved is committed; raises CheckpointError where a save has failed."""
+        """Wait until all saves are committed. Raises CheckpointError for a failed save."""
         self._paths.wait()
         if self._manager is not None:
             self._manager.wait()
 
     def end_training(self) -> None:
-        """Wait until all that was saved is committed, then call `Accelerator.end_training`."""
+        """Wait for all saves, then call `Accelerator.end_training`."""
         try:
             self._paths.close()
             manager, self._manager = self._manager, None
@@ -267,12 +286,14 @@ def _is_dcps(place: str) -> bool:
 
 
 def _generator_of(loader: Any) -> Any:
-    """Find the generator that shuffles the next epoch, if the loader has one of its own."""
+    """Return the loader's own generator for shuffling, if any."""
     return getattr(loader, "synchronized_generator", None) or getattr(loader, "generator", None)
 
 
 def _place_of(loader: Any) -> tuple[Any, Any]:
-    """Give the loader's epoch (a stateful one's ends with the last batch), and the state of its generator."""
+    """Return the loader's epoch (the next one after the last batch of a stateful loader) and generator
+    state.
+    """
     epoch: Any = getattr(loader, "iteration", None)
     own = _generator_of(loader)
     if getattr(loader, "use_stateful_dataloader", False):
@@ -286,8 +307,10 @@ def _is_at_last_batch(loader: Any) -> bool:
 
 
 def _position(loader: Any) -> Any:
-    """Give the loader's place within an epoch. {} begins the next one; so does the number of an epoch after
-    its last batch, unless the loop begins that epoch again."""
+    """Return the loader's position within an epoch; {} at the start of the next.
+
+    After the last batch the epoch's number also starts the next, unless the loop repeats that epoch.
+    """
     if _is_at_last_batch(loader):
         return {_ENDED: loader.iteration}
     if loader.end_of_dataloader:
@@ -298,7 +321,7 @@ def _position(loader: Any) -> Any:
 
 
 def _let_end(loader: Any, epoch: int) -> None:
-    """Give no batches, once, if the loader is set to ``epoch`` next."""
+    """Yield no batches once if the loader's next epoch is ``epoch``."""
     base = loader.base_dataloader
     iterate = base.__iter__
 

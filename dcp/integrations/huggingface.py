@@ -35,23 +35,32 @@ PRIVATE_HOOKS: Final = {
     "_load_best_model": ("self",),
     "_finalize_training": ("self", "trial", "num_train_samples", "start_time"),
 }
-"""The private methods of `Trainer` that are overridden, and their parameters. Besides, its ``_tr_loss``,
-``_total_loss_scalar`` and ``_globalstep_last_logged``, the losses since the last log, are saved and set."""
+"""Overridden private methods of `Trainer` with their parameters. Also saved and restored: ``_tr_loss``,
+``_total_loss_scalar`` and ``_globalstep_last_logged``.
+"""
 
 _BEST: Final = "best_step"
-"""The metric by which retention finds the best checkpoint: its step if it was the best by then, or -1."""
+"""Metric of the best checkpoint for retention: its step if best at that time, else -1."""
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class DcpTrainerMixin(_Base):  # type: ignore[misc]
-    """First among the bases of a class with any `Trainer`: ``class Mine(DcpTrainerMixin, SFTTrainer)``.
+    """Mixin for any `Trainer`, as first base: ``class MyTrainer(DcpTrainerMixin, SFTTrainer)``.
 
-    Saves are written behind the training; when `train` returns they are committed. ``checkpoint_options`` are
-    further arguments of `CheckpointManager`, such as ``mode`` or ``catalog``; all others are the Trainer's.
+    Saves run in the background and are committed when `train` returns.
 
-    Raises ValueError for DeepSpeed, FSDP1 and arguments that need the Trainer's own files, and RuntimeError
-    where transformers lacks `PRIVATE_HOOKS`.
+    Args:
+        checkpoint_options: Further arguments of `CheckpointManager`, such as ``mode`` or ``catalog``.
+        **kwargs: Arguments of the Trainer.
+
+    Raises:
+        ValueError: For DeepSpeed, FSDP1 and arguments that need the Trainer's own files.
+        RuntimeError: If transformers lacks `PRIVATE_HOOKS`.
+
+    Examples:
+        trainer = DcpTrainer(model, args, train_dataset=data, checkpoint_options={"mode": "process"})
+        trainer.train(resume_from_checkpoint=True)
     """
 
     def __init__(
@@ -69,9 +78,12 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         self.add_callback(_Callback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train`; ``resume_from_checkpoint`` may also name a folder of the Trainer's own.
-        Raises ValueError if it is True and there is none, and the errors of `CheckpointManager.restore` and
-        `save`."""
+        """Train like `Trainer.train`; ``resume_from_checkpoint`` may also name a folder of the Trainer.
+
+        Raises:
+            ValueError: If ``resume_from_checkpoint`` is True and no checkpoint exists.
+            CheckpointError: Errors of `CheckpointManager.restore` and `save`.
+        """
         with dcp.CheckpointManager(self._folder(), **self._manager_options()) as self._dcp_manager:
             sources: list[tuple[str | None, bool]] = [(None, False)]
             if resume_from_checkpoint:
@@ -111,7 +123,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             return super().train(folder, *args, **kwargs)
 
     def _look_for(self, resume: str | bool) -> list[tuple[str | None, bool]]:
-        """List the folders to try in turn, and whether they are dcp's."""
+        """Return (folder, saved by dcp) to try in order."""
         before: float = float("inf")
         if not isinstance(resume, bool):
             path, is_dcps = Path(resume), has_checkpoint(open_store(resume))
@@ -128,7 +140,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         return found or ([] if isinstance(resume, bool) else [(None, False)])
 
     def _step_of(self, folder: Path) -> int | None:
-        """Find the step whose checkpoint in ``output_dir`` the folder is."""
+        """Return the step of a checkpoint folder in ``output_dir``."""
         is_here = folder.parent.resolve() == self._folder().resolve()
         match = re.fullmatch(r"checkpoint-(\d+)", folder.name) if is_here else None
         return None if match is None else int(match[1])
@@ -182,7 +194,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         }
 
     def _delete_later_ones(self, event: Event) -> None:
-        """Delete later steps, of a run before: to retention they would be the newest."""
+        """Delete later steps of an earlier run, which retention would consider newest."""
         manager, step = self._manager, event.step
         if event.kind == "saved" and step is not None and self.args.save_total_limit and not manager.rank:
             for later in (one for one in manager.all_steps() if one > step and one not in manager.pinned()):
@@ -247,13 +259,13 @@ class DcpTrainer(DcpTrainerMixin, Trainer):
 
 
 class _Callback(TrainerCallback):
-    """Acts between the Trainer's private hooks."""
+    """Callback between the Trainer's private hooks."""
 
     def __init__(self, trainer: DcpTrainerMixin) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the sums of losses, which the Trainer has set to zero by now."""
+        """Restore the sums of losses, which the Trainer has reset."""
         trainer, rest = self._trainer, self._trainer._dcp_rest
         if "folder" in rest and not args.auto_find_batch_size:  # a killed training would leave it
             shutil.rmtree(rest.pop("folder"), ignore_errors=True)
@@ -263,7 +275,7 @@ class _Callback(TrainerCallback):
             trainer._total_loss_scalar = -running  # its mean at the end is of this call's steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save this step and stop on all ranks at SIGTERM on any; there may be no time to evaluate before."""
+        """Save and stop on all ranks after SIGTERM on any rank, without evaluation."""
         if args.save_strategy != "no":
             self._trainer._manager.should_save(state.global_step)
             if self._trainer._manager.stop_requested:
@@ -271,13 +283,13 @@ class _Callback(TrainerCallback):
                 control.should_evaluate = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the save of a SIGTERM as the last."""
+        """Keep the save after SIGTERM as the last."""
         if self._trainer._manager.stop_requested:
             control.should_save = control.should_evaluate = False
 
 
 def _retention(args: Any) -> dcp.Retention | None:
-    """Keep at most ``save_total_limit``, the best and the newest among them."""
+    """Return retention of at most ``save_total_limit`` checkpoints, including the best and the newest."""
     limit = args.save_total_limit or 0
     if limit <= 0:
         return None

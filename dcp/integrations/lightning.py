@@ -1,7 +1,7 @@
-"""Lightning's Trainer saves and resumes through dcp: a plug-in, a strategy and a callback.
+"""Lightning: save and resume through dcp by a plug-in, a strategy and a callback.
 
-See docs/how-to/use-a-trainer.md. When to save and what to keep stays
-ModelCheckpoint's; a checkpoint is a folder of the name that it gives.
+See docs/how-to/use-a-trainer.md. ModelCheckpoint decides when to save and what to keep; a checkpoint is a
+folder with its name.
 """
 
 from __future__ import annotations
@@ -52,16 +52,27 @@ _State = dict[str, Any]
 
 
 class DcpCheckpointIO(CheckpointIO):
-    """For one process and DDP: checkpoints as folders of dcp's, written behind the training, committed in one
-    step, compared with their checksums when they are loaded.
+    """Checkpoint plug-in for one process and DDP: folders written in the background, committed atomically
+    and verified on load.
 
-    All that Lightning saves comes back as it was, on the CPU. Checkpoints that ModelCheckpoint replaces are
-    deleted once the newer one is committed. With ``ckpt_path="last"`` a damaged or half-written one is passed
-    over for the newest good one beside it. Files that Lightning wrote itself are loaded as before.
+    All values that Lightning saves are restored, on the CPU. Checkpoints replaced by ModelCheckpoint are
+    deleted after the newer commit. ``ckpt_path="last"`` skips damaged checkpoints for the newest valid
+    neighbor. Lightning's own files load too.
 
-    ``mode`` "thread" and "process" copy the state and write the copy there; "sync" writes before training
-    continues. ``storage_options`` are those of `dcp.save`, ``catalog`` is that of `dcp.CheckpointManager`.
-    Raises OptionError for wrong values, ModuleNotFoundError where ``catalog`` needs httpx.
+    Args:
+        mode: "thread" and "process" copy the state and write in the background; "sync" writes before
+            training continues.
+        storage_options: As for `dcp.save`.
+        catalog: As for `dcp.CheckpointManager`.
+
+    Raises:
+        OptionError: For wrong values.
+        ModuleNotFoundError: If ``catalog`` needs httpx.
+
+    Examples:
+        saves = ModelCheckpoint(save_last=True)
+        trainer = Trainer(plugins=[DcpCheckpointIO()], callbacks=[RankStates(), saves])
+        trainer.fit(module, ckpt_path="last")
     """
 
     def __init__(
@@ -74,20 +85,27 @@ class DcpCheckpointIO(CheckpointIO):
         self._saves = PathSaves(mode, storage_options, catalog, no_dist=True)
 
     def save_checkpoint(self, checkpoint: _State, path: _Path, storage_options: Any | None = None) -> None:
-        """Save any nested dict, on the rank that calls it alone; returns when it is copied. Raises
-        OptionError for a path that is a file and for ``storage_options``, and the error of an earlier
-        save."""
+        """Save a nested dict on the calling rank; return after the copy.
+
+        Raises:
+            OptionError: If the path is a file, or for ``storage_options``.
+            CheckpointError: If an earlier save failed.
+        """
         _take_none(storage_options)
         _begin(self._saves, _sealed(checkpoint), path, checkpoint)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> _State:
-        """Load a checkpoint, or a file of Lightning's, to the device ``map_location``; all ranks call it
-        alike.
+        """Load a checkpoint or a file of Lightning to ``map_location``; all ranks must call with equal
+        arguments.
 
-        ``weights_only=False`` allows values of any class, whose pickles may run code. Raises
-        CheckpointNotFoundError, CorruptCheckpointError and UnsafeObjectError as `dcp.read` does.
+        ``weights_only=False`` allows values of any class, whose pickles may run code.
+
+        Raises:
+            CheckpointNotFoundError: If nothing is committed.
+            CorruptCheckpointError: If bytes are damaged.
+            UnsafeObjectError: If an object needs ``weights_only=False``.
         """
         device: Any = "cpu" if map_location is None else map_location
         if _is_of_lightning(path):
@@ -100,7 +118,7 @@ class DcpCheckpointIO(CheckpointIO):
         return _newest_good(path, lambda path: _opened(whole(path)), options)
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Delete it once all saves that were begun before are committed; where one has failed it stays."""
+        """Delete a checkpoint after all earlier saves are committed; keep it if one failed."""
         if os.path.isdir(path) and _is_of_lightning(path):  # noqa: PTH112 - may be a URL
             rank_zero_warn(_BYPASSED)
             TorchCheckpointIO().remove_checkpoint(os.fspath(path))
@@ -108,20 +126,29 @@ class DcpCheckpointIO(CheckpointIO):
             self._saves.remove(path)
 
     def wait(self) -> None:
-        """Return when all is committed; raise the error of a save."""
+        """Wait until all saves are committed; raise the error of a failed save."""
         self._saves.wait()
 
     def teardown(self) -> None:
-        """Wait, at the end of the Trainer's work."""
+        """Wait at the end of the Trainer's work."""
         self._saves.close()
 
 
 class DcpStrategyMixin:
-    """First among the bases of a strategy whose model has DTensors: each rank writes its shards behind the
-    training, and reads the parts that it needs on any number of ranks. Values of no model and no optimizer
-    are rank 0's. ``mode``, ``storage_options`` and ``catalog`` are those of `DcpCheckpointIO`, others the
-    strategy's. Raises OptionError for ``save_distributed_checkpoint=False``, which asks for one file, and
-    ModuleNotFoundError where ``catalog`` needs httpx.
+    """Mixin for a strategy with DTensors, as first base: each rank saves its shards and loads its parts on
+    any number of ranks.
+
+    Values outside of model and optimizers are rank 0's.
+
+    Args:
+        mode: As for `DcpCheckpointIO`.
+        storage_options: As for `DcpCheckpointIO`.
+        catalog: As for `DcpCheckpointIO`.
+        **kwargs: Arguments of the strategy.
+
+    Raises:
+        OptionError: For ``save_distributed_checkpoint=False``, which requests a single file.
+        ModuleNotFoundError: If ``catalog`` needs httpx.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -135,25 +162,27 @@ class DcpStrategyMixin:
         self._saves = PathSaves(**own, no_dist=False)
 
     def setup_environment(self: Any) -> None:
-        """Set up the strategy. Raises ModuleNotFoundError where ``catalog`` needs httpx, on all ranks if one
-        lacks it."""
+        """Set up the strategy. Raises ModuleNotFoundError on all ranks if one lacks httpx for ``catalog``."""
         super().setup_environment()  # type: ignore[misc]
         self._saves.agree()
 
     def lightning_module_state_dict(self: Any) -> _State:
-        """Give the model's state, sharded and not copied: the save copies it."""
+        """Return the model's sharded state without a copy; the save copies it."""
         return get_model_state_dict(self.model)
 
     def optimizer_state(self: Any, optimizer: Any) -> _State:
-        """Give an optimizer's state by the names of parameters, not copied."""
+        """Return an optimizer's state by parameter names without a copy."""
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return shared.TrainedOptimizers(self.model, [own]).state_dict()
 
     def save_checkpoint(
         self: Any, checkpoint: _State, filepath: _Path, storage_options: Any | None = None
     ) -> None:
-        """Save as `DcpCheckpointIO.save_checkpoint`, all ranks together. Raises OptionError for a DTensor
-        that is neither in the model's state nor in an optimizer's."""
+        """Save like `DcpCheckpointIO.save_checkpoint`, on all ranks.
+
+        Raises:
+            OptionError: For a DTensor outside of the model's and optimizers' state.
+        """
         path = self.broadcast(filepath)
         with shared.refused_by_all(partial(self._saves.begin, path=path)):
             _take_none(storage_options)
@@ -161,7 +190,7 @@ class DcpStrategyMixin:
         _begin(self._saves, state, path, checkpoint)
 
     def _to_save(self: Any, checkpoint: _State) -> _State:
-        """Give this rank's part of a checkpoint."""
+        """Return this rank's part of a checkpoint."""
         rest = dict(checkpoint)
         state = {"state_dict": shared.own_part(self.model, rest.pop("state_dict"))}
         for number, optimizer_state in enumerate(rest.pop("optimizer_states", ())):
@@ -175,9 +204,12 @@ class DcpStrategyMixin:
         return state | {"rest": _sealed(rest)} if self.is_global_zero else state
 
     def load_checkpoint(self: Any, checkpoint_path: _Path, weights_only: bool | None = None) -> _State:
-        """Fill model and optimizers, all ranks together; return the rest of the checkpoint. Raises
-        MissingKeyError where it lacks some of these, and errors of `DcpCheckpointIO.load_checkpoint` and
-        `dcp.load`."""
+        """Fill model and optimizers on all ranks; return the rest of the checkpoint.
+
+        Raises:
+            MissingKeyError: If the checkpoint lacks entries.
+            CheckpointError: Errors of `DcpCheckpointIO.load_checkpoint` and `dcp.load`.
+        """
         path = self.broadcast(checkpoint_path)
         if _is_of_lightning(path):
             return dict(super().load_checkpoint(path, weights_only))  # type: ignore[misc]
@@ -207,12 +239,12 @@ class DcpStrategyMixin:
             self._saves.remove(filepath)
 
     def on_exception(self: Any, exception: BaseException) -> None:
-        """Do not wait long for saves under way: other ranks may be gone."""
+        """Shorten the wait for pending saves, because other ranks may have ended."""
         self._saves.hurry()
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self: Any) -> None:
-        """Wait for the saves under way."""
+        """Wait for pending saves."""
         self._saves.close()
         super().teardown()  # type: ignore[misc]
 
@@ -222,20 +254,19 @@ class DcpModelParallelStrategy(DcpStrategyMixin, ModelParallelStrategy):
 
 
 class RankStates(Callback):
-    """Saves the random generators of every rank, which Lightning does not save, and the loops with the
-    positions of stateful data loaders, which it saves of rank 0 alone.
+    """Callback that saves random generators and stateful data loaders of every rank.
 
-    On another number of ranks generators stay as they are and loops are rank 0's, with a warning. Within an
-    epoch a run continues with the same data only if the loader has a state, as torchdata's has, and its order
-    follows from that: see docs/how-to/use-a-trainer.md. ``shuffle=True`` draws it from a generator, and a
-    save warns.
+    Lightning saves no generators, and loader positions of rank 0 only. On another number of ranks
+    generators keep their state and loops are rank 0's, with a warning. A resume within an epoch sees the
+    same data only if the loader has state and determines the order, see docs/how-to/use-a-trainer.md;
+    ``shuffle=True`` does not, and saves warn.
     """
 
     _resumed: _State | None = None
     _has_warned = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Raise OptionError for a `DcpCheckpointIO` that the strategy would never ask."""
+        """Raise OptionError for a `DcpCheckpointIO` that the strategy ignores."""
         strategy = trainer.strategy
         asks = isinstance(strategy, DcpStrategyMixin) or not isinstance(strategy, ModelParallelStrategy)
         if not asks and isinstance(strategy.checkpoint_io, DcpCheckpointIO):
@@ -254,7 +285,7 @@ class RankStates(Callback):
         checkpoint["rank_states"] = shared.gathered(own)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: _State) -> None:
-        """Give this rank its own back, if training continues from the checkpoint."""
+        """Restore this rank's state if training resumes from the checkpoint."""
         states = checkpoint.get("rank_states")
         if states is None or trainer.state.fn != "fit":
             return
@@ -269,14 +300,14 @@ class RankStates(Callback):
         RandomState().set(own["random"])  # a new epoch's order is drawn before its first batch
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the generators once more within an epoch: its data loader was made anew, and drew from them."""
+        """Restore the generators again within an epoch, because the new data loader drew from them."""
         resumed, self._resumed = self._resumed, None
         if resumed is not None and batch_idx:
             RandomState().set(resumed)
 
 
 def _is_shuffled(trainer: Any) -> bool:
-    """Test whether a loader of the training draws its order from a generator."""
+    """Return True if a training loader draws its order from a generator."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     samplers = [getattr(loader, "sampler", None) for loader in loaders]
     # torchdata's is no subclass of torch's
@@ -284,14 +315,14 @@ def _is_shuffled(trainer: Any) -> bool:
 
 
 class _NothingYet(dict[str, Any]):
-    """The checkpoint of a run killed in its very first save: false, so that the Trainer restores nothing."""
+    """Checkpoint of a run killed in its first save: falsy, so that the Trainer restores nothing."""
 
     def __bool__(self) -> bool:
         return False
 
 
 def _is_of_lightning(path: _Path) -> bool:
-    """Test whether Lightning itself has saved it: a file, or a folder with its own metadata."""
+    """Return True for a file or folder saved by Lightning."""
     return os.path.isfile(path) or os.path.isfile(os.path.join(path, SHARDS))  # noqa: PTH113, PTH118 - or a URL
 
 
@@ -309,8 +340,10 @@ def _begin(saves: PathSaves, state: _State, path: _Path, checkpoint: Mapping[str
 def _newest_good(
     path: _Path, load: Callable[[_Path], _State], storage_options: Mapping[str, Any] | None
 ) -> _State:
-    """Load ``path``; for a "last" one that is damaged or was never committed, the newest good one beside it.
-    All ranks call it alike, and ``load`` raises the same on all of them."""
+    """Load ``path``; for a damaged or uncommitted "last", load the newest valid neighbor.
+
+    All ranks call with equal arguments, and ``load`` raises the same error on all.
+    """
     try:
         return load(path)
     except UnsafeObjectError as error:
@@ -337,11 +370,11 @@ def _newest_good(
 
 
 def _sealed(checkpoint: Mapping[str, Any]) -> _State:
-    """Make of a checkpoint what `dcp.save` stores without loss; the checkpoint stays as it is.
+    """Return a checkpoint in a form that `dcp.save` stores without loss; the argument is unchanged.
 
-    A state dict is opened at every dict and list, so that each tensor has a name. A container of another
-    class (a defaultdict, OmegaConf's), an object with a ``state_dict()``, or a dict whose keys would collide
-    as names, is stored as one value in a tuple; an OrderedDict is noted, with a module's ``_metadata``.
+    Dicts and lists are opened, to name each tensor. Containers of other classes (defaultdict, OmegaConf's),
+    objects with ``state_dict()``, and dicts with colliding keys are stored as one value in a tuple; an
+    OrderedDict is noted, with a module's ``_metadata``.
     """
     form: dict[str, list[Any]] = {"sealed": [], "ordered": []}
     state = {key: _seal(value, (key,), form) for key, value in checkpoint.items()}
@@ -349,7 +382,7 @@ def _sealed(checkpoint: Mapping[str, Any]) -> _State:
 
 
 def _opened(state: _State) -> _State:
-    """Make of ``state``, in place, the checkpoint that was `_sealed`."""
+    """Restore the checkpoint of `_sealed` in place."""
     (form,) = state.pop(_FORM, ({"sealed": [], "ordered": []},))
     for keys in form["sealed"]:
         holder: Any = reduce(getitem, keys[:-1], state)
@@ -379,7 +412,7 @@ def _seal(value: Any, keys: tuple[Any, ...], form: dict[str, list[Any]]) -> Any:
 
 
 def _are_names(mapping: Mapping[Any, Any]) -> bool:
-    """Test that each key can be a part of a name, and no two names are one."""
+    """Return True if all keys are valid and distinct name parts."""
     if any(plain_key(key) is NO_PLAIN_KEY for key in mapping):
         return False
     names = Counter(map(str, mapping))

@@ -1,14 +1,15 @@
-"""Megatron-Core's distributed checkpoints through dcp::
+"""Megatron-Core: distributed checkpoints through dcp.
+
+Call this function before the first save or load::
 
     dcp.integrations.megatron.use()
 
-before anything is saved or loaded. A program that calls `megatron.core.dist_checkpointing` itself can give it
-the strategies instead::
+Or pass the strategies to `megatron.core.dist_checkpointing`::
 
     dist_checkpointing.save(state, folder, DcpSaveStrategy())
     dist_checkpointing.load(state, folder, DcpLoadStrategy())
 
-Folders and what is in them keep Megatron's names, so that each reads what the other saved.
+Folders and contents keep Megatron's names; either side reads the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -52,19 +53,27 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _COMMON: Final = "common_state/shard_0_1"
-"""The object in which Megatron stores all values but `ShardedTensor` and `ShardedObject`. It reads this one
-by itself, without comparing checksums, before it asks a strategy."""
+"""Object with all values of Megatron except `ShardedTensor` and `ShardedObject`. Megatron reads it without
+checksums before calling a strategy.
+"""
 
 Mode = Literal["thread", "process"]
 _Folder = str | os.PathLike[str]
 
 
 def use(*, mode: Mode = "thread", process_group: ProcessGroup | None = None, **options: Any) -> None:
-    """Make all of Megatron's distributed checkpoints (``--ckpt-format torch_dist``) go through dcp, in this
-    process: those of `megatron.training`, of programs above it, and of `dist_checkpointing.save` and `load`.
+    """Route all distributed checkpoints of Megatron (``--ckpt-format torch_dist``) in this process through
+    dcp.
 
-    ``mode`` is that of `DcpSaveStrategy`, the options are those of `DcpLoadStrategy`; both take
-    ``process_group``. Raises OptionError for another ``mode``.
+    Affects `megatron.training`, programs based on it, and `dist_checkpointing.save` and `load`.
+
+    Args:
+        mode: As for `DcpSaveStrategy`.
+        process_group: Ranks that save and load together.
+        **options: As for `DcpLoadStrategy`.
+
+    Raises:
+        OptionError: For an invalid ``mode``.
     """
     saves = DcpSaveStrategy(mode=mode, process_group=process_group)
     loads = DcpLoadStrategy(process_group=process_group, **options)
@@ -74,19 +83,18 @@ def use(*, mode: Mode = "thread", process_group: ProcessGroup | None = None, **o
 
 
 class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves the sharded part of a state dict, and with it the values that all ranks have in common, in one
-    commit.
+    """Save strategy: sharded and common values in one commit.
 
-    Of replicas the one that Megatron calls the main one is stored; `FullyParallelSaveStrategyWrapper` around
-    this strategy spreads them over the ranks.
+    Stores Megatron's main replicas; wrap in `FullyParallelSaveStrategyWrapper` to distribute them over
+    ranks.
 
     Args:
-        mode: Where asynchronous saves are written, once the state is copied: in a "thread", or in a "process"
-            of its own, which commits its copy even if training is killed.
-        process_group: The ranks that save together; the default group without it.
+        mode: Asynchronous saves write in a "thread", or in a "process" that commits even if training is
+            killed.
+        process_group: Ranks that save together; by default the default group.
 
     Raises:
-        OptionError: ``mode`` is none of these.
+        OptionError: For an invalid ``mode``.
     """
 
     def __init__(self, *, mode: Mode = "thread", process_group: ProcessGroup | None = None) -> None:
@@ -97,14 +105,15 @@ class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         self._process_group = process_group
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder) -> None:
-        """Save, and commit. All ranks call it; raises the errors of `dcp.save`."""
+        """Save and commit, on all ranks. Raises the errors of `dcp.save`."""
         self._save(save, sharded_state_dict, checkpoint_dir)
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "nvrx"
     ) -> Any:
-        """Copy the state, and write it in the background. Gives a request for Megatron's queue, which is done
-        when the save is, and then raises its error."""
+        """Copy the state and write in the background; return a request for Megatron's queue that ends with
+        the save and raises its error.
+        """
         save = partial(async_save, async_checkpointer_type=self._kind)
         future = self._save(save, sharded_state_dict, checkpoint_dir)
         return _request(future, get_async_strategy(async_strategy, "AsyncRequest")[1])
@@ -117,14 +126,14 @@ class DcpSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads checkpoints of any number of ranks, dcp's or Megatron's own, and compares all that is read with
-    its checksums; the state that ranks have in common is compared as well.
+    """Load strategy: checkpoints of dcp or Megatron, of any number of ranks, with all bytes verified,
+    including common values.
 
     Args:
-        process_group: The ranks that load together, and call it alike; the default group without it.
-        dtype: "exact" refuses tensors that were saved in another dtype, "cast" converts them.
-        weights_only: False allows objects of any class, whose pickles may run code. Without it those that
-            `torch.serialization.add_safe_globals` names are, as Megatron does for its own.
+        process_group: Ranks that load together; by default the default group.
+        dtype: "exact" refuses tensors of another dtype, "cast" converts.
+        weights_only: False allows objects of any class, whose pickles may run code. By default, classes in
+            `torch.serialization.add_safe_globals` are allowed.
     """
 
     def __init__(
@@ -141,16 +150,15 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "mcore"
     ) -> Any:
-        """Fill the tensors in place, or in new memory where there are none yet; return the state dict with
-        tensors and objects themselves in it.
+        """Fill the tensors in place, or in new memory; return the state dict with tensors and objects.
 
         Raises:
             MissingKeyError: The checkpoint lacks an entry.
-            ShapeMismatchError: A tensor has another global shape there, and no ``allow_shape_mismatch``.
-            DtypeMismatchError: A tensor has another dtype there, without ``dtype="cast"``.
-            CorruptCheckpointError: Bytes are not those that were committed.
+            ShapeMismatchError: A global shape differs without ``allow_shape_mismatch``.
+            DtypeMismatchError: A dtype differs without ``dtype="cast"``.
+            CorruptCheckpointError: Bytes are damaged.
             UnsafeObjectError: An object needs ``weights_only=False``.
-            CheckpointError: Others of `dcp.load`.
+            CheckpointError: Other errors of `dcp.load`.
         """
         force_all_tensors_to_non_fp8(sharded_state_dict)
         wanted = list(nested_values(sharded_state_dict))
@@ -177,12 +185,12 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 _OwnBox = tuple[torch.Size, ChunkStorageMetadata, torch.Tensor]
-"""A box of a global tensor, held by this rank: shape of the whole, place, and elements."""
+"""Box of a global tensor on this rank: global shape, offsets and elements."""
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """This rank's boxes of one global tensor, by torch's protocol for such."""
+    """Boxes of a global tensor on this rank, with torch's checkpoint protocol."""
 
     parts: list[_OwnBox] = field(default_factory=list)
 
@@ -204,7 +212,7 @@ class _Parts:
 
 
 def _main_replicas(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Give the state that this rank stores, by Megatron's names."""
+    """Return the state stored by this rank, by Megatron's names."""
     force_all_tensors_to_non_fp8(sharded_state_dict)
     stored = [entry for entry in nested_values(sharded_state_dict) if is_main_replica(entry.replica_id)]
     parts = ((tensor.key, _part(tensor)) for tensor in stored if isinstance(tensor, ShardedTensor))
@@ -212,7 +220,7 @@ def _main_replicas(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _objects(entries: Iterable[Any]) -> dict[str, Any]:
-    """Give objects in tuples, which are stored as one value; Megatron takes either tuples or lists."""
+    """Return objects in tuples, stored as one value each."""
     return {entry.unique_key: (entry.data,) for entry in entries if isinstance(entry, ShardedObject)}
 
 
@@ -224,7 +232,7 @@ def _by_name(parts: Iterable[tuple[str, _OwnBox]]) -> dict[str, Any]:
 
 
 def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _OwnBox:
-    """Give the part of a `ShardedTensor` that is within ``stored_shape``."""
+    """Return the part of a `ShardedTensor` within ``stored_shape``."""
     data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
     offsets, shape = tuple(tensor.global_offset), tuple(stored_shape or tensor.global_shape)
     ends = zip(data.shape, shape, offsets, strict=True)
@@ -233,7 +241,7 @@ def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _OwnBox:
 
 
 def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, Any]:
-    """Give the tensors to fill; those that may be stored in another shape are zero elsewhere."""
+    """Return the tensors to fill, zeroed where the stored shape may be smaller."""
     tensors = [entry for entry in entries if isinstance(entry, ShardedTensor)]
     for tensor in tensors:
         tensor.init_data("cpu")
@@ -250,7 +258,7 @@ def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, A
 
 
 def _request(future: SaveFuture, request_class: Any) -> Any:
-    """Make a request of Megatron's that waits for a save under way, in the process that it is run in."""
+    """Return a Megatron request that waits for a pending save in the process that runs the request."""
     name = f"dcp-save-{uuid.uuid4().hex}"
     held = os.memfd_create(name)  # in no folder, where a killed training would leave it
     future.add_done_callback(lambda _: os.close(held))
@@ -262,7 +270,7 @@ def _request(future: SaveFuture, request_class: Any) -> Any:
 
 
 def _wait(place: str, name: str) -> None:
-    """Wait until the process of the save has closed the file ``name``, which is its ``place``, or ended."""
+    """Wait until the saving process has closed the file ``name`` at ``place``, or ended."""
     with contextlib.suppress(OSError):
         while name in os.readlink(place):  # noqa: PTH115 - what it names is no path
             time.sleep(0.05)

@@ -1,10 +1,9 @@
-"""The names, shapes and dtypes of the model that a config.json of Hugging Face describes, as a program.
+"""Program that prints names, shapes and dtypes of the model of a Hugging Face config.json.
 
-``python -m dcp.integrations.model_shapes`` reads the JSON from its standard input and writes JSON to its
-standard output: ``{"architecture", "tensors": [{"fqn", "dtype", "shape"}]}``, or ``{"problem"}``. The model
-is made on the meta device, where tensors take no memory, by classes that transformers itself has: no code of
-a model repository is run, and nothing is fetched. An untrusted configuration may still ask for more modules
-than there is memory, so that the processor time, the memory and the modules are bounded.
+``python -m dcp.integrations.model_shapes`` reads JSON from standard input and writes ``{"architecture",
+"tensors": [{"fqn", "dtype", "shape"}]}`` or ``{"problem"}`` to standard output. The model is created on the
+meta device by classes of transformers; no code of a model repository is run, and nothing is downloaded.
+Processor time, memory and modules are limited against untrusted configurations.
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ _LEFT_OUT: Final = frozenset(
         *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
     }
 )
-"""Keys of a configuration, however deep: names of code and places elsewhere, among them kernels of a hub, and
-the packing of weights."""
+"""Configuration keys to remove at any depth: names of code, remote locations and kernels, and
+quantization.
+"""
 _MAKER: Final = "_from_config"
-"""The method of a class of transformers that heeds the dtype of the configuration."""
+"""Constructor method of transformers that applies the configured dtype."""
 
 
 class _ConfigError(Exception):
@@ -42,7 +42,7 @@ class _ConfigError(Exception):
 
 
 def model_shapes(config: dict[str, Any]) -> dict[str, Any]:
-    """Build the answer of the program. Raises any errors of the classes of transformers."""
+    """Return the program's answer. Raises errors of transformers."""
     import torch
 
     model_class, made = _class_and_config(config)
@@ -62,7 +62,7 @@ def model_shapes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_and_config(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Find the class of transformers that the configuration names, or its type's class with a head."""
+    """Return the transformers class of the configuration, or the class with a head of its type."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -84,7 +84,7 @@ def _class_and_config(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _harmless(given: Any) -> Any:
-    """Remove the keys to leave out, however deep."""
+    """Remove unwanted keys at any depth."""
     if isinstance(given, dict):
         return {name: _harmless(value) for name, value in given.items() if name not in _LEFT_OUT}
     return [_harmless(one) for one in given] if isinstance(given, list) else given
@@ -134,7 +134,7 @@ def _found(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the configuration, bound this process, build the model, write the answer."""
+    """Read the configuration, limit this process, build the model, write the answer."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     logging.disable(logging.CRITICAL)
     text = sys.stdin.read()

@@ -1,4 +1,4 @@
-"""The random generators of a process as a `Stateful`."""
+"""Random generators of a process as a `Stateful`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dcp.planners.rescale import Rescale
 
 
 class RandomState:
-    """The global generators of Python, of numpy, of torch and of CUDA's current device: each rank's own.
+    """Global generators of Python, numpy, torch and the present CUDA device, per rank.
 
-    A rank gets its own back; on another number of ranks they stay as they are. Tensors and plain numbers
-    throughout, for readers that refuse arrays.
+    A rank restores its own; on another number of ranks generators keep their state. The state has only
+    tensors and plain numbers.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the states of all generators, by rank."""
+        """Return the states of all generators, by rank."""
         return {"generators": Rescale(self.get(), "keep")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -27,7 +27,7 @@ class RandomState:
         self.set(state_dict["generators"].value)
 
     def get(self) -> dict[str, Any]:
-        """Give the states of this rank's generators."""
+        """Return the states of this rank's generators."""
         name, key, *rest = np.random.get_state(legacy=True)
         states = {
             "torch": torch.get_rng_state(),

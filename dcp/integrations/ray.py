@@ -1,4 +1,4 @@
-"""Ray Train: checkpoints in the run's storage, reported by reference, and saves before a preemption."""
+"""Ray Train: checkpoints in the run's storage, reported by reference, with saves before a preemption."""
 
 from __future__ import annotations
 
@@ -18,20 +18,27 @@ with package_of("ray", "Ray Train 2.60"):
 
 
 class RayCheckpointManager(CheckpointManager):
-    """A `CheckpointManager` inside of a training function of Ray Train.
+    """`CheckpointManager` for a training function of Ray Train.
 
-    Steps are in the folder ``dcp`` of the run's folder in Ray's ``storage_path``, which all nodes reach. The
-    parameters are those of `CheckpointManager`, without ``root`` and ``keep``: Ray takes a run whose reported
-    checkpoints are gone for corrupted, so ``CheckpointConfig(num_to_keep=...)`` says what stays. Committed
-    checkpoints are reported to Ray with their metrics, by reference, so that nothing is copied: at the next
-    save, and at the end. All workers call `save` for the same steps, because reports wait for all of them.
+    Steps are in the folder ``dcp`` of the run's folder in Ray's ``storage_path``, reachable from all nodes.
+    Committed checkpoints are reported to Ray by reference, with metrics, at the next save and at the end.
+    All workers must call `save` for the same steps. ``CheckpointConfig(num_to_keep=...)`` decides
+    retention, because Ray considers a run without its reported checkpoints corrupted.
 
-    Where Ray announces that a node is preempted, the next `save` saves whatever the interval is, waits for
-    the commit and reports it, once for each such event; training continues, as Ray wants it. Ray is asked at
-    each ``agree_every_steps``-th step, which is an exchange between the workers.
+    After a preemption notice, the next `save` saves regardless of the interval, waits for the commit and
+    reports, once per notice; training continues. Ray is asked every ``agree_every_steps`` steps, which is a
+    collective.
 
-    Raises OptionError for ``root`` and ``keep``, CheckpointError for a file system of Ray's whose URL is not
-    known.
+    Args:
+        **options: Options of `CheckpointManager` except ``root`` and ``keep``.
+
+    Raises:
+        OptionError: For ``root`` and ``keep``.
+        CheckpointError: For an unknown file system of Ray.
+
+    Examples:
+        with RayCheckpointManager(every_steps=100, handle_sigterm=False) as manager:
+            restored = manager.restore(state)
     """
 
     def __init__(self, **options: Any) -> None:
@@ -57,7 +64,7 @@ class RayCheckpointManager(CheckpointManager):
         force: bool = False,
         **options: Any,
     ) -> SaveFuture | None:
-        """Save as `CheckpointManager.save`; what was committed before is reported to Ray."""
+        """Save like `CheckpointManager.save`, and report the previous commit to Ray."""
         is_due = self.should_save(step, last=bool(options.get("last")))  # first: a wrong step raises
         is_urgent = step % self._ask_every_steps == 0 and self._is_preempted()
         if force or is_urgent or is_due:
@@ -71,12 +78,12 @@ class RayCheckpointManager(CheckpointManager):
         return future
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Close as `CheckpointManager.close`, with the last report."""
+        """Close like `CheckpointManager.close`, after the last report."""
         self._report()
         super().close(timeout_seconds)
 
     def _report(self) -> None:
-        """Report the last save to Ray, unless it failed, which it then has on all ranks."""
+        """Report the last save to Ray, unless failed, which holds on all ranks."""
         unreported, self._unreported = self._unreported, None
         if unreported is None:
             return
@@ -93,7 +100,7 @@ class RayCheckpointManager(CheckpointManager):
         )
 
     def _is_preempted(self) -> bool:
-        """Ask whether Ray has announced a preemption that no save has answered: a collective."""
+        """Return True for a new preemption notice of Ray: a collective."""
         info = ray.train.get_preemption_info()
         nodes = frozenset(info.preempted_node_ids) if info is not None else frozenset()
         is_new = not nodes <= self._preempted

@@ -1,7 +1,7 @@
-"""torchdata's `StatefulDataLoader` with a position that any number of ranks can resume from.
+"""torchdata: `StatefulDataLoader` with a position that resumes on any number of ranks.
 
-A position counts the samples of an epoch's order that each rank has handed out to the training, so prefetched
-batches are not part of it. Another number of ranks deals out anew the samples that are left of the epoch.
+A position counts the samples of an epoch that each rank has passed to the training, without prefetched
+batches. Another number of ranks distributes the rest of the epoch anew.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _OF_AN_ORDER: Final = ("size", "shuffle", "seed")
 
 
 def dealt(order: torch.Tensor, rank: int, world_size: int, *, drop_last: bool, even: bool) -> torch.Tensor:
-    """Give a rank's part of ``order``: each of ``world_size`` ranks takes the next sample in turn.
+    """Return a rank's part of ``order``: each of ``world_size`` ranks takes every ``world_size``-th sample.
 
-    Parts of one length, as those of `DistributedSampler`, repeat samples from the beginning, or with
-    ``drop_last`` leave out the last ones; not ``even`` ones have each sample once, and differ by one at most.
+    Parts have equal lengths like those of `DistributedSampler`: repeat samples from the start or, with
+    ``drop_last``, drop the last ones. With ``even=False`` each sample occurs once and lengths differ by at
+    most one.
     """
     more = -len(order) % world_size if even else 0
     if drop_last and even:
@@ -41,7 +42,9 @@ def dealt(order: torch.Tensor, rank: int, world_size: int, *, drop_last: bool, e
 
 
 def left_of(order: torch.Tensor, taken: Sequence[int]) -> torch.Tensor:
-    """Give the rest of ``order``, which was dealt to ``len(taken)`` ranks, once each has taken so many."""
+    """Return the rest of ``order``, distributed to ``len(taken)`` ranks, after each took ``taken``
+    samples.
+    """
     places = torch.arange(len(order))
     counts = torch.tensor(list(taken), dtype=torch.int64)
     return order[places // len(taken) >= counts[places % len(taken)]]
@@ -50,12 +53,14 @@ def left_of(order: torch.Tensor, taken: Sequence[int]) -> torch.Tensor:
 class RescalableSampler(DistributedSampler[Any]):
     """`torch.utils.data.DistributedSampler` that resumes within an epoch, on any number of ranks.
 
-    The parameters are torch's; without a process group there is one rank. ``even=False`` lets the parts of
-    ranks differ by one sample in length, so that no sample is repeated or dropped: for evaluation, since
-    ranks with more batches than others wait for them in vain. `set_epoch` of another epoch begins there.
+    ``dealt`` are earlier distributions of this epoch: samples taken by each rank. ``is_held``:
+    `load_state_dict` has no effect.
 
-    ``dealt`` are the dealings before the present one in this epoch: of each how many samples each rank took.
-    ``is_held``: `load_state_dict` does nothing.
+    Args:
+        dataset: As for torch's sampler, like all other parameters. Without a process group there is one
+            rank.
+        even: False lets parts differ by one sample instead of repeating or dropping samples. For evaluation
+            only, because ranks with more batches wait for the others.
     """
 
     def __init__(
@@ -82,22 +87,22 @@ class RescalableSampler(DistributedSampler[Any]):
         self._resumes = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order comes next."""
+        """Set the next epoch."""
         if epoch != self.epoch:
             self.dealt, self.taken, self._resumes = [], 0, False
         super().set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Count this rank's samples of a whole epoch."""
+        """Return the number of this rank's samples in a whole epoch."""
         samples = len(self.dataset)  # type: ignore[arg-type]
         if self.even:
             return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
         return len(range(self.rank, samples, self.num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
-        """Give indices of this rank: from the position that was loaded, else from the beginning of the epoch.
+        """Yield indices of this rank, from the loaded position or the start of the epoch.
 
-        The position is used up by the first sample, because loaders make iterators that they throw away.
+        The first sample uses up the position, because loaders discard iterators.
         """
         if not self._resumes:
             self.dealt, self.taken = [], 0
@@ -111,14 +116,14 @@ class RescalableSampler(DistributedSampler[Any]):
             yield index
 
     def _order(self) -> torch.Tensor:
-        """Order all samples of the epoch as `DistributedSampler` does."""
+        """Return all samples of the epoch in the order of `DistributedSampler`."""
         samples = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
             return torch.arange(samples)
         return torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the position as plain data; torchdata notes it with each batch that it prefetches."""
+        """Return the position as plain data; torchdata keeps it with each prefetched batch."""
         return {
             "size": len(self.dataset),  # type: ignore[arg-type]
             "shuffle": self.shuffle,
@@ -129,7 +134,7 @@ class RescalableSampler(DistributedSampler[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume there. Raises PlanError for the position in another order of samples."""
+        """Set the position. Raises PlanError if the order of samples differs."""
         own = self.state_dict()
         for name in _OF_AN_ORDER:
             if state_dict[name] != own[name]:
@@ -146,16 +151,21 @@ class RescalableSampler(DistributedSampler[Any]):
 
 
 class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
-    """`StatefulDataLoader` whose state goes into `dcp.save` and `dcp.load` as it is, and which resumes on any
-    number of ranks and workers, with any batch size.
+    """`StatefulDataLoader` for `dcp.save` and `dcp.load` that resumes on any number of ranks and workers,
+    with any batch size.
 
-    The parameters are torchdata's. ``sampler`` is a `RescalableSampler`, and made where none is given: a rank
-    sees its part of the data set. As many ranks and workers as saved take torchdata's own state as well.
-    Without ``generator`` workers are seeded by the program's seed and the epoch: torchdata would draw their
-    seed from the generator that training draws from, once more after a load within an epoch.
+    Parameters are torchdata's. By default ``sampler`` is a `RescalableSampler`: each rank sees its part of
+    the data set. The same number of ranks and workers also restores torchdata's own state. Without
+    ``generator``, workers are seeded by the program's seed and the epoch, without drawing from the global
+    generator.
 
-    Raises TypeError for data sets and samplers whose order is not known, and ValueError for
-    ``in_order=False``.
+    Raises:
+        TypeError: For data sets and samplers of unknown order.
+        ValueError: For ``in_order=False``.
+
+    Examples:
+        loader = RescalableDataLoader(dataset, batch_size=8, shuffle=True, num_workers=4)
+        manager.save(step, {"model": model, "loader": loader})
     """
 
     def __init__(
@@ -181,7 +191,7 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         self._loaded: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Give batches from the position that was loaded, else from the beginning of the epoch."""
+        """Yield batches from the loaded position or the start of the epoch."""
         loaded, self._loaded = self._loaded, None
         self._begin, self._batches, self._has_ended = 0, 0, False
         self._epoch = self.sampler.epoch
@@ -202,8 +212,9 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Give a `Rescale` value. Its parts are torchdata's state, in a tuple because that is stored as one
-        value, and the position."""
+        """Return a `Rescale` value of torchdata's state (in a tuple, stored as one value) and the
+        position.
+        """
         return {"ranks": Rescale(self._loaded or self._state(), rescaled_loader)}
 
     def _state(self) -> dict[str, Any]:
@@ -221,7 +232,7 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume there. Raises PlanError for the position in another order of samples."""
+        """Set the position. Raises PlanError if the order of samples differs."""
         own = state_dict["ranks"]
         loaded = dict(own.value if isinstance(own, Rescale) else own)
         self._loaded = loaded
@@ -241,7 +252,7 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
 
 
 def rescaled_loader(states: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Rescale states of `RescalableDataLoader`: the next dealing begins with the samples that are left."""
+    """Rescale states of `RescalableDataLoader`: distribute the remaining samples."""
     positions = [state["position"] for state in states]
     for name in (*_OF_AN_ORDER, "epoch", "dealt"):
         if any(position[name] != positions[0][name] for position in positions):

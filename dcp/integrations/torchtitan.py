@@ -52,28 +52,30 @@ _DATALOADER = (
 
 
 class DcpCheckpointManager(_Base):  # type: ignore[misc]
-    """torchtitan's checkpoint manager, over a `dcp.CheckpointManager`.
+    """torchtitan's checkpoint manager, based on `dcp.CheckpointManager`.
 
-    All fields of the config mean what they mean to torchtitan. ``async_mode`` is "disabled" (saves in the
-    loop), "async" (in a thread) or "async_with_pinned_mem" (copied during the next forward and backward,
-    written by a process of its own). Steps that are damaged are passed over for the newest good one,
-    ``keep_latest_k`` counts only whole ones, and each rank gets its random generators back. Hugging Face
-    formats are read and written by torchtitan itself. A save that failed in spite of retries is raised at the
-    next one.
+    Fields of the config have torchtitan's meaning. ``async_mode`` is "disabled" (save in the loop), "async"
+    (thread) or "async_with_pinned_mem" (copy during the next forward and backward, write in a process).
+    Damaged steps are skipped, ``keep_latest_k`` counts valid ones, and each rank restores its random
+    generators. torchtitan itself reads and writes Hugging Face formats. A failed save is raised by the next
+    one.
 
     Args:
         config: torchtitan's, or this class's own `Config`.
-        checkpoint_config: The same, as it was called before 0.3.
+        checkpoint_config: Name of ``config`` before 0.3.
         catalog: As for `dcp.CheckpointManager`.
 
-    The others are torchtitan's. Raises OptionError for an unknown ``async_mode``, and with torchft's manager.
+    Other arguments are torchtitan's.
+
+    Raises:
+        OptionError: For an unknown ``async_mode``, and with torchft's manager.
     """
 
     if hasattr(_Base, "Config"):
 
         @dataclass(kw_only=True, slots=True)
         class Config(_Base.Config):  # type: ignore[misc]
-            """torchtitan's, with the URL of a service (``dcp serve``) that lists each step."""
+            """Config of torchtitan, with the URL of a service (``dcp serve``) that lists each step."""
 
             catalog: str | None = None
 
@@ -105,7 +107,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
 
     @torch.no_grad()
     def save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save if it is time for that, and return whether it was."""
+        """Save if due, and return True if saved."""
         is_first = curr_step == 1 and self.enable_first_step_checkpoint
         is_due = last_step or is_first or curr_step % self.interval == 0
         if self._manager is None or self.load_only or not is_due:
@@ -121,8 +123,9 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
 
     @torch.no_grad()
     def load(self, step: int = -1) -> bool:
-        """Restore ``step``, or with -1 the newest good one, else what ``initial_load_path`` names; return
-        whether there was one."""
+        """Restore ``step`` (-1: the newest valid one, else ``initial_load_path``); return True if
+        restored.
+        """
         if self._manager is None:
             return False
         newest = self._find_load_step() if step == -1 else step
@@ -152,7 +155,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
             staging.result()
 
     def close(self) -> None:
-        """Wait for the saves under way; not for long where an exception has ended the training."""
+        """Wait for pending saves, only briefly after an exception of the training."""
         manager, self._manager = getattr(self, "_manager", None), None
         if manager is not None:
             manager.__exit__(*sys.exc_info())
@@ -166,7 +169,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
             saving.result()
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Find the newest step that is committed; -1 without one."""
+        """Return the newest committed step; -1 without one."""
         newest = self._open().latest()
         return -1 if newest is None else newest
 
@@ -181,7 +184,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save ``state_dict``, and wait for it; torchtitan itself writes Hugging Face formats."""
+        """Save ``state_dict`` synchronously; torchtitan itself writes Hugging Face formats."""
         if to_hf:
             disabled = type(self.async_mode)("disabled")
             return super().dcp_save(state_dict, checkpoint_id, disabled, enable_garbage_collection, to_hf)
@@ -190,7 +193,9 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load a checkpoint of dcp's or stock's and set the model's part; torchtitan itself loads others."""
+        """Load a checkpoint of dcp or stock torch and set the model's part; torchtitan itself loads other
+        formats.
+        """
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -206,12 +211,12 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         return dict(self.states[_MODEL].state_dict())
 
     def _all_states(self, without: list[str] | None = None) -> dict[str, Any]:
-        """Give all states as torchtitan saves them: the model's entries beside the other objects."""
+        """Return all states in torchtitan's form: the model's entries beside the other objects."""
         others = {key: value for key, value in self.states.items() if key not in (_MODEL, *(without or ()))}
         return others | self._model()
 
     def _save_model(self, step: int) -> None:
-        """Save the model alone, in ``export_dtype``, at the end of a run."""
+        """Save only the model, in ``export_dtype``, at the end of a run."""
         manager = self._open()
         manager.wait()
         model = {

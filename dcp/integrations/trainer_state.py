@@ -1,5 +1,6 @@
-"""Parts that plug-ins of trainers share: models and optimizers as `Stateful`, exchanges between ranks, saves
-to paths that a trainer chooses, and errors that name a missing package."""
+"""Shared parts of trainer plug-ins: models and optimizers as `Stateful`, exchanges between ranks, saves to
+trainer paths, and errors for missing packages.
+"""
 
 from __future__ import annotations
 
@@ -38,22 +39,22 @@ from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Names of wrappers, which compilation and activation checkpointing put into names of parameters."""
+"""Wrapper names that compilation and activation checkpointing put into parameter names."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """All state of a model; of one with PEFT adapters the adapters and all else that is not frozen.
+    """State of a model; with PEFT, only adapters and other trained parameters.
 
-    Names do not depend on compilation or FSDP; ``model`` has no DDP around it. Tensors are the model's own.
-    ``saving`` leaves out what other ranks save: see `own_part`.
+    Names do not depend on compilation or FSDP; ``model`` has no DDP wrapper. Tensors are the model's own.
+    ``saving`` omits values that other ranks save: see `own_part`.
     """
 
     model: nn.Module
     saving: bool = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Give tensors by name."""
+        """Return tensors by name."""
         state: dict[str, Any] = get_model_state_dict(self.model)
         if self.saving:
             state = own_part(self.model, state)
@@ -71,23 +72,23 @@ class TrainedModel:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set what the state has; the rest stays as it is."""
+        """Set the given tensors; others stay unchanged."""
         set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedOptimizers:
-    """The optimizers of a model, in the form of torch's `get_optimizer_state_dict`.
+    """Optimizers of a model, in the form of torch's `get_optimizer_state_dict`.
 
-    That function makes a step with an optimizer that has no state yet. Here none is made: `dcp.load` fills
-    the state that the checkpoint has, so that parameters which were never used stay without state.
+    torch's function runs a step for an optimizer without state. This class does not: `dcp.load` fills
+    stored state only, and unused parameters stay without state.
     """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        """Give state by the names of parameters. Raises PlanError for a parameter that the model has not."""
+        """Return the state by parameter names. Raises PlanError for parameters outside of the model."""
         state, groups = dict[str, Any](), list[Any]()
         for optimizer, named in self._named():
             own, names = optimizer.state_dict(), list(chain(*named))
@@ -97,7 +98,7 @@ class TrainedOptimizers:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state. Raises PlanError where the parameters are in other groups."""
+        """Set the state. Raises PlanError if parameter groups differ."""
         saved = {frozenset(group["params"]): group for group in state_dict["param_groups"]}
         for optimizer, named in self._named():
             numbers = {name: number for number, name in enumerate(chain(*named))}
@@ -111,7 +112,7 @@ class TrainedOptimizers:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _named(self) -> list[tuple[Optimizer, list[list[str]]]]:
-        """Pair each optimizer with the names of its parameters by group, in the order of its numbers."""
+        """Return each optimizer with parameter names by group, in order."""
         names = {parameter: _plain(name) for name, parameter in self.model.named_parameters()}
         found = []
         for optimizer in self.optimizers:
@@ -126,8 +127,9 @@ class TrainedOptimizers:
 
 
 def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of ``state`` what rank 0 saves: whole buffers, such as running means, which differ by rank.
-    DDP continues from rank 0's as well."""
+    """Return ``state`` without values that rank 0 saves: whole buffers, such as running means, which differ
+    by rank.
+    """
     if not dist.is_initialized() or dist.get_rank() == 0:
         return state
     buffers = {_plain(name) for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -136,8 +138,9 @@ def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
-    """Fail the save or load that all ranks ``use`` next if one of them raises within this block, where it
-    makes the state: the others would wait for it."""
+    """Fail the next collective ``use`` on all ranks if a rank raises in this block, which creates the
+    state.
+    """
     try:
         yield
     except Exception as error:
@@ -149,7 +152,7 @@ def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
 
 
 def has_shards(value: Any) -> bool:
-    """Test whether ``value`` has a DTensor, in dicts, lists and tuples however deep."""
+    """Return True if ``value`` contains a DTensor in nested dicts, lists and tuples."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -158,13 +161,13 @@ def has_shards(value: Any) -> bool:
 
 
 def on_first_rank(look: Callable[[], Any]) -> Any:
-    """Call ``look`` on rank 0, and give its plain data, or raise its error, on all ranks."""
+    """Call ``look`` on rank 0, and return its plain data or raise its error on all ranks."""
     packed = _ranks().broadcast("look", lambda: bytes(msgpack.packb(look())))
     return msgpack.unpackb(packed)
 
 
 def gathered(own: Any) -> list[Any]:
-    """Give the values of all ranks, of any classes; an error in pickling on one of them is raised on all."""
+    """Return the values of all ranks; an error in pickling is raised on all ranks."""
 
     def packed() -> bytes:
         file = io.BytesIO()
@@ -183,7 +186,7 @@ def _ranks() -> Ranks:
 def committed_beside(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """List the other committed checkpoints in the folder of ``place``, newest first."""
+    """Return the other committed checkpoints in the folder of ``place``, newest first."""
     folder, name = os.path.split(os.fspath(place))
     listed = list_checkpoints(folder or ".", storage_options=storage_options)
     itself = os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119 - may be a URL
@@ -194,10 +197,10 @@ def committed_beside(
 
 @contextmanager
 def package_of(extra: str, needs: str = "", *, own_only: bool = False) -> Iterator[None]:
-    """Name the extra to install where imports fail within this block.
+    """Name the extra to install if an import in this block fails.
 
-    ``needs`` says what versions are needed: then names that are missing count as well. ``own_only`` leaves
-    out packages that the framework itself needs, such as triton beside a torch for CPUs.
+    ``needs`` lists required versions, and missing names then count too. ``own_only`` ignores failures of
+    the framework's own dependencies, such as triton.
     """
     try:
         yield
@@ -210,7 +213,7 @@ def package_of(extra: str, needs: str = "", *, own_only: bool = False) -> Iterat
 
 
 def check_private(package: str, holder: Any, names: Iterable[str] | Mapping[str, tuple[str, ...]]) -> None:
-    """Raise RuntimeError where ``holder`` lacks one of the private ``names``, or its parameters differ."""
+    """Raise RuntimeError if ``holder`` lacks one of the private ``names``, or parameters differ."""
     parameters = names if isinstance(names, Mapping) else {}
     for name in names:
         there = getattr(holder, name, None)
@@ -232,14 +235,18 @@ def _plain(name: str) -> str:
 
 
 _AFTER_ERROR_SECONDS = 60.0
-"""The time for a save under way when training has ended with an exception: other ranks may be dead."""
+"""Wait for a pending save after a training exception, because other ranks may be dead."""
 
 
 class PathSaves:
-    """The saves of one training. With ``no_dist`` from one process; else by all ranks together, which call
-    everything but `remove` alike. ``catalog`` as for `CheckpointManager`: the run is the folder that a path
-    is in. Raises OptionError for an unknown ``mode``, and ModuleNotFoundError where ``catalog`` needs httpx;
-    of several ranks `agree` does.
+    """Saves of a training run: from one process with ``no_dist``, else by all ranks with equal calls,
+    except `remove`.
+
+    ``catalog`` is as for `CheckpointManager`; the run is the parent folder of a path.
+
+    Raises:
+        OptionError: For an unknown ``mode``.
+        ModuleNotFoundError: If ``catalog`` needs httpx; with several ranks raised by `agree`.
     """
 
     def __init__(
@@ -267,13 +274,12 @@ class PathSaves:
         self._is_first = no_dist
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the options, without the saves, for Trainers that start their ranks so."""
+        """Pickle the options without the saves, for trainers that pickle plug-ins to start ranks."""
         options = self._mode, self.storage_options, self._asked
         return partial(PathSaves, no_dist=self._no_dist), options
 
     def agree(self) -> None:
-        """Raise ModuleNotFoundError on the rank that lacks a package for ``catalog``, and on all others that
-        it does; on all ranks, as soon as they can talk."""
+        """Raise ModuleNotFoundError on all ranks if one lacks a package for ``catalog``."""
 
         def own() -> bytes:
             self._catalog = registration_of(self._asked)
@@ -282,7 +288,7 @@ class PathSaves:
         Ranks(use_dist=True, operation="save").all_gather("catalog", own)
 
     def begin(self, state: dict[str, Any], path: str | os.PathLike[str], *, step: int | None = None) -> None:
-        """Save ``state``; returns when it may change. Raises what an earlier save raised."""
+        """Save ``state``; return when it may change. Raises the error of an earlier save."""
         self._timeout_seconds = None
         if not self._no_dist:
             self.wait()  # whether it failed is known to all ranks only then
@@ -312,8 +318,7 @@ class PathSaves:
         future.add_done_callback(partial(self._ended, name, step, future))  # at once, here, if it has ended
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, once the saves that are under way have ended. It stays where one has failed,
-        also if that is not raised yet."""
+        """Delete a checkpoint after pending saves; keep it if one failed."""
         with self._changed:
             if self._failures:
                 return
@@ -321,7 +326,7 @@ class PathSaves:
             self._remove_if_committed()
 
     def wait(self) -> None:
-        """Return when all saves and deletions have ended; raises what one raised."""
+        """Wait for all saves and deletions; raise the first error."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._pending, self._timeout_seconds):
                 for future in self._pending:
@@ -329,7 +334,7 @@ class PathSaves:
         self._raise_failure()
 
     def close(self) -> None:
-        """Wait as `wait`, and some seconds for notes to the catalog."""
+        """Wait like `wait`, and some seconds for reports to the catalog."""
         try:
             self.wait()
         finally:
@@ -339,11 +344,11 @@ class PathSaves:
                 registrar.close()
 
     def hurry(self) -> None:
-        """Do not wait for long until the next save: training has ended with an exception."""
+        """Shorten waits until the next save, because training ended with an exception."""
         self._timeout_seconds = _AFTER_ERROR_SECONDS
 
     def _ended(self, path: str, step: int | None, future: SaveFuture, _: Future[Any]) -> None:
-        """Note the end of a save, in the thread that carried it out."""
+        """Handle the end of a save, in its thread."""
         error = future.exception()
         with self._changed:
             self._pending = [each for each in self._pending if each is not future]
@@ -356,7 +361,7 @@ class PathSaves:
             self._remove_if_committed()
 
     def _note(self, path: str, step: int | None, *, deleted: bool = False) -> None:
-        """Note for the catalog that ``path`` was saved or deleted."""
+        """Report to the catalog that ``path`` was saved or deleted."""
         if self._catalog is not None:
             folder, name = os.path.split(path)
             url = OpenWith(self.storage_options)(folder or ".").url

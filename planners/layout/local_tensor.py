@@ -157,9 +157,7 @@ def _refused(fqn: str, why: str) -> PlanError:
 
 
 def _chunk(runs: Sequence[range], parts: int, number: int) -> list[range]:
-    """Return part ``number`` of ``runs`` by the rule of `torch.chunk`: equal parts, the last ones shorter
-    or empty.
-    """
+    """Return a part of ``runs`` by the rule of `torch.chunk`: equal parts, the last ones shorter or empty."""
     full = -(-sum(map(len, runs)) // parts)
     begin, end = number * full, (number + 1) * full
     taken = []

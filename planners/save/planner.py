@@ -35,18 +35,19 @@ from dcp.storage.formats.index import Path
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     """Save planner with torch's interface that compares and balances replicas and supports strided shards.
 
-    The positional parameters are torch's.
+    The positional parameters are torch's. Attribute ``rank`` is the rank in the save, by default that of the
+    default process group.
 
     Args:
         flatten_state_dict: Flatten nested containers.
         flatten_sharded_tensors: Flatten nested ShardedTensors.
+        dedup_replicated_tensors: Ignored; for compatibility.
         dedup_save_to_lowest_rank: Let the lowest holder write replicated boxes.
         enable_plan_caching: Reuse plans; `dcp.save` keeps the plan in the object that saves. torch's global
             caches are not used.
         replica_check: Compare replicas between ranks by all bytes ("full"), up to 64 KiB each ("sampled"),
             or not ("off").
         split_bytes: Size above which several ranks write a replicated box; None for never.
-        rank: Rank in the save; by default that of the default process group.
     """
 
     mappings: dict[str, Path]
