@@ -114,7 +114,7 @@ def like(current: Any, value: Any) -> Any:
     if isinstance(current, enum.Enum) and isinstance(current, _ATOMS) and isinstance(value, _ATOMS):
         try:
             member = kind(value)
-        except ValueError:  # it had other members when it was saved
+        except ValueError:  # the class had other members at the time of the save
             return value
         return member if member == value else value
     if type(value) is tuple and isinstance(current, tuple) and _is_named(kind) and len(current) == len(value):

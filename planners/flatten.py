@@ -233,7 +233,7 @@ class Flat:
         if kind == PER_RANK:
             key, count = rank_key(self.rank), len(self.values)
             self.visit(f"{fqn}.{key}", (*path, key), value.value)
-            self.per_rank[fqn] = value  # in one within another, the outer one counts
+            self.per_rank[fqn] = value  # of nested ones, the outer one counts
             self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), fqn))
         elif kind == _PARTS:
             self.visit_parts(fqn, path, value)

@@ -66,7 +66,7 @@ def write_items(
         strides = sources[columns.item_sources[item]].stride()
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offset, torch.Size(sizes[box])),
-            # one object an item, because planners change it in place
+            # one object per item, because planners modify items in place
             properties=tensor_properties(torch_dtype(codes[tensor]), bool(grads[tensor]), strides),
             size=torch.Size(shapes[shape_start[tensor] : shape_start[tensor + 1]]),
         )

@@ -218,7 +218,7 @@ class _Describer:
             if known.startswith(_OPEN) and not self._open:  # it contains itself, with no object between
                 raise RecursionError
             return known
-        # for references to it from its own items or state
+        # for references from its own items or state
         self._seen[id(value)] = (value, b"%s%d" % (_OPEN, depth) if has_items else b"%d" % self._open)
         self._open += kind not in _CONTAINERS
         parts = [self.described(part, depth + 1) for part in _held(value, kind, has_items)]

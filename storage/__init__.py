@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult"]
 
-if not TYPE_CHECKING:  # a type checker that sees this function takes every misspelt name for a good one
+if not TYPE_CHECKING:  # type checkers would accept any misspelled name
 
     def __getattr__(name: str) -> object:
         if name in __all__:

@@ -113,7 +113,7 @@ def previous_state(store: Store, names: Names) -> Previous:
         CheckpointConflictError: If other writers replace files faster than the state can be read.
     """
     for _ in range(_LOOKS):
-        # Listed a moment ago, or of the size that it then had: another writer committed.
+        # Listed before, or with an earlier size: another writer committed.
         with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
             return _look(store, names)
     raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
@@ -138,7 +138,7 @@ def _look(store: Store, names: Names) -> Previous:
         with _tolerate("manifest", store):
             index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
             files.update(index.files)
-            # What its commit was about to delete and could not name as ours; a crash left it behind.
+            # Left by a crash of the predecessor's cleanup.
             replaced = index.provenance.get("replaced_files")
             if isinstance(replaced, list):
                 files.update({*listing}.intersection(name for name in replaced if type(name) is str))
@@ -148,7 +148,7 @@ def _look(store: Store, names: Names) -> Previous:
         else:
             data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
             metadata_crc = crc32(data)
-            if index is None or metadata_crc != index.torch_metadata_crc:  # else it names the same files
+            if index is None or metadata_crc != index.torch_metadata_crc:  # otherwise the same files
                 with _tolerate(".metadata", store):
                     files.update(decode_torch_metadata(data).files)
     # Where ranks saved on their own, beside each other, no file is known to be a stray.
@@ -258,7 +258,7 @@ def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> 
     up these files as strays, and have been deleted.
     """
     absent = set(index.files).difference(map(_NAME, store.list()))
-    # Listings of network file systems may be some seconds old; a name that is asked for is not.
+    # Listings of network file systems may lag by seconds; lookups by name do not.
     gone = sorted(name for name in absent if store.stat(name) is None) if absent else None
     if not gone:
         return
@@ -368,7 +368,7 @@ def _remove_stale(store: Store, names: Names, there: Version | None, *, durable:
         return ""
     try:
         if not store.delete_if(names.metadata, there):
-            return ""  # another one is there, perhaps ours
+            return ""  # another file exists, perhaps ours
         if durable:
             store.sync()
     except Exception as error:  # noqa: BLE001 - as said
@@ -397,7 +397,7 @@ def _mend_metadata(
         for _ in range(_ATTEMPTS):
             manifest = store.version(names.manifest)
             if store.version(names.metadata) != written:
-                return  # by a writer that came after us, and looks after it
+                return  # a later writer's, who maintains it
             wanted = _metadata_of_manifest(store, names)
             if store.version(names.manifest) != manifest:
                 continue
@@ -441,7 +441,7 @@ def _clean_up(store: Store, names: Names, index: CheckpointIndex, previous: Prev
         name for name in {*previous.files, *previous.strays} - {*index.files} if _DELETABLE.fullmatch(name)
     }
     if not all(map(_OURS.fullmatch, superseded)) and not _is_settled(store, names, index):
-        # Stock's data files have the same names in each save, so these are perhaps those of a new one.
+        # Stock reuses data file names; these may belong to a new save.
         superseded = set(filter(_OURS.fullmatch, superseded))
     _delete_all(store, superseded)
     if previous.uploads:
@@ -469,7 +469,7 @@ def discard(store: Store, save_id: str, names: Names) -> None:
     the original error.
     """
     ending = f".{save_id}.distcp"
-    # First, so that a rank which is still at it (or is dead) cannot finish another file after the listing.
+    # First, to keep an active rank from finishing another file after the listing.
     abort_uploads(store, lambda name: name.endswith(ending))
     try:
         strays = {info.name for info in store.list() if info.name.endswith(ending)}

@@ -181,7 +181,7 @@ def row_values(rows: npt.NDArray[np.uint8], phase: int = 0) -> Elements:
 @lru_cache(maxsize=1)
 def _ghash() -> Callable[[Any], bytes]:
     """Return a function from bytes to the AES-GCM tag: the value plus `_correction`."""
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # dear to import, and seldom needed
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # expensive import, rarely needed
 
     return partial(AESGCM(bytes(BLOCK_BYTES)).encrypt, _NONCE, b"")
 

@@ -53,7 +53,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], *, most: int = 3, show: Callable[[str], str] = repr) -> str:
-    """Return the first ``most`` of ``names`` as text, and the number of others."""
+    """Return the first ``most`` of ``names`` as text, and the number of further names."""
     first = ", ".join(map(show, names[:most]))
     return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
 

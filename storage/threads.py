@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)
-"""Set when nobody waits for the results of the present thread. Inherited through the context."""
+"""Set when no caller waits for the results of the present thread. Inherited through the context."""
 
 _UNWANTED: Final[ContextVar[threading.Event | None]] = ContextVar("_UNWANTED", default=None)
 

@@ -162,7 +162,7 @@ def copies_in_state(state: Mapping[str, Any]) -> list[str]:
         return []
     own: dict[int, set[int]] = {}  # by storage, the tensors in the state dict, and their bases
     names: dict[int, list[str]] = {}
-    kept: list[Any] = []  # so that no two have one id
+    kept: list[Any] = []  # distinct ids
     for name, value in state.items():
         tensor = local_part(value) if isinstance(value, DTensor) else value
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:

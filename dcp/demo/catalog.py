@@ -48,7 +48,7 @@ class CatalogService:
             self._process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
-        # it logs its address once it takes requests
+        # the service logs its address when ready
         while not (found := re.search(r"http://127\.0\.0\.1:[0-9]+", said := log.read_text())):
             if self._process.poll() is not None or time.monotonic() - begun > _READY_SECONDS:
                 self.stop()
@@ -98,7 +98,7 @@ class CatalogAct:
         )
         service = until_end.enter_context(CatalogService(self._root, self._place))
         self._narrator.say(f"It was ready after {service.ready_seconds:.1f} s, at {service.url}.")
-        # with a transport of its own no proxy is asked for what is on this machine
+        # a transport of its own bypasses proxies
         with Client(service.url, transport=httpx.HTTPTransport()) as client:
             try:
                 self._find(client, losses)

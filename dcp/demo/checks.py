@@ -66,7 +66,7 @@ class Narrator:
             self._console.print(f"{_INDENT}  {name:<{widths[0]}}{rest}", style=style)
 
     def _wrapped(self, text: str, indent: str) -> str:
-        # Names and paths stay whole, so that they can be copied.
+        # keep names and paths whole for copying
         return textwrap.fill(
             " ".join(text.split()),
             self._width,

@@ -211,7 +211,7 @@ def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in foreign and not name.startswith(("TORCHELASTIC_", "PET_"))
     }
-    # One thread a rank: two cores, and sums whose order does not depend on the machine's.
+    # One thread per rank: two cores, and sums in an order independent of the machine.
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     given = [part for part in kept.get("PYTHONPATH", "").split(os.pathsep) if part]
     kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *given])
@@ -227,7 +227,7 @@ def run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str], 
     process = multiprocessing.get_context("fork").Process(target=launch, args=details)
     process.start()
     try:
-        os.close(held)  # the launcher and its ranks have it as long as they live; writer processes do not
+        os.close(held)  # held by the launcher and its ranks, not by writer processes
         give_up = time.monotonic() + LONGEST_SECONDS
         while process.exitcode is None and len([*job.results.glob("stopped-*")]) < ranks:
             process.join(_POLL_SECONDS)
@@ -242,7 +242,7 @@ def run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str], 
 def _end(process: BaseProcess, alive: int) -> None:
     """Kill the launcher and its ranks; only writer processes survive."""
     if process.pid:
-        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or all have ended
+        with contextlib.suppress(ProcessLookupError):  # no process group yet, or all processes have ended
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()

@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 
 _START_ATTEMPTS: Final = 5
 _READY_SECONDS: Final = 90.0  # 4 on an idle machine
-_GRACE_SECONDS: Final = 0.5  # it would take 15 to end in good order, for data that is deleted then
+_GRACE_SECONDS: Final = 0.5  # an orderly end takes 15 s, for data that is deleted anyway
 _SHOWN_LOG_LINES: Final = 20
 _REGION: Final = "us-east-1"
 _PORT_RANGE: Final = range(15000, 32000)
@@ -131,7 +131,7 @@ class S3Server:
                 self._launch(weed)
                 if self._takes_writes():
                     return self
-                # a port that was free was taken before the server had it, most likely
+                # most likely another process took a free port
                 self._end()
             raise S3ServerError(
                 f"the S3 server ended {_START_ATTEMPTS} times while it started:\n{self._log_tail()}"
@@ -184,7 +184,7 @@ class S3Server:
         config.write_text(json.dumps({"identities": identities}))
         starter = [sys.executable, "-S", "-E", "-c", _TIED_TO_PARENT, str(os.getpid()), str(weed)]
         command = [*starter, *self._arguments(data, config)]
-        # The kernel means a thread when it says parent: this one lives as long as the server.
+        # The kernel's parent is a thread: this thread lives as long as the server.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="s3-server")
         with (self.folder / "log.txt").open("ab") as log:
 
@@ -200,7 +200,7 @@ class S3Server:
                 raise S3ServerError(f"the S3 server {weed} cannot be started: {error}") from error
 
     def _arguments(self, data: Path, config: Path) -> list[str]:
-        # Kinds of ports that are not named are taken beside the others (plus 10000), free or not.
+        # Ports without a flag are set to the others plus 10000, even if taken.
         ports = [
             f"-{name.removesuffix('.grpc')}.port{'.grpc' * name.endswith('.grpc')}={port}"
             for name, port in self._ports.items()
@@ -218,7 +218,7 @@ class S3Server:
             known = client.exceptions
             while self._process is not None and self._process.poll() is None:
                 try:
-                    # one that exists is from a request whose answer did not come in time
+                    # an existing bucket comes from a request whose answer was late
                     for bucket in filter(None, (self.public_bucket, self.bucket)):
                         with contextlib.suppress(known.BucketAlreadyOwnedByYou, known.BucketAlreadyExists):
                             client.create_bucket(Bucket=bucket)

@@ -54,7 +54,7 @@ def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # stock torch says that one process loads
+    warnings.simplefilter("ignore")  # stock torch warns about loading in one process
     damaged, *whole = sys.argv[1:]
     by_stock, by_ours = load_damaged(damaged)
     digests = [load_with_stock_torch(folder) for folder in whole]

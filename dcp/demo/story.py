@@ -422,7 +422,7 @@ def run_to_exit_status(root: Path | None, save_every: int, on_s3: bool = False, 
         0 if all checks passed, 1 if a check or job failed, 2 for wrong use, 128 plus the number of a
             signal.
     """
-    # As an exception, so that on the way out the training job is ended and the folder removed.
+    # An exception, to end the training job and remove the folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with ExitStack() as until_end:

@@ -106,7 +106,7 @@ class Training:
             fully_shard(block)
         fully_shard(self.model)
         rest = [value for name, value in self.model.named_parameters() if name != "pair.weight"]
-        # A row of the pair table is seen rarely, so it has to learn fast.
+        # Rows of the pair table are rare and need a high learning rate.
         groups = [{"params": rest, "lr": 2e-3}, {"params": [self.model.pair.weight], "lr": 0.1}]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
         self.step = 0
@@ -139,7 +139,7 @@ class Training:
         of_step = torch.Generator().manual_seed(1_000_003 * self.step + 17)
         end = len(tokens) - _CONTEXT - 1
         starts = torch.randint(0, end, (_WINDOWS,), generator=of_step).chunk(world_size)[dist.get_rank()]
-        # One window more, drawn by the rank's own generator: looked at, not learned from. It shows whether
+        # One more window, drawn by the rank's generator and not trained on. It shows whether
         # the generator came back too.
         look = torch.randint(0, end, (1,), generator=self.generator)
         positions = torch.cat([starts, look])[:, None] + torch.arange(_CONTEXT)
@@ -182,7 +182,7 @@ class Checkpoints:
         training, job = self._training, self._job
         if not self.manager.should_save(training.step):
             return
-        if training.step % (2 * job.save_every) == 0:  # the one that is resumed from, and the last one
+        if training.step % (2 * job.save_every) == 0:  # the checkpoint to resume from, and the last
             _note_digests(training, job, f"saved-{training.step}.json")
         stops = job.stop == (training.step, "staged")
         if stops:
@@ -246,7 +246,7 @@ def _train(job: TrainingJob) -> None:
             checkpoints.save(line["loss"])
 
 
-# -- ranks: forks of one process, with the variables and the store that torchrun gives -----------------------
+# -- ranks: forked processes with the variables and store of torchrun ----------------------------------------
 
 
 def launch(job: TrainingJob, ranks: int, environment: Mapping[str, str], log: Path) -> None:

@@ -36,7 +36,7 @@ PRIVATE_ATTRIBUTES: Final = (
 """Private attributes of `Accelerator` for prepared and registered objects."""
 
 _ENDED: Final = "ended_epoch"
-_OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint that it has written itself
+_OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint of Accelerate
 
 
 def use(
@@ -86,7 +86,7 @@ class AcceleratorCheckpoints:
         self._replaceable: set[int] = set()
         self._paths = PathSaves(options.get("mode", "thread"), no_dist=accelerator.num_processes == 1)
         if accelerator.project_configuration.automatic_checkpoint_naming:
-            self._automatic()  # so that wrong options are raised now
+            self._automatic()  # raise errors of wrong options now
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *ignored: Any, **more: Any) -> str:
         """Save like `Accelerator.save_state`, on all ranks; return the path or URL after the state is
@@ -224,7 +224,7 @@ class AcceleratorCheckpoints:
             "custom": {number: one for number, one in custom.items() if number not in state["custom"]},
         }
         if accelerator.is_main_process or not saving:  # the main process's values are for all
-            state["accelerator"] = (values,)  # a tuple is one value: a load need not know what is in it
+            state["accelerator"] = (values,)  # a tuple is stored as one value, loadable without a template
         return state
 
     def _apply(self, state: dict[str, Any]) -> None:

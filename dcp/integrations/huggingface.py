@@ -105,7 +105,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         return {
             "name": "checkpoint-{step}",
             "keep": _retention(self.args),
-            "handle_sigterm": self.args.save_strategy != "no",  # else no callback looks for it
+            "handle_sigterm": self.args.save_strategy != "no",  # otherwise no callback checks
             "on_failure": "raise",
             **self._dcp_options,
             "on_event": [*((given,) if callable(given) else given), self._delete_later_ones],
@@ -116,7 +116,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             return super().train(path, *args, **kwargs)
         state: dict[str, Any] = {"trainer": ""}
         self._dcp_only_model = bool(self._dcp_load(state).get("only_model"))
-        # The Trainer knows how far it is only from a file of this name, which it reads before it begins.
+        # The Trainer reads its progress from a file of this name before training.
         with tempfile.TemporaryDirectory(prefix="dcp-resume-") as folder:
             Path(folder, "trainer_state.json").write_text(state["trainer"])
             self._dcp_rest["folder"] = folder
@@ -129,7 +129,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             path, is_dcps = Path(resume), has_checkpoint(open_store(resume))
             step = self._step_of(path)
             if is_dcps or step is None or (path / "trainer_state.json").exists():
-                return [(str(path), is_dcps)]  # else the Trainer's own, or its error
+                return [(str(path), is_dcps)]  # otherwise the Trainer's folder, or its error
             logger.warning("%s was never committed: resuming from the newest that was, if any", path)
             before = step
         theirs = [self._step_of(file.parent) for file in self._folder().glob("*/trainer_state.json")]
@@ -186,7 +186,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         scaler = self.accelerator.scaler
         return {
             "optimizer": shared.TrainedOptimizers(self.model, [self.optimizer.optimizer]),
-            # Tuples are values of one piece: a load need not know what is in them.
+            # Tuples are stored as one value, loadable without a template.
             "scheduler": (self.lr_scheduler.state_dict(),),
             "scaler": (None if scaler is None else scaler.state_dict(),),
             "losses": dcp.PerRank((losses,)),
@@ -212,7 +212,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             restored = self._manager.restore(state, step=step, per_rank="keep")
             return restored.user_metadata if restored is not None else {}
         except dcp.CheckpointError as error:
-            # Without the Trainer's state it is one of weights alone, saved before a deadline.
+            # Without the Trainer's state: weights saved alone before a deadline.
             if is_unusable(error) or (isinstance(error, dcp.MissingKeyError) and "trainer" in state):
                 self._dcp_unusable = error
             raise

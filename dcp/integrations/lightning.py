@@ -40,7 +40,7 @@ with shared.package_of("lightning"):
 LAST: Final = "last"  # the beginning of names that ``ckpt_path="last"`` finds
 BEFORE_REQUEUE: Final = "hpc_ckpt_"  # that of checkpoints right before SLURM ends the job
 VERSION: Final = "pytorch-lightning_version"  # the key that every checkpoint has
-SHARDS: Final = "meta.pt"  # the file that makes a folder a sharded checkpoint of its own
+SHARDS: Final = "meta.pt"  # the file that marks Lightning's sharded checkpoints
 
 _BYPASSED: Final = (
     "ModelParallelStrategy and FSDPStrategy never ask a CheckpointIO for sharded checkpoints: "

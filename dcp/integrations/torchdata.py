@@ -201,7 +201,7 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
             if loaded["has_ended"]:
                 self.sampler.is_held = True  # torchdata's state is that of the end
             elif loaded["position"]["epoch"] != self._epoch:
-                super().load_state_dict({})  # it was set to another one since the load
+                super().load_state_dict({})  # the epoch was set after the load
             else:
                 self._begin = loaded["position"]["taken"]
         batches = super().__iter__()

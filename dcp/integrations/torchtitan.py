@@ -132,7 +132,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         if newest == -1:
             before: Any = super()
             hook = before._load if hasattr(before, "_load") else before.load
-            return bool(hook(-1))  # what initial_load_path and so on name
+            return bool(hook(-1))  # checkpoints named by initial_load_path and similar options
         unknown = sorted(set(self.exclude_from_loading) - set(self.states))
         if unknown:
             raise OptionError(f"exclude_from_loading: {unknown[0]!r} is none of {', '.join(self.states)}")

@@ -127,9 +127,7 @@ class TrainedOptimizers:
 
 
 def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` without values that rank 0 saves: whole buffers, such as running means, which differ
-    by rank.
-    """
+    """Return ``state`` without values saved by rank 0: whole buffers such as running means."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         return state
     buffers = {_plain(name) for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -265,7 +263,7 @@ class PathSaves:
         self._asked = CatalogRegistration(catalog) if isinstance(catalog, str) else catalog
         self._catalog = registration_of(self._asked) if no_dist else None  # else ranks cannot talk yet
         self._timeout_seconds: float | None = None
-        # Held while something is deleted: a save to its path waits for that.
+        # Held during a deletion: a save to the same path waits.
         self._changed = threading.Condition()
         self._pending: list[SaveFuture] = []
         self._to_remove: list[str] = []
@@ -291,7 +289,7 @@ class PathSaves:
         """Save ``state``; return when it may change. Raises the error of an earlier save."""
         self._timeout_seconds = None
         if not self._no_dist:
-            self.wait()  # whether it failed is known to all ranks only then
+            self.wait()  # only then do all ranks know of a failure
         self._raise_failure()
         self._is_first = self._no_dist or dist.get_rank() == 0
         name = os.fspath(path)

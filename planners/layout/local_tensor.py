@@ -197,7 +197,7 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> Layout | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    # the order in which shardings are applied: left to right unless the spec says else
+    # order of sharding: left to right unless specified
     listed = [mesh_dim for entry in shard_order(spec) for mesh_dim in entry.mesh_dims]
     runs, replicated = [[range(size)] if size else [] for size in shape], False
     for mesh_dim in dict.fromkeys([*listed, *range(len(placements))]):

@@ -225,7 +225,7 @@ def _intersect_ndim(
     counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
     lone = len(wanted_tensors) == len(tensors) and bool((counts == 1).all())
     if lone:
-        # one chunk and one box a tensor: nothing to search
+        # one chunk and one box per tensor: no search needed
         chunks, boxes = index.chunk_start[tensors], np.arange(len(low), dtype=np.int64)
     else:
         chunks = expand_ranges(index.chunk_start[wanted_tensors], counts)

@@ -65,7 +65,7 @@ def deal_boxes(
     split: dict[int, list[tuple[int, Part]]] = {}
     several = np.flatnonzero(shared)
     clusters = _clusters(items, several)
-    # a leader is dealt before its followers: all are of one size, and it has the lowest number
+    # a leader precedes its followers: equal sizes, lowest number
     followers = [box for cluster in clusters.values() for box in cluster[1:]]
     order = several[np.argsort(-nbytes[several], kind="stable")]
     order = order[~np.isin(order, followers)]
@@ -293,7 +293,7 @@ def plan_save(
     objects = global_objects(all_columns, check_replicas=check_replicas)
     notes, mixed_keys = join_notes([(part.notes, part.planner_data or {}) for part in all_columns])
     paths = join_planner_data(map(attrgetter("planner_data"), all_columns))
-    # here already: what follows compares boxes of one tensor, which must be one
+    # before comparing boxes, which must belong to one tensor
     problems += [*check_volumes(tensors), *check_kinds(tensors, tensor_rows, objects), *mixed_keys]
     if world_size > 1:
         problems += check_nesting(all_columns, paths or {}, notes)

@@ -152,7 +152,7 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
         owners[rows] = np.minimum(owners[rows], rank)
         sizes[rows] = np.maximum(sizes[rows], columns.objects.sizes)
         mine, known = columns.objects.digests, digests[rows]
-        # A value that cannot be compared is another one than those that can.
+        # A value without comparable state differs from all comparable values.
         differs[rows] |= is_known & (mine != known)
         opaque[rows] |= is_known & (mine == NOT_COMPARABLE)
         digests[rows] = np.where(known == 0, mine, known)

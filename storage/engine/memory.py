@@ -148,7 +148,7 @@ def repeats_places(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     reach = 0
     for step, size in sorted((step, size) for size, step in zip(sizes, strides, strict=True) if size > 1):
         if step <= reach or not step:
-            # steps along this dimension against all that the inner ones can make, forth and back
+            # steps along this dimension against the reach of the inner dimensions, in both directions
             along = Place(_NOWHERE + step, 1, (size - 1,), (step,))
             back = tuple(2 * count - 1 for _, count in inner)
             if share_memory(along, Place(_NOWHERE - reach, 1, back, tuple(each for each, _ in inner))):

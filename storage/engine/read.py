@@ -418,7 +418,7 @@ def _requests_for(
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
     # not much less than a block, or checksums would have to be combined from many parts
     copied_bytes = min(request_bytes, max(_LEAST_REQUEST_BYTES, profile.join_below_bytes))
-    # runs that are to be copied anyway, and follow one another so closely that one request reads them
+    # runs to copy anyway, close enough for one request
     placed = PlacedRuns.of(runs, engine.index.chunk_files, engine.payloads.offsets)
     is_small = placed.sizes_bytes < min(COPIED_BELOW_BYTES, profile.join_below_bytes)
     if engine.verify == "full":
@@ -438,7 +438,7 @@ def _requests_for(
             pieces += _with_whole_blocks(piece, engine.payload_lengths[piece.chunk])
         else:
             pieces.append(piece)
-    # on a disk as much as scratch memory has anyway, so that fewer blocks are in two parts
+    # on a disk, as much as scratch memory, to split fewer blocks
     box_bytes = copied_bytes if profile.scatter else 2 * BLOCK_BYTES
     for box in boxes:
         pieces += _box_pieces(engine, box, box_bytes)

@@ -439,7 +439,7 @@ class _RequestJoiner:
         gap = piece.offset - request.end
         if gap < 0 or self._overlaps or not (piece.put is None or isinstance(piece.put, Cluster)):
             limit_bytes = min(limit_bytes, max(profile.join_below_bytes, BLOCK_BYTES))
-        if gap < 0:  # also wanted by another one: that must be in scratch memory still
+        if gap < 0:  # also wanted by another piece, and needed in scratch memory
             return (
                 max(0, limit_bytes - (piece.offset - request.begin))
                 if piece.offset >= self._copied_from

@@ -228,7 +228,7 @@ class Payloads:
                 read or (lambda at, count: handle.pread(count, at)), begin, length, fqn=fqn
             )
         except (UnsupportedFormatError, UnsafeObjectError):
-            raise  # what it needs is refused; its bytes are not found to be damaged
+            raise  # the contents are refused; the bytes are not damaged
         except CheckpointFormatError as error:
             raise CorruptCheckpointError(
                 f"{name}: the record of {fqn!r} at byte {begin} cannot be read: {error}", path=name, fqn=fqn
@@ -311,7 +311,7 @@ class _Edges:
             file = int(index.chunk_files[chunk])
             begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
             if begin + length > handle(file).size_bytes:
-                continue  # whoever opens the record says what is wrong
+                continue  # opening the record reports the error
             for at, count in _ends(begin, length):
                 put = partial(self._keep, (file, at))
                 self.pieces.append(RequestPiece(file, at, count, NO_CHUNK, 0, 0, put))
@@ -356,7 +356,7 @@ class OpenFiles:
         self._handles: dict[int, ReadHandle] = {}
         self._gates: dict[int, threading.Lock] = {}
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        # a quarter of what the process may open: a checkpoint of many ranks has more files than that
+        # a quarter of the descriptors; checkpoints of many ranks have more files
         self._max_handles = max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
         self._lock = threading.Lock()
 

@@ -208,7 +208,7 @@ class CheckpointIndex:
         del vars(self)["planner_data"]
         vars(self)["_make_planner_data"] = make
 
-    if not TYPE_CHECKING:  # other attributes are checked as ever
+    if not TYPE_CHECKING:  # other attributes are checked as usual
 
         def __getattr__(self, name: str) -> Any:
             if name != "planner_data" or "_make_planner_data" not in vars(self):
@@ -342,7 +342,7 @@ def _tensor_rules(index: CheckpointIndex) -> _Rules:
     yield not np.isin(index.dtype_codes, list(dtypes.BY_CODE)).all(), "unknown dtype code"
     yield (index.shape_values < 0).any(), "negative size"
     volumes = row_products(index.shape_values.astype(np.float64), index.shape_start)
-    # in float64: its size in int64 would be another one
+    # in float64, because int64 would overflow
     yield (volumes * itemsizes(index.dtype_codes) > 2.0**62).any(), "a tensor is larger than any storage"
     is_wrong = len(index.digests) not in (0, tensors) or not {*map(len, index.digests)} <= {0, SUM_BYTES}
     yield is_wrong, "digests are not those of its tensors"

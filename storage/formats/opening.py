@@ -72,7 +72,7 @@ def with_near_places(
     """Return the error with the hint of `naming_near_places`."""
     try:
         text = _hint(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
-    except (CheckpointError, OSError):  # the error that is on its way matters more
+    except (CheckpointError, OSError):  # keep the original error
         text = ""
     return CheckpointNotFoundError(text, **error.facts) if text else error
 
@@ -146,7 +146,7 @@ _PROBED_NAMES: Final = 16
 _LARGE_CHUNKS: Final = 50_000
 """Number of chunks from which `.metadata` has about ten megabytes."""
 _START_BYTES: Final = 128 << 10
-"""First bytes of `.metadata` to read: all of many files, and the save id of others."""
+"""First bytes of `.metadata` to read: the whole of small files, and the save id of large ones."""
 _OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
 _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
@@ -169,7 +169,7 @@ def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = 
     ranks = _local_ranks(store)
     if rank in ranks:
         ranks = [rank]
-    # Where that takes requests, several at a time: there may be a thousand ranks.
+    # Several requests at a time: there may be a thousand ranks.
     threads = max(1, min(store.read_profile.threads or 1, len(ranks)))
     with WorkerThreads(threads) as pool:
         parts = pool.map(
@@ -203,7 +203,7 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
             metadata = _whole(store, metadata_name, start)
             if metadata is None:
                 return None
-            # Our save writes its manifest first, and it may have come between the two readings.
+            # Our save writes the manifest first, possibly between both reads.
             if _OUR_DATA_FILE.search(metadata):
                 if store.stat(manifest_name) is not None:
                     continue

@@ -144,7 +144,7 @@ def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
         if len(data) > _SHORT_BYTES:
             unpacker = msgpack.Unpacker(max_buffer_size=len(data))
             unpacker.feed(data)
-            unpacker.skip()  # which allocates nothing: then all is there that heads of containers promise
+            unpacker.skip()  # a check without allocation that the heads of containers are true
         value = msgpack.unpackb(
             data,
             ext_hook=_extension,

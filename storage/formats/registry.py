@@ -35,7 +35,7 @@ TORCH_SAVE: Final = Format(
     vague_suffixes=(".bin",),
     begins=lambda begin: begin.startswith((_ZIP, _PICKLE)),
     names_suffice=False,
-    takes_the_rest=True,  # it knows older ones and their likes
+    takes_the_rest=True,  # recognizes older formats
     folder_files=re.compile(r".*\.bin(\.index\.json)?", re.DOTALL),
     folder_marks=re.compile(
         r"pytorch_model\.bin|.*\.bin\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.bin", re.DOTALL

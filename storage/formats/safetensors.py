@@ -324,7 +324,7 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
     items = [f'"__metadata__":{described}'] if metadata else []
     position = 0
     kinds: dict[tuple[int, tuple[int, ...]], str] = {}
-    # Written by hand, because there may be millions, and as one document they would be as many dicts.
+    # Written piecewise, because there may be millions of entries.
     for name, dtype_code, sizes, size_bytes in tensors:
         end = position + size_bytes
         kind = kinds.get((dtype_code, sizes))

@@ -252,7 +252,7 @@ def _parts(
     row = size - (lengths[dim] - 1) * stride
     step = 1 if skips or row > limit_bytes else (limit_bytes - row) // stride + 1
     before, behind, rest = offsets[:dim], offsets[dim + 1 :], lengths[dim + 1 :]
-    # Of a large transposed box there are very many: parts that need no look at their own are made at once.
+    # Large transposed boxes have many parts: equal parts are made in bulk.
     is_done = row <= limit_bytes and not (skips and is_sparse(rest, strides[dim + 1 :], itemsize, gap_bytes))
     for first in range(0, lengths[dim], step):
         count = min(step, lengths[dim] - first)

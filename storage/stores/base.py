@@ -390,12 +390,12 @@ def traffic_since(now: dict[str, float], before: Mapping[str, float]) -> dict[st
 
 
 _LOCKS: Final[WeakValueDictionary[tuple[int, str], threading.RLock]] = WeakValueDictionary()
-_locks_guard = threading.RLock()  # the collector may run what takes a lock, wherever it is held
+_locks_guard = threading.RLock()  # garbage collection may run code that takes a lock
 
 
 def _start_afresh() -> None:
     global _locks_guard
-    _locks_guard = threading.RLock()  # a thread that the child does not have may hold the old one
+    _locks_guard = threading.RLock()  # a thread missing in the child may hold the old lock
 
 
 os.register_at_fork(after_in_child=_start_afresh)
@@ -638,7 +638,7 @@ class Store(ABC):
     def remove_root(self) -> None:  # noqa: B027 - a prefix of keys is gone with its last one
         """Remove the folder if empty. No effect on a missing or non-empty folder."""
 
-    # -- folders below, where `Capabilities.lists_folders` says that it knows of any ------------------------
+    # -- folders below, for stores with `Capabilities.lists_folders` ----------------------------------------
 
     def exists(self) -> bool:
         """Return True if the folder exists; always True for stores without folders."""

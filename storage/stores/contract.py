@@ -342,7 +342,7 @@ class StoreContract:
             handle.pread(9, 0)
         for wrong in (4999, 5001):
             with store.open_read("data.bin", expected_bytes=wrong) as handle:
-                if handle.size_bytes == wrong:  # taken for granted, so that reading has to tell
+                if handle.size_bytes == wrong:  # size taken as given; reading reports the error
                     with pytest.raises(CorruptCheckpointError):
                         handle.pread(wrong, 0)
 

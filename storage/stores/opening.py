@@ -298,7 +298,7 @@ def open_parent_folder(root: str | os.PathLike[str], *, open_store: OpenStore = 
     Raises:
         StorageError: For an unknown scheme.
     """
-    # The second time because a store that is wrapped by another cannot be asked what is below it.
+    # The second listing is for wrapped stores, which cannot list folders.
     for opener in (open_store, _open_plainly):
         place = opener(root)
         if place.capabilities.lists_folders:

@@ -178,7 +178,7 @@ def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:
             return _loss(torch.view_as_real(stored), dtype.to_real())
         return "imaginary parts were dropped" if bool(stored.imag.any()) else _loss(stored.real, dtype)
     if stored.dtype.is_floating_point and stored.element_size() == 1:
-        stored = stored.float()  # torch compares no others of that size
+        stored = stored.float()  # torch compares no other types of this size
     if not dtype.is_floating_point:
         if dtype.is_complex or bool((stored.to(dtype).to(stored.dtype) == stored).all()):
             return None

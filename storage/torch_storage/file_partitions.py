@@ -163,7 +163,7 @@ class PartitionWriter:
         table = np.concatenate(tables)
         numbers = np.repeat(np.arange(len(files)), list(map(len, tables)))
         shares = self._columns.shares
-        take = np.empty(len(shares), np.int64)  # by row its place among all that was written
+        take = np.empty(len(shares), np.int64)  # position of each row among all written rows
         take[np.concatenate(partitions)] = np.arange(len(table))
         sharing = np.flatnonzero(shares >= 0)
         take[sharing] = take[shares[sharing]]

@@ -191,7 +191,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     def stay_here(self) -> None:
         """Make a relative path absolute, because the save may run after a change of directory."""
         url = self.store.url
-        if url == str(Path(self.path).absolute()):  # not so for what is no path
+        if url == str(Path(self.path).absolute()):  # only for paths
             self.path = url
 
     @property

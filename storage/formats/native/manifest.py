@@ -115,7 +115,7 @@ def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> byte
     encoder = _ColumnEncoder(compact=True)
     data = _encode(index, encoder)
     if encoder.decoded_bytes > _BUDGET_FLOOR_BYTES + _BUDGET_RATIO * len(data):
-        data = _encode(index, _ColumnEncoder(compact=False))  # so regular that readers would refuse it
+        data = _encode(index, _ColumnEncoder(compact=False))  # regular data beyond the reader's budget
     if len(data) > MAX_MANIFEST_BYTES:
         raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
     return data
@@ -486,7 +486,7 @@ def _starts_of(counts: Int64, total: int, what: str) -> Int64:
     Raises:
         CheckpointFormatError: If the sum is not ``total``.
     """
-    # Each count is bounded first, so that the sum of a column that fits in memory cannot wrap around.
+    # Each count is bounded first, to prevent overflow of the sum.
     if len(counts) and (int(counts.min()) < 0 or int(counts.max()) > total):
         raise CheckpointFormatError(f"{what} are out of range in the manifest")
     begins = starts(counts)

@@ -101,7 +101,7 @@ class LatePickle(Instance):
 def _bytes_io(state: Any) -> io.BytesIO:
     """Return an io.BytesIO from bytes, a position and (empty) attributes."""
     data, place, others = state if type(state) is tuple and len(state) == 3 else (None, None, None)
-    # A place behind the end would make the next write as long as it says.
+    # A position beyond the end would make the next write allocate up to it.
     if type(data) is not bytes or type(place) is not int or not 0 <= place <= len(data) or others:
         raise _malformed("_io.BytesIO")
     value = io.BytesIO(data)
@@ -117,7 +117,7 @@ def _uuid(state: Any) -> uuid.UUID:
     return uuid.UUID(int=number)
 
 
-# -- the standard library, by checked arguments: anything that is wrong raises a ValueError or its like ------
+# -- standard library types from checked arguments: invalid arguments raise ValueError or similar ------------
 
 
 def _dated(kind: Any, size: int) -> Callable[[_Args], Any]:

@@ -258,6 +258,6 @@ def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
         )
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=3)  # 4 would put frames inside our frame
-    pickler.fast = True  # no memo: its numbers would collide with ours
+    pickler.fast = True  # no memo: numbers would collide
     pickler.dump(data)
     return (buffer.getvalue()[2:-1],)  # without PROTO and STOP

@@ -226,7 +226,7 @@ def _rebuild_v3(args: _Args) -> TensorPickle | Ignored:
     storage, offset, sizes, strides, grad, _, dtype, *metadata = args
     if not isinstance(storage, _Storage) or not isinstance(dtype, dtypes.Dtype) or type(grad) is not bool:
         raise _malformed("tensor")
-    if any(metadata):  # a view, whose stored bytes are not its values
+    if any(metadata):  # a view whose stored bytes differ from its values
         return Ignored("lazily conjugated or negated tensor", is_tensor=True)
     result = TensorPickle(
         dtype_code=dtype.code,

@@ -237,7 +237,7 @@ class _PythonValues:
             return deque([self.of(item, depth) for item in value], value.max_length)
         if kind is ArrayPickle and value.array is not None:
             self._count(value.array.nbytes)  # one piece of a pickle may be named many times
-            return value.array.copy(order="K")  # of its own bytes, so that it can be written to
+            return value.array.copy(order="K")  # a writable copy
         if kind is DtypePickle and value.dtype is not None:
             return value.dtype
         if kind is LatePickle and value.value is not None:

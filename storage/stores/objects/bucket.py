@@ -141,7 +141,7 @@ class S3Bucket:
             "max_pool_connections": options.concurrency + 4,
             "connect_timeout": min(10.0, options.request_timeout_seconds),
             "read_timeout": options.request_timeout_seconds,
-            # Checksums of what we send are ours; those of what we read are in the manifest.
+            # Uploads carry our checksums; checksums of reads are in the manifest.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **wished,
@@ -149,7 +149,7 @@ class S3Bucket:
             "s3": {"payload_signing_enabled": False, **(wished.get("s3") or {})},
             "retries": {"total_max_attempts": 1},
         }
-        # Asynchronous only in that it starts no event loop; botocore finds the region of a bucket by itself.
+        # Asynchronous without an event loop; botocore finds the bucket's region.
         fixed = {"asynchronous": True, "skip_instance_cache": True, "cache_regions": False}
         try:
             self._filesystem: Any = S3FileSystem(**{**given, **fixed}, config_kwargs=config)
@@ -257,7 +257,7 @@ def _leavable(pool: Any, wait_seconds: float) -> Any:
         used_seconds = 0.0
 
         @property
-        def is_connected(self) -> bool:  # urllib3 asks before it uses one again
+        def is_connected(self) -> bool:  # urllib3 checks before reuse
             is_fresh = time.monotonic() - self.used_seconds < _KEPT_SECONDS
             return is_fresh and bool(super().is_connected)
 
@@ -269,7 +269,7 @@ def _leavable(pool: Any, wait_seconds: float) -> Any:
         def request(self, *args: Any, body: Any = None, headers: Any, **options: Any) -> None:
             _CURRENT.get().hold(self.sock)
             self.used_seconds = time.monotonic()
-            # Bodies follow at once: a service that does not want one says so in the answer.
+            # Bodies follow at once; a service can refuse in its answer.
             headers.pop("Expect", None)
             body = body.getbuffer() if isinstance(body, io.BytesIO) else body
             super().request(*args, body=body, headers=headers, **options)

@@ -34,8 +34,8 @@ from dcp.storage.stores.objects.store import (
 
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
-# Listings that are a minute old would show steps that are gone, and hide those just saved. Instances that
-# fsspec keeps it keeps for ever, each with its credentials.
+# Cached listings would show deleted steps and hide new ones. fsspec's cached instances stay for ever, with
+# their credentials.
 _UNCACHED: Final = {"use_listings_cache": False, "skip_instance_cache": True}
 _MEMORY_LOCK: Final = threading.RLock()
 
@@ -148,7 +148,7 @@ class FsspecStore(ObjectStore):
             raise RequestError(Failure.PASSING, str(error)) from error
 
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        # A tag is not compared: there is no such request.
+        # Tags are not compared: fsspec has no such request.
         data = memoryview(self._range(key, begin, inflow.size_bytes))
         for buffer in inflow.buffers():
             buffer[:] = data[: len(buffer)]
@@ -278,7 +278,7 @@ class _StreamWriteHandle(WriteHandle):
             raise StorageError(f"{op} of {self._path} failed: {error}", path=self._path, op=op) from error
 
     def _throw_away(self) -> None:
-        with suppress(Exception):  # what it can throw away differs; in the end the object must not be there
+        with suppress(Exception):  # abort support varies; in the end the object must be absent
             self._file.discard()  # type: ignore[attr-defined]
         with suppress(RequestError), self._store.attempt() as filesystem:
             if isinstance(filesystem, LocalFileSystem):

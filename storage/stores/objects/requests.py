@@ -217,7 +217,7 @@ _BY_STATUS: Final = {
     410: Failure.MISSING,
     416: Failure.RANGE,
     507: Failure.FULL,
-    # 409 and 412 are those of other writers: where a file must not be there `FileExistsError` says so.
+    # 409 and 412 come from other writers; `FileExistsError` reports existing files.
     **dict.fromkeys((408, 409, 412, 425, 429), Failure.PASSING),
 }
 _FULL_ERRNO: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -318,7 +318,7 @@ class Requests:
         self._traffic: Counter[str] = Counter()
         self._seconds = self._slowest_seconds = 0.0
         self._interrupted = threading.Event()
-        # Not the shared generator: a training script seeds that one alike on all ranks.
+        # Not the shared generator, which training scripts seed equally on all ranks.
         self._random = random.Random()
 
     def run(
@@ -362,7 +362,7 @@ class Requests:
                     pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
                     now = time.monotonic()
                     if error.is_unresolved and self._host not in _answered_hosts:
-                        # What is asked for next, to clear up, waits no more.
+                        # Later cleanup requests wait no more.
                         if now - _unresolved_since.get(self._host, -math.inf) > _FORGET_SECONDS:
                             _unresolved_since[self._host] = now
                         give_up = min(give_up, _unresolved_since[self._host] + _UNRESOLVED_SECONDS)

@@ -116,7 +116,7 @@ class S3Store(ObjectStore):
         return self.bucket.call("get_object", wanted)
 
     def _put(self, key: str, data: bytes, condition: str | None) -> str:
-        # The service compares the CRC-32 with what it got.
+        # The service verifies the CRC-32.
         arguments = {"Key": key, "Body": data, "ChecksumCRC32": _checksum(crc32(data))}
         return str(self.bucket.ask("put_object", len(data), **arguments, **_conditions(condition))["ETag"])
 
@@ -291,7 +291,7 @@ class PartsWriteHandle(WriteHandle):
 
     def _append(self, view: memoryview) -> None:
         while len(view):
-            # A part that is not the first waits for one of this file's, never for those of another file.
+            # Later parts wait for a part of the same file, never of another file.
             while self._part is None:
                 self._part = self._shared.part(self._part_bytes, is_first=not self._sent)
                 if self._part is None:
@@ -358,7 +358,7 @@ class PartsWriteHandle(WriteHandle):
             )
         except RequestError as error:
             raise self._ended() from error
-        if "ChecksumCRC32" not in answer:  # who has not noted it would not know what to do with it at the end
+        if "ChecksumCRC32" not in answer:  # completion needs this entry
             del part["ChecksumCRC32"]
         return part | {"ETag": answer["ETag"]}
 
@@ -367,8 +367,8 @@ class PartsWriteHandle(WriteHandle):
         try:
             self.complete()
         except RequestError as error:
-            # A request whose answer was lost may have been carried out: names are used once, so the size
-            # tells, or that it is not what was to be replaced.
+            # A request with a lost answer may have succeeded. Names are unique: the size
+            # decides, or a changed version of the replaced object.
             info = self._store.look(self._key) if error.is_ambiguous else None
             if info is not None and info.size_bytes == self._position and info != replaced:
                 self._part = None
@@ -389,7 +389,7 @@ class PartsWriteHandle(WriteHandle):
         """
         if self._upload_id is None:
             data = bytes(memoryview(self._part.data)[: self._filled]) if self._part is not None else b""
-            # One request, whatever its size: `S3Store.put` would begin such an upload again.
+            # A single request of any size: `S3Store.put` would begin another upload.
             etag = ObjectStore.put(self._store, self._key, data, self._condition)
         else:
             self._send()

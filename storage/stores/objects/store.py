@@ -161,12 +161,12 @@ _KEPT_PLACES: Final = 4
 _Key = tuple[int, str]
 _ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
 _KEPT: Final[OrderedDict[_Key, Shared]] = OrderedDict()
-_guard = threading.RLock()  # the collector may run what opens a store, wherever it is held
+_guard = threading.RLock()  # garbage collection may run code that opens a store
 
 
 def _start_afresh() -> None:
     global _guard
-    _guard = threading.RLock()  # a thread that the child does not have may hold the old one
+    _guard = threading.RLock()  # a thread missing in the child may hold the old lock
     _PARTS.clear()  # of files of the parent
 
 
@@ -227,7 +227,7 @@ class ObjectStore(Store):
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.url, self._given)
 
-    # -- what a kind of service is asked for -----------------------------------------------------------------
+    # -- requests of each kind of service --------------------------------------------------------------------
 
     @abstractmethod
     def _make_client(self) -> tuple[Any, int]:
@@ -338,7 +338,7 @@ class ObjectStore(Store):
         condition = None if expected is ANY else ABSENT
         if isinstance(expected, Version):
             kind, _, condition = expected.token.partition(":")
-            if kind != "etag" or not condition:  # no version of this store: it cannot be what is there
+            if kind != "etag" or not condition:  # not a version of this store: cannot match
                 raise self.conflict(name)
         if condition is not None and not self._compares(creates=condition is ABSENT):
             if self.version(name) != (expected if isinstance(expected, Version) else None):
@@ -347,12 +347,15 @@ class ObjectStore(Store):
         try:
             return Version(f"etag:{self.put(key, data, condition)}")
         except RequestError as error:
-            # An answer was lost, and the request was made again: what is there may be what we wrote. Its size
-            # tells nothing: manifests of two saves of one model are of one size.
+            # After a lost answer and a retry, the content may be ours. The size
+            # proves nothing: manifests of one model have equal sizes.
             version = self.version(name) if error.is_ambiguous else None
             if version is not None and self._holds(name, data):
                 return version
-            if error.kind is Failure.CONDITION or condition not in (None, ABSENT):  # what was there is gone
+            if error.kind is Failure.CONDITION or condition not in (
+                None,
+                ABSENT,
+            ):  # the previous content is gone
                 raise self.conflict(name) from error
             path = self.path_of(name)
             raise StorageError(f"{path}: {error}", path=path, op="publish") from error
@@ -442,7 +445,7 @@ class ObjectStore(Store):
             return self.options.conditional_writes == "trust"
         try:
             known = self._has_condition(creates=creates)
-        except RequestError as error:  # of the client itself, which cannot say what service it talks to
+        except RequestError as error:  # from the client, which cannot identify the service
             raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
         if known is None:
             shared = self.shared()
@@ -517,7 +520,7 @@ class ObjectReadHandle(ReadHandle):
             for future in futures:
                 result_of(future)
         except BaseException as error:
-            if not isinstance(error, Exception):  # who waits is interrupted: the others are to end, too
+            if not isinstance(error, Exception):  # the waiting caller was interrupted: end the others too
                 self._store.requests.interrupt()
             raise
         finally:

@@ -233,7 +233,7 @@ class BufferPool:
         """Reset the pool in a forked child, where the lock and lent buffers belong to threads of the
         parent.
         """
-        self._lock = threading.RLock()  # the collector may run what gives a buffer back, wherever it is held
+        self._lock = threading.RLock()  # garbage collection may return a buffer at any time
         self._free: list[mmap.mmap] = []
         self._out: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -364,7 +364,7 @@ class PosixWriteHandle(WriteHandle):
                 elif self._fill_bytes:
                     self._write_now([])
                 descriptor, self._descriptor = self._descriptor, -1
-                with step(None, "close", self._path):  # NFS may tell only now that there was no space
+                with step(None, "close", self._path):  # NFS may report a full disk only now
                     os.close(descriptor)
             except StorageError as error:
                 self._failure = error
@@ -412,7 +412,7 @@ class PosixWriteHandle(WriteHandle):
                 self._executor.shutdown(wait=False)
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with suppress(OSError):  # the file is given up, so that nothing is lost by what close says
+            with suppress(OSError):  # the file is discarded; errors of close do not matter
                 os.close(descriptor)
 
     def _take_buffer(self) -> None:
@@ -544,7 +544,7 @@ class PosixReadHandle(ReadHandle):
                     f"{path} is not a regular file, so it is no part of a checkpoint", path=str(path)
                 )
         except CheckpointError:
-            with suppress(StorageError):  # the error before it is the one to report
+            with suppress(StorageError):  # keep the original error
                 self.close()
             raise
         self.size_bytes = status.st_size
@@ -584,7 +584,7 @@ class PosixReadHandle(ReadHandle):
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
-            with suppress(StorageError):  # there is no caller to report it to
+            with suppress(StorageError):  # no caller to report to
                 self.close()
 
 

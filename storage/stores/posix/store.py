@@ -120,7 +120,7 @@ class PosixStore(Store):
     def make_root(self) -> None:
         """Create the folder; each new folder is made durable in its parent."""
         refused: StorageError | None = None
-        for _ in range(_MAKE_ATTEMPTS):  # who removes the checkpoint that was there removes the folder, too
+        for _ in range(_MAKE_ATTEMPTS):  # removing the previous checkpoint also removes the folder
             try:
                 self._make(self._root)
             except StorageError as error:
@@ -128,7 +128,7 @@ class PosixStore(Store):
                     raise
                 refused = error
             if self.exists():
-                with suppress(OSError):  # who clears old empty folders away leaves this one
+                with suppress(OSError):  # cleanup of empty folders spares this one
                     os.utime(self._root)
                 return
             if os.path.lexists(self._root):
@@ -220,7 +220,7 @@ class PosixStore(Store):
             # Where the open file is: a link, or a folder on the way, may have been exchanged since.
             place = path_of_descriptor(descriptor)
             if not is_below(place, self._links_within) and (place or follow):
-                with suppress(OSError):  # what is wrong with it is said below
+                with suppress(OSError):  # reported below
                     os.close(descriptor)
                 raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
         return PosixReadHandle(path, descriptor)
@@ -279,7 +279,7 @@ class PosixStore(Store):
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
         """Hold flock on a file in the folder, removed on release."""
-        thread = (os.getpid(), threading.get_ident())  # a forked child does not hold what its parent holds
+        thread = (os.getpid(), threading.get_ident())  # a forked child does not hold the parent's locks
         if thread in self._lock_owners:
             yield
             return
@@ -303,8 +303,8 @@ class PosixStore(Store):
             yield
         finally:
             self._lock_owners.discard(thread)
-            # None of this may fail what was done under the lock, such as a commit. Left behind, the file does
-            # no harm: only the flock counts, and that ends with the descriptor, whatever close says.
+            # Errors here must not fail the locked operation, such as a commit. A remaining file does
+            # no harm: flock ends with the descriptor.
             with suppress(OSError):
                 path.unlink()
             with suppress(OSError):  # not only closing: a forked child may hold a copy of the descriptor
@@ -365,7 +365,7 @@ class PosixStore(Store):
                     "lock, which other tools do not take",
                 )
                 return False
-            # NFS may repeat a request whose answer was lost: then the name exists because it is ours.
+            # NFS may repeat a request with a lost answer: the existing name is then ours.
             if error.errno != errno.EEXIST:
                 raise
             if not _same_file(temporary, target):
@@ -392,10 +392,10 @@ class PosixStore(Store):
                     return descriptor
             except OSError as error:
                 if error.errno not in _LOCK_BUSY:
-                    with suppress(OSError):  # the error before it is the one to report
+                    with suppress(OSError):  # keep the original error
                         os.close(descriptor)
                     has_no_locks = error.errno in NO_LOCKS
-                    if is_new or has_no_locks:  # else it may be another writer's, who holds it
+                    if is_new or has_no_locks:  # otherwise another writer may hold the file
                         with suppress(OSError):
                             path.unlink()
                     if has_no_locks:
