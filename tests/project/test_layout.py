@@ -1,6 +1,8 @@
 """Folders, packages in pyproject.toml, symlinks and the built wheel agree; nothing pulls torch in."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,6 +132,19 @@ def test_wheel_holds_exactly_the_source_files(tmp_path: Path) -> None:
     vendor = "server/core/pages/static/vendor"
     vendored = {f"{vendor}/{path.name}" for path in (ROOT / vendor).glob("*.LICENSE")}
     assert vendored and licences == {"LICENSE", "NOTICE"} | vendored
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """Package, changelog, OpenAPI document, images and pages have one version."""
+    found = set(re.findall(r'__version__ = "(.+)"', (ROOT / "dcp/version.py").read_text()))
+    found |= set(re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:1])
+    found |= {json.loads((ROOT / "tests/service/openapi.json").read_text())["info"]["version"]}
+    pages = ("deploy/Containerfile", "deploy/compose.yaml", "docs/how-to/run-the-service.md")
+    for name in pages:
+        tags = set(re.findall(r"dcphub-server:([\w.]+)", (ROOT / name).read_text()))
+        assert tags, name
+        found |= tags
+    assert len(found) == 1, found
 
 
 TORCH_FREE = (

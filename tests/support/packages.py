@@ -24,7 +24,9 @@ TRIALS = Path(__file__).with_name("package_trials.py")
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 NOTHING = "none"
 """No extra."""
-COPYLEFT = re.compile(r"\bA?GPL|\bSSPL|\bBUSL|\bEUPL|(?<!Lesser )General Public License", re.IGNORECASE)
+COPYLEFT = re.compile(
+    r"\bA?GPL(?!\S* WITH GCC-exception)|\b(SSPL|BUSL|EUPL)|(?<!Lesser )General Public License", re.IGNORECASE
+)
 """Licences refused in any extra. LGPL and MPL are allowed: dcphub imports such packages and changes none."""
 READ = {"torchao": "BSD-3-Clause", "nvidia-": "LicenseRef-NVIDIA"}
 """Packages, or prefixes of names, without a licence in their metadata; read by hand."""
