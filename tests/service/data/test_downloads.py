@@ -206,22 +206,22 @@ def test_downloads_end_with_their_key(what: str, tmp_path: Path) -> None:
 def test_downloads_are_as_slow_as_a_quota_says(tmp_path: Path) -> None:
     """Shares the bytes a second of an account among its downloads, also after a change while one is sent;
     with a limit, small ones count as downloads, too."""
-    rate = 8 << 20
+    rate = 4 << 20
     with ExitStack() as stack:
         quotas = {"root": {"download_bytes_per_second": rate}, "key": {"downloads": 2}}
         site = data_site(stack, tmp_path, features={"quotas": quotas})
         site.save("big", {"w": torch.from_numpy(np.zeros(MANY, np.int32))})
         url = f"{site.known('big')}/download"
         one = site.client("read", name="one")
-        begun = time.monotonic()
         streams = [stack.enter_context(one.stream("GET", url)) for _ in range(2)]
         bodies = [answer.iter_raw(1 << 16) for answer in streams]
         assert one.get(url, headers={"Range": "bytes=0-99999"}).status_code == 429
         assert one.get(url, headers={"Range": "bytes=0-999"}).status_code == 206
-        received = 0
-        while received < 2 * rate:
+        received, begun = 0, time.monotonic()
+        while received < 4 * rate:
             received += sum(len(next(body)) for body in bodies)
-        assert 1.3 < time.monotonic() - begun < 20  # half a second's bytes are sent at once
+        # half a second's bytes, and what sockets hold, are sent at once
+        assert 1.5 < time.monotonic() - begun < 30
         body = {"kind": "root", "subject": "main", "limits": {"download_bytes_per_second": None}}
         assert site.http.post("/api/v1/quotas", json=body).status_code == 201
         with ThreadPoolExecutor(2) as pool:
