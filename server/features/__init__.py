@@ -173,7 +173,9 @@ def allowances(settings: Settings) -> Allowances:
     """Return the allowances of the feature that declares some, or of the settings. Raises FeatureError."""
     found = [one for one in features(is_worker=True) if one.allowances is not None]
     if len(found) > 1:
-        raise FeatureError(f"features {', '.join(one.name for one in found)} have allowances; one may")
+        raise FeatureError(
+            f"features {', '.join(one.name for one in found)} declare allowances: keep one of them"
+        )
     return next((one.allowances for one in found if one.allowances is not None), Allowances)(settings)
 
 
@@ -181,7 +183,7 @@ def role_settings(settings: Settings) -> RoleSettings:
     """Return the roles that a feature's settings give. Raises FeatureError if several features do."""
     found = [one.roles(settings) for one in features(is_worker=True) if one.roles is not None]
     if len(found) > 1:
-        raise FeatureError("several features give roles by their settings; remove one of them")
+        raise FeatureError("several features define roles in their settings; keep one of these features")
     return found[0] if found else NO_ROLES
 
 

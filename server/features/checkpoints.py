@@ -94,7 +94,7 @@ class LookupQuery(Query):
     uri: (
         Annotated[
             Text,
-            Field(min_length=1, max_length=4096, description="The path or URL that a trainer saved under."),
+            Field(min_length=1, max_length=4096, description="Path or URL used by the trainer."),
         ]
         | None
     ) = None
@@ -107,14 +107,14 @@ def lookup_checkpoint(query: Annotated[LookupQuery, InQuery()], ask: Ask) -> Che
     given = query.model_dump(exclude={"uri"})
     if query.uri is not None:
         if any(value is not None for value in given.values()):
-            raise UnprocessableError("a uri needs nothing beside it", field="uri")
+            raise UnprocessableError("uri cannot be combined with other names", field="uri")
         given["root"], given["key"] = place_of(ask.roots, query.uri, ask.visible)
     return ask.tagged(ask.find(details.find_checkpoint, details.CheckpointName(**given), ask.visible))
 
 
 _REGISTERED: Final[dict[int | str, dict[str, Any]]] = {
     200: {"model": answer_model(Registered), "description": "It was known."},
-    201: {"model": answer_model(Registered), "description": "It was not known."},
+    201: {"model": answer_model(Registered), "description": "The checkpoint is new."},
 }
 
 
@@ -140,7 +140,7 @@ def register_checkpoint(body: Registration, ask: Ask) -> Registered:
     return ask.transact(act)
 
 
-_NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {304: {"description": "It has this ETag."}}
+_NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {304: {"description": "The ETag matches."}}
 
 
 @feature.get("/checkpoints/{checkpoint_id}", tag="checkpoints", responses=_NOT_MODIFIED)

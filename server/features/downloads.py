@@ -55,10 +55,10 @@ class DownloadOptions(QueryModel):
     only: Annotated[list[_Glob] | None, Field(max_length=64, description="Globs of names.")] = None
     exclude: Annotated[list[_Glob] | None, Field(max_length=64, description="Globs of names.")] = None
     dtype: Annotated[
-        str | None, Field(max_length=32, description="Floating-point tensors are cast to it.")
+        str | None, Field(max_length=32, description="Cast floating-point tensors to this dtype.")
     ] = None
     drop_objects: Annotated[
-        bool, Field(description="Leave out values that the format cannot hold, instead of refusing.")
+        bool, Field(description="Leave out values unsupported by the format instead of an error.")
     ] = False
 
 
@@ -172,7 +172,7 @@ class File:
     bytes: int
     modified_at: datetime
     role: Annotated[
-        str, OneOf(FileRole), Shown("data: it holds tensors; commit: it makes the folder a checkpoint.")
+        str, OneOf(FileRole), Shown("data: contains tensors; commit: marks the folder as a checkpoint.")
     ]
 
 
@@ -182,7 +182,7 @@ class LostFile:
 
     name: str
     bytes: Annotated[int | None, Shown("In the storage; null: the file is missing.")]
-    expected_bytes: Annotated[int | None, Shown("As written; null where the index does not record it.")]
+    expected_bytes: Annotated[int | None, Shown("Written size; null if the index has no size.")]
 
 
 @router.head("/download", name="head_download", include_in_schema=False)
@@ -190,7 +190,7 @@ class LostFile:
     "/download",
     name="download_checkpoint",
     response_class=Response,
-    responses={**binary("The file, made while it is sent."), **_BYTES},
+    responses={**binary("The generated file."), **_BYTES},
 )
 def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()], ask: AskDep) -> Response:
     """Download the checkpoint as one safetensors or torch.save file.
@@ -249,7 +249,7 @@ def list_files(checkpoint_id: IdPath, ask: Ask) -> FileList:
     name="download_file",
     response_class=Response,
     responses={
-        **binary("The file as it is."),
+        **binary("The unchanged file."),
         307: {"description": "The storage gives the file itself: follow, without the key, within minutes."},
         **_BYTES,
     },
@@ -259,7 +259,7 @@ def download_file(
     name: FileName,
     ask: AskDep,
     redirect: Annotated[
-        bool, Query(description="Answer with 307 where the storage is S3; else the service passes it on.")
+        bool, Query(description="Redirect with 307 for storage on S3; other files pass through the service.")
     ] = True,
 ) -> Response:
     """Download one file of the checkpoint unchanged and unverified."""

@@ -30,7 +30,7 @@ _MAX_SECONDS: Final = 10 * 366 * 86_400
 
 def _distinct(values: list[T]) -> list[T]:
     if len(set(values)) < len(values):
-        raise ValueError("one of them is there twice")
+        raise ValueError("contains a duplicate")
     return values
 
 
@@ -53,9 +53,7 @@ class NewKey(Request):
     ) = None
     expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
     account_id: (
-        Annotated[
-            int, Field(ge=1, le=MAX_ID, description="The service account that it belongs to; default: none.")
-        ]
+        Annotated[int, Field(ge=1, le=MAX_ID, description="Service account of the key; default: none.")]
         | None
     ) = None
 
@@ -119,7 +117,7 @@ def _check_account(connection: Connection, account_id: int, ask: Ask) -> None:
         if account is None or account.kind != "service":
             raise UnprocessableError(f"account_id: there is no service account {account_id}")
     if account is None or account.disabled_seconds is not None:
-        raise ConflictError(f"account {account_id} is disabled: enable it first", state="disabled")
+        raise ConflictError(f"account {account_id} is disabled: enable the account first", state="disabled")
 
 
 def _note(connection: Connection, action: str, key: ApiKey, detail: dict[str, Any], ask: Ask) -> None:
@@ -156,7 +154,7 @@ _ABOUT_SCOPES: Final[dict[str, str]] = {
     "write": "register, label, pin, verify, scan",
     "convert": "jobs that write to roots",
     "delete": "delete, restore, retention",
-    "admin": "keys, webhooks, rules, the audit log, and all of the others",
+    "admin": "keys, webhooks, rules, the audit log, and all other rights",
 }
 DAYS: Final[dict[str, str]] = {
     "7": "in a week",
@@ -168,8 +166,8 @@ DAYS: Final[dict[str, str]] = {
 _FAULTS: Final = {
     "name": "A name has 1 to 128 letters, digits and _./:@+=-, and begins with a letter, a digit or _.",
     "scopes": "Choose at least one scope.",
-    "roots": "There is no such root.",
-    "expires_in_seconds": "Choose one of the times that are offered.",
+    "roots": "This root does not exist.",
+    "expires_in_seconds": "Choose one of the offered times.",
 }
 _SHOWN_ENDED: Final = 100
 _UNTYPED: Final[dict[str, Any]] = {"name": "", "scopes": ["read"], "roots": [], "days": "90"}

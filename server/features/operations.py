@@ -47,7 +47,7 @@ class Welcome(Answer):
     service: Literal["dcphub"] = "dcphub"
     version: str
     api: str
-    docs: Annotated[str, Field(description="Pages about the API, to try it.")]
+    docs: Annotated[str, Field(description="Interactive API documentation.")]
     openapi: str
     ready: str
 

@@ -32,7 +32,7 @@ class RootCheck:
 
     root: str
     is_ok: bool
-    detail: Annotated[str | None, Shown("What is wrong; null if nothing is.")]
+    detail: Annotated[str | None, Shown("Problem, or null.")]
 
 
 @feature.page("/roots", "roots.html", tag="roots", errors=(), panels="root")

@@ -316,7 +316,7 @@ def _target_root(root: str, caller: Principal, settings: Settings) -> str:
     read-only for the caller."""
     _visible(root, caller.having("read"), settings)
     if not caller.may_see(root):
-        raise ForbiddenError(f"root {root}: this needs the scope 'convert' in it", scope="convert")
+        raise ForbiddenError(f"root {root}: the scope 'convert' is required in this root", scope="convert")
     return root
 
 

@@ -91,7 +91,7 @@ def _checkpoint_of(text: str) -> int:
     match = _PAGE.fullmatch(text)
     if match is None:
         raise UnprocessableError(
-            f"{text[:100]!r} is neither the number of a checkpoint nor the address of its page", field="with"
+            f"{text[:100]!r} is neither a checkpoint id nor the address of a checkpoint page", field="with"
         )
     return int(match[1])
 

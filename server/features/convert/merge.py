@@ -52,7 +52,7 @@ class MergeParams(TargetParams):
     @model_validator(mode="after")
     def _window(self) -> Self:
         if (self.run_id is None) != (self.last is None):
-            raise ValueError("run_id and last: one needs the other")
+            raise ValueError("run_id and last: give both or neither")
         if self.run_id is not None and (self.sources or self.weights is not None or self.formula is not None):
             raise ValueError("run_id: goes with last, and not with sources, weights or a formula")
         return self
@@ -64,7 +64,7 @@ class MergeParams(TargetParams):
         except PlanError as error:
             raise ValueError(str(error)) from None
         if self.map is not None and self.adapters:
-            raise ValueError("map: adapters are added before it: merge first, then convert")
+            raise ValueError("map cannot be combined with adapters: merge first, then convert")
         if len({*self.source_ids}) < len(self.source_ids):
             raise ValueError("sources and adapters must differ from each other")
         return self

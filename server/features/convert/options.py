@@ -63,7 +63,7 @@ class MapChoice:
         """Raise ValueError for contradictory options."""
         if self.given is None:
             if self.inverse or self.below or self.config is not None or self.sizes is not None:
-                raise ValueError("inverse, below, config and sizes require a map, and there is none")
+                raise ValueError("inverse, below, config and sizes require a map")
             return
         if isinstance(self.given, str) and self.given not in (ready := ready_maps()):
             near = close_to(self.given, list(ready)) or list(ready)

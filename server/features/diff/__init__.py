@@ -40,11 +40,11 @@ class ValueDistance:
     norm of the earlier tensor."""
 
     elements: int
-    differing: Annotated[int, Shown("That are not the same.")]
+    differing: Annotated[int, Shown("Changed elements.")]
     nonfinite: Annotated[int, Shown("Of these, NaN or infinite on a side.")]
     max_abs: Annotated[
         float | None,
-        Shown("The maximum difference; null for bits that are not numbers, and where nothing is finite."),
+        Shown("Maximum difference; null for bits and without finite values."),
     ]
     relative_l2: Annotated[
         float | None,
@@ -67,9 +67,7 @@ class DifferingTensor:
     kind: Annotated[str, OneOf(DifferenceKind)]
     before: TensorType | None
     after: TensorType | None
-    values: Annotated[
-        ValueDistance | None, Shown("The differences that the job found.", may_be_absent=True)
-    ] = None
+    values: Annotated[ValueDistance | None, Shown("Differences found by the job.", may_be_absent=True)] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +91,12 @@ class Diff:
     counts: Mapping[str, int]
     equal_tensors: int
     equal_objects: int
-    object_count: Annotated[int, Shown("Of the values that differ.")]
+    object_count: Annotated[int, Shown("Number of differing values.")]
     tensors: tuple[DifferingTensor, ...]
     objects: tuple[DifferingObject, ...]
     next_cursor: str | None
-    matching: Annotated[int | None, Shown("Tensors that differ and were asked for.", may_be_absent=True)] = (
-        None
-    )
-    job_id: Annotated[int | None, Shown("The job that compared values.", may_be_absent=True)] = None
+    matching: Annotated[int | None, Shown("Requested tensors that differ.", may_be_absent=True)] = None
+    job_id: Annotated[int | None, Shown("Job of the comparison.", may_be_absent=True)] = None
     created_at: Annotated[datetime | None, Shown("Of that job.", may_be_absent=True)] = None
 
 

@@ -268,7 +268,7 @@ def _with_step_before(after: CheckpointDetail, ask: Ask) -> str:
     before = ask.find(neighbour, after, ask.visible, is_next=False)
     if before is None:
         raise UnprocessableError(
-            f"checkpoint {after.id} has no committed step before it: choose one to compare it with"
+            f"checkpoint {after.id} has no committed step before it: choose a checkpoint to compare with"
         )
     return f"/diff?a={before.id}&b={after.id}"
 

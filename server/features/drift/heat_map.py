@@ -53,9 +53,7 @@ class DriftLayer:
     relative_l2: tuple[float | None, ...]
     changed: tuple[float | None, ...]
     nonfinite: tuple[int | None, ...]
-    layers: Annotated[
-        int, Shown("Neighbouring ones are one where there are very many.", may_be_absent=True)
-    ] = 1
+    layers: Annotated[int, Shown("Adjacent layers merged into this row.", may_be_absent=True)] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
     ask.find(get_run, run_id, ask.visible)
     found = _found(run_id, ask)
     if found is None:
-        raise NotFoundError(f"no drift of run {run_id} is kept; POST here to compute it")
+        raise NotFoundError(f"run {run_id} has no drift yet; POST to this path to compute the drift")
     return found
 
 

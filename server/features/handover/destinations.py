@@ -106,7 +106,7 @@ class WandbSettings(_Destination):
     @model_validator(mode="after")
     def _has_key(self) -> Self:
         if self.folder is None and self.api_key is None:
-            raise ValueError("wandb: give an api_key, or a folder for runs that are synchronized later")
+            raise ValueError("wandb: set api_key, or folder for a later synchronization")
         return self
 
 

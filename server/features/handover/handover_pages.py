@@ -32,14 +32,12 @@ class Handover:
     target: Annotated[str, OneOf(Target)]
     state: Annotated[str, OneOf(HandoverState), Shown("Of the last job; none: not handed over yet.")]
     name: Annotated[str | None, Shown("Of the registered model, or of the artifact.")] = None
-    version: Annotated[str | None, Shown("Null where it is known after a synchronization only.")] = None
-    link: Annotated[str | None, Shown("Its page at the target.")] = None
+    version: Annotated[str | None, Shown("Null before a synchronization.")] = None
+    link: Annotated[str | None, Shown("Page at the target.")] = None
     handed_over_at: datetime | None = None
-    is_marked_deleted: Annotated[bool, Shown("The target says that the checkpoint was deleted.")] = False
+    is_marked_deleted: Annotated[bool, Shown("The target marks the checkpoint as deleted.")] = False
     job_id: int | None = None
-    error: Annotated[str | None, Shown("Of the last job, if it failed, or waits for its next attempt.")] = (
-        None
-    )
+    error: Annotated[str | None, Shown("Error of the last job, if failed or waiting for a retry.")] = None
     next_attempt_at: datetime | None = None
 
 

@@ -141,7 +141,7 @@ class MlflowRegistry:
         }
 
     def _make_model(self, name: str) -> None:
-        body = {"name": name, "description": "Checkpoints that dcphub has handed over by reference."}
+        body = {"name": name, "description": "Checkpoints registered by reference from dcphub."}
         self._call("POST", "registered-models/create", body, ignored="RESOURCE_ALREADY_EXISTS")
 
     def _make_version(
@@ -217,7 +217,9 @@ class MlflowRegistry:
         if status in (401, 403):
             raise PermanentJobError(f"{where}: check the credentials in features.handover.mlflow")
         if "local path" in message:
-            message += " Set features.handover.urls to the root's URL as training sees it, such as s3://..."
+            message += (
+                " Set features.handover.urls to the root's URL as seen by training, for example s3://..."
+            )
         raise PermanentJobError(f"{where}: {message}")
 
     def _answer(self, method: str, url: str, sent: Mapping[str, Any]) -> tuple[int, bytes]:

@@ -134,7 +134,7 @@ def _digits(text: str) -> str:
 
 LastEventId = Annotated[
     Annotated[int, Field(ge=0, le=MAX_ID), BeforeValidator(_digits)] | None,
-    Header(alias="Last-Event-ID", description="Of the last event that was seen."),
+    Header(alias="Last-Event-ID", description="Id of the last received event."),
 ]
 
 

@@ -147,7 +147,7 @@ def list_jobs(
     root: Annotated[Name | None, Query()] = None,
     checkpoint_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
     created_by: Annotated[Name | None, Query()] = None,
-    scans: Annotated[bool, Query(description="Also the scheduled scans, one a minute.")] = False,
+    scans: Annotated[bool, Query(description="Include scheduled scans, one per minute.")] = False,
 ) -> Page[Job]:
     """List jobs, newest first. Several states or kinds match any of them."""
     wanted = JobFilter(
@@ -290,7 +290,7 @@ def _sentence(kind: str, data: Mapping[str, Any]) -> str:
         "retry": f"again in {float(data.get('delay_seconds') or 0):.3g} s",
         "cancel_requested": f"cancellation requested by {data.get('actor')}",
         "ending": "is being stopped and cleared away",
-        "discard_failed": "what it left cannot be cleared away yet",
+        "discard_failed": "leftovers of the job cannot be removed yet: try again later",
     }.get(kind, kind)
     if data.get("retried_by"):
         head += f", by {data['retried_by']}"
@@ -377,7 +377,7 @@ def button_form(checkpoint_id: IdPath, kind: str, ask: Ask) -> str:
     """Submit a job for the checkpoint with the scope of its kind."""
     found = kinds().get(kind)
     if found is None or not found.button:
-        raise NotFoundError("there is no such button")
+        raise NotFoundError("this job kind has no button")
     _check_scope(ask.caller, kind)
     return f"/jobs/{ask.submit(found, found.params(checkpoint_id=checkpoint_id)).id}"
 

@@ -33,7 +33,9 @@ class LineageNode:
     step: int | None
     format: str
     state: str
-    distance: Annotated[int, Shown("In steps of making; negative for what it comes from, 0 is itself.")]
+    distance: Annotated[
+        int, Shown("Number of jobs in between; negative for ancestors, 0 for the checkpoint itself.")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class LineageEdge:
     kind: Annotated[str, Shown(examples=("converted_from", "merged_from", "resumed_from"))]
     job_id: int | None
     created_at: datetime
-    map: Annotated[str | None, Shown("The weight map that it was made through.")] = None
+    map: Annotated[str | None, Shown("Weight map of the job.")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ class Lineage:
 
     nodes: tuple[LineageNode, ...]
     edges: tuple[LineageEdge, ...]
-    is_cut: Annotated[bool, Shown("There are more than are shown.")]
+    is_cut: Annotated[bool, Shown("More exist than shown.")]
     also_in: Annotated[
-        tuple[LineageNode, ...], Shown("The first 50 that have the same tensors, by their digests.")
+        tuple[LineageNode, ...], Shown("First 50 checkpoints with the same tensors by digest.")
     ] = ()
 
 

@@ -50,7 +50,7 @@ def check_markdown(text: str) -> str:
     if not text.strip():
         raise ValueError("a note needs some text")
     if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"a note has {MAX_CHARACTERS:,} characters at most; this one has {len(text):,}")
+        raise ValueError(f"a note has {MAX_CHARACTERS:,} characters at most; this note has {len(text):,}")
     if any(not is_clean(line.replace("\t", " ")) for line in text.split("\n")):
         raise ValueError("control characters are not allowed, except tabs and line feeds")
     for block in re.split(r"\n\s*\n", text):

@@ -207,7 +207,7 @@ def change_note_form(note_id: IdPath, ask: Ask) -> str | Response:
         change_note(note_id, body, ask, Precondition(ask.form.optional("etag")))
     except (ChangedError, PreconditionFailedError):
         editor = note.edited_by or note.author
-        fault = f"{editor} has changed the note meanwhile: see below. Saving replaces that text"
+        fault = f"{editor} has changed the note in the meantime: see below. Saving replaces the changed text"
         shown = _written(ask, subject, text=body.text, note=note, etag=note.etag, fault=fault)
         return ask.page("notes/write.html", 412, **shown, present=html_of(note.text))
     return f"/notes/{note_id}"

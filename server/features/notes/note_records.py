@@ -22,7 +22,7 @@ class Note:
     text: Annotated[str, Shown("Markdown: CommonMark with tables and strikethrough.")]
     author: Annotated[str, Shown(examples=("key:alice",))]
     created_at: datetime
-    edited_at: Annotated[datetime | None, Shown("null: the text is the first one.")]
+    edited_at: Annotated[datetime | None, Shown("null: never edited.")]
     edited_by: str | None
     version: int
     etag: Annotated[str, Shown("For If-Match.")]

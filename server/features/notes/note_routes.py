@@ -66,7 +66,7 @@ def list_run_notes(
     run_id: IdPath,
     ask: Ask,
     page: PageQuery,
-    with_checkpoints: Annotated[bool, InQuery(description="Also those on its checkpoints.")] = False,
+    with_checkpoints: Annotated[bool, InQuery(description="Include notes on the run's checkpoints.")] = False,
 ) -> Page[Note]:
     """List the notes on a run, newest first."""
     return _listed(ask, page, run_id=run_id, with_checkpoints=with_checkpoints)

@@ -59,7 +59,9 @@ def may_change(ask: Ask, row: Row[Any]) -> bool:
 
 def _check_author(ask: Ask, row: Row[Any]) -> None:
     if not may_change(ask, row):
-        raise ForbiddenError(f"note {row.id} is by {row.author}: its author and admins may change it")
+        raise ForbiddenError(
+            f"note {row.id} is by {row.author}: only the author and admins may change the note"
+        )
 
 
 NOTES: Final = Resource(
@@ -177,7 +179,7 @@ def add_note(connection: Connection, ask: Ask, subject: NoteSubject, text: str) 
     """Add a note, and emit its event. Raises ConflictError at the limit."""
     counted = select(func.count()).select_from(notes).where(*_on(subject))
     if connection.execute(counted).scalar_one() >= MAX_NOTES:
-        raise ConflictError(f"there are {MAX_NOTES:,} notes, which is the maximum: delete some", state="full")
+        raise ConflictError(f"the maximum of {MAX_NOTES:,} notes is reached: delete some notes", state="full")
     author = ask.caller
     values = {**subject._asdict(), "text": text, "author": author.name[:128], "owner": author.owner[:256]}
     row = NOTES.insert(connection, ask, values)

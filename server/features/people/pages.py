@@ -115,7 +115,7 @@ def revoke_own_key_form(key_id: IdPath, ask: Ask) -> str:
 
 def _person(ask: Ask) -> int:
     if ask.caller.key_id is not None:
-        raise ForbiddenError("sign in as yourself, not with a key: a key does not make or revoke others")
+        raise ForbiddenError("sign in as a person: a key cannot create or revoke other keys")
     return web.own_account(ask)
 
 

@@ -167,7 +167,9 @@ class Provider:
         except ProviderError:
             if known is None:
                 raise
-            _log.warning("the provider's configuration cannot be read; the last one is used")
+            _log.warning(
+                "the provider's configuration cannot be read; the previous configuration stays in use"
+            )
             return known[1]
         with self._lock:
             self._metadata = (now, found)

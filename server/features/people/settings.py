@@ -98,7 +98,7 @@ def role_settings(settings: Settings) -> RoleSettings:
     options = cast(PeopleSettings, feature.options(settings))
     if options.issuer is not None and settings.auth == "off":
         raise FeatureError(
-            'settings features.people: issuer needs auth = "keys", else all callers may do all'
+            'settings features.people: issuer needs auth = "keys", otherwise every caller has all rights'
         )
     roles = [] if options.default_role is None else [GroupRole(None, options.default_role)]
     for group, by_root in options.roles.items():

@@ -44,7 +44,7 @@ def _provider(service: Service) -> Provider:
 def _options(ask: Ask) -> PeopleSettings:
     options = provider_settings(ask.settings)
     if options is None:
-        raise NotFoundError("there is nothing at this path")
+        raise NotFoundError("this path does not exist")
     return options
 
 
@@ -88,7 +88,7 @@ def come_back(
         lambda connection: end_flow(connection, state, visit, ask.now) if is_visit(visit) else None
     )
     if flow is None:
-        return _failed(ask, "a state that is unknown, used or of another browser", _EXPIRED, 400, "/")
+        return _failed(ask, "state is unknown, already used, or from another browser", _EXPIRED, 400, "/")
     if error or not code or (iss and iss != options.issuer):
         return _failed(ask, f"the provider answers {error[:100]!r}", _REFUSED, 403, flow.target)
     try:

@@ -101,7 +101,7 @@ def create_account(body: NewAccount, ask: Ask) -> Account:
 
     def act(connection: Connection) -> Account:
         if ACCOUNTS.has(connection, name=body.name):
-            raise ConflictError(f"there is an account {body.name!r} already", state="exists")
+            raise ConflictError(f"account {body.name!r} exists already", state="exists")
         return ACCOUNTS.answer(ask, ACCOUNTS.insert(connection, ask, values), is_new=True)
 
     return ask.transact(act)
@@ -123,7 +123,7 @@ def change_account(account_id: IdPath, body: AccountChange, ask: Ask, match: IfM
         action = "change"
         if body.title is not None:
             if row.kind != "service":
-                raise UnprocessableError("title: that of a person comes from the provider")
+                raise UnprocessableError("title: the title of a person comes from the provider")
             values["title"] = body.title
         if body.is_disabled is not None and body.is_disabled != (row.disabled_seconds is not None):
             if row.id == ask.caller.account_id:
@@ -190,7 +190,9 @@ def create_grant(body: NewGrant, ask: Ask) -> Grant:
         if body.account_id is not None and not ACCOUNTS.has(connection, id=body.account_id):
             raise UnprocessableError(f"account_id: there is no account {body.account_id}")
         if GRANTS.has(connection, grantee=values["grantee"], root=root):
-            raise ConflictError("it has a role there already; change or revoke that one", state="exists")
+            raise ConflictError(
+                "a role exists already in this root; change or revoke the existing role", state="exists"
+            )
         return GRANTS.answer(ask, GRANTS.insert(connection, ask, values), is_new=True)
 
     return ask.transact(act)

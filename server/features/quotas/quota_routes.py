@@ -66,11 +66,11 @@ class Quota:
     subject: Annotated[
         str,
         Shown(
-            "Account: account#3, or key#3 of a key without one. Key: its id. Root: its name.",
+            "Account: account#3, or key#3 for a key without an account. Key: id. Root: name.",
             examples=("account#3", "main"),
         ),
     ]
-    limits: Annotated[Mapping[str, Any], Shown("By name; null: no limit; not there: the default.")]
+    limits: Annotated[Mapping[str, Any], Shown("By name; null: no limit; absent: the default.")]
     note: str
     created_at: datetime
     updated_at: datetime
@@ -95,14 +95,18 @@ class QuotaLimits(Request):
     jobs_queued: _Count | None = Field(default=None, description="Jobs in the queue.")
     downloads: _Count | None = Field(default=None, description="At a time, in each process of the API.")
     download_bytes_per_second: _Speed | None = Field(
-        default=None, description="Of all its downloads of a process."
+        default=None, description="Bytes per second of all downloads in a process."
     )
     requests: RateText | None = Field(
-        default=None, description="Such as 600/minute, in each process of the API.", examples=["600/minute"]
+        default=None,
+        description="For example 600/minute, in each process of the API.",
+        examples=["600/minute"],
     )
-    bytes_kept_warning: _Number | None = Field(default=None, description="Registrations warn above it.")
+    bytes_kept_warning: _Number | None = Field(
+        default=None, description="Registrations warn above this limit."
+    )
     bytes_kept: _Number | None = Field(
-        default=None, description="Of committed checkpoints: registrations above it are refused."
+        default=None, description="Bytes of committed checkpoints: registrations above are refused."
     )
 
     def given(self) -> dict[str, Any]:
@@ -230,12 +234,12 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
         if name not in LIMITS_OF[kind]:
             where = "its account" if kind == "key" else "an account or a key"
             raise UnprocessableError(
-                f"limits.{name}: a {kind} has no such limit; set it for {where}", field=name
+                f"limits.{name}: a {kind} has no such limit; set the limit for {where}", field=name
             )
     most, warned = limits.get("bytes_kept"), limits.get("bytes_kept_warning")
     if most is not None and warned is not None and warned > most:
         raise UnprocessableError(
-            "limits.bytes_kept_warning: above bytes_kept, so that it would never warn",
+            "limits.bytes_kept_warning: must be at most bytes_kept",
             field="bytes_kept_warning",
         )
     return limits
@@ -243,7 +247,7 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
 
 def _check_exists(connection: Connection, subject: LimitSubject) -> None:
     if subject not in labels_of(connection, [subject]):
-        known = {"account": "account such as account#3 or key#3", "key": "key of this id", "root": "root"}
+        known = {"account": "an account like account#3 or key#3", "key": "key of this id", "root": "root"}
         raise UnprocessableError(f"subject: there is no {known[subject.kind]}", field="subject")
 
 
@@ -445,12 +449,12 @@ def read_samples(connection: Connection, service: Service) -> Iterator[Metric]:
     most = sorted(kept, key=lambda name: kept[name], reverse=True)[:_ACCOUNTS]
     labels = labels_of(connection, [LimitSubject("account", name) for name in most])
     family = GaugeMetricFamily(
-        "dcp_account_bytes", "Bytes kept for the accounts that keep the most", labels=["account"]
+        "dcp_account_bytes", "Bytes kept for the accounts with the most bytes", labels=["account"]
     )
     for name in most:
         family.add_metric([labels.get(LimitSubject("account", name), name)], kept[name])
     yield family
-    limits = GaugeMetricFamily("dcp_root_bytes_limit", "Bytes that a root may keep", labels=["root"])
+    limits = GaugeMetricFamily("dcp_root_bytes_limit", "Limit of bytes of a root", labels=["root"])
     levels = Counter({(kind, level): 0 for kind in ("account", "root") for level in ("warning", "full")})
     by_root = kept_by_root(connection)
     subjects = {LimitSubject("account", name): size for name, size in kept.items()}

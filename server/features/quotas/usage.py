@@ -55,9 +55,12 @@ class LimitUse:
     limit: Annotated[str, OneOf(LimitName)]
     used: Annotated[int | None, Shown("null for a rate of bytes, which is not measured.")]
     allowed: Annotated[int | None, Shown("null: no limit.")]
-    window_seconds: Annotated[float | None, Shown("Of requests: `allowed` in so many seconds.")] = None
+    window_seconds: Annotated[float | None, Shown("Requests: `allowed` per this number of seconds.")] = None
     is_of_process: Annotated[
-        bool, Shown("Each process of the API counts its own; `used` is of the one that answers.")
+        bool,
+        Shown(
+            "Each process of the API counts its own requests; `used` is the count of the answering process."
+        ),
     ] = False
     level: Annotated[str, OneOf(Level)] = "ok"
 

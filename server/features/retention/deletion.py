@@ -70,7 +70,7 @@ def delete_softly(
     alias = alias_of(connection, checkpoint_id)
     if alias is not None:
         raise StateError(
-            f"checkpoint {checkpoint_id} is {alias!r} of its run: move or remove that alias first",
+            f"checkpoint {checkpoint_id} is {alias!r} of its run: move or remove the alias first",
             state=row["state"],
         )
     now = change.at_seconds
@@ -186,14 +186,14 @@ class PruneParams(Parameters):
 
     checkpoint_id: CheckpointId
     parts: Globs = ("optimizer",)
-    rewrite: Annotated[bool, Field(description="Write files anew that hold the parts and others.")] = True
+    rewrite: Annotated[bool, Field(description="Rewrite files that also contain other data.")] = True
 
 
 class PruneKind(SimpleKind[PruneParams]):
     """Dropping, which may be repeated from any point on."""
 
     name: ClassVar[str] = "prune"
-    about: ClassVar[str] = "Drop parts of a checkpoint, such as its optimizer."
+    about: ClassVar[str] = "Drop parts of a checkpoint, for example the optimizer."
     scope: ClassVar[Scope] = "delete"
     params = PruneParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.manager.dropping",)
@@ -245,13 +245,13 @@ class PruneKind(SimpleKind[PruneParams]):
         (subject,) = subjects
         root, place = open_place(context, subject)
         if root.readonly or place.file is not None:
-            why = f"root {root.name} is read-only" if root.readonly else "it is a file, and no checkpoint"
+            why = f"root {root.name} is read-only" if root.readonly else "it is a file, not a checkpoint"
             raise PermanentJobError(why)
         with _lasting(), open_database(context) as database, database.read() as connection:
             _check_held(connection, subject.id)
         with storage_errors(root):
             if not _is_meant(place.store, subject, fingerprint_at(place)):
-                raise PermanentJobError("something else was saved in its place")
+                raise PermanentJobError("another checkpoint was saved in its place")
             parts = [part_named(name) for name in params.parts]
             found = drop_parts(place.store, parts, time.time(), rewrite=params.rewrite)
         return {
@@ -310,7 +310,9 @@ def _check_held(connection: Connection, checkpoint_id: int) -> None:
     alias = alias_of(connection, checkpoint_id)
     if found.is_pinned or alias is not None:
         why = "pinned" if found.is_pinned else f"{alias!r} of its run"
-        raise StateError(f"checkpoint {checkpoint_id} is {why}: it stays whole", state=found.state)
+        raise StateError(
+            f"checkpoint {checkpoint_id} is {why}: the checkpoint must stay whole", state=found.state
+        )
 
 
 def _is_meant(store: Store, subject: Subject, fingerprint: str) -> bool:

@@ -43,9 +43,7 @@ class RetentionDecision:
     step: int | None
     bytes: int
     reasons: tuple[str, ...]
-    drops: Annotated[
-        tuple[str, ...], Shown("Parts that would be dropped from it, such as optimizer.", may_be_absent=True)
-    ] = ()
+    drops: Annotated[tuple[str, ...], Shown("Parts to drop, for example optimizer.", may_be_absent=True)] = ()
     dropped_bytes: Annotated[int, Shown("Of their tensors.", may_be_absent=True)] = 0
 
 
@@ -61,11 +59,11 @@ class RetentionPreview:
     kept: int
     deleted: int
     deleted_bytes: int
-    checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; those to delete come first.")]
+    checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; deletions first.")]
     unjudged: Annotated[
-        tuple[str, ...], Shown("On each rule by a metric that no checkpoint has: it keeps all.")
+        tuple[str, ...], Shown("Rules by a metric that no checkpoint has; such rules keep all checkpoints.")
     ] = ()
-    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
+    dropped: Annotated[int, Shown("Kept checkpoints that lose a part.", may_be_absent=True)] = 0
     dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
 
 
@@ -78,9 +76,9 @@ class RetentionTotals:
     kept_bytes: int
     deleted: int
     deleted_bytes: Annotated[int, Shown("Freed once the grace is over.")]
-    unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that none of their checkpoints has.")]
+    unjudged_runs: Annotated[int, Shown("Runs with a rule by an unknown metric.")]
     is_cut: Annotated[bool, Shown("Always false: all runs are counted.")]
-    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
+    dropped: Annotated[int, Shown("Kept checkpoints that lose a part.", may_be_absent=True)] = 0
     dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
 
 
@@ -94,7 +92,7 @@ class TensorBytes:
     run_id: int
     checkpoints: int
     held: Annotated[int, Shown("Of them, pinned or named by an alias; their bytes are not counted.")]
-    tensors: Annotated[int, Shown("In all of them, those whose names match.")]
+    tensors: Annotated[int, Shown("Matching tensors in all checkpoints.")]
     bytes: Annotated[int, Shown("Of these tensors.")]
     total_bytes: Annotated[int, Shown("Of all tensors of these checkpoints.")]
 

@@ -120,7 +120,7 @@ _Count = Annotated[int, Field(ge=1, le=2**53 - 1)]
 _Grace = Annotated[
     Finite, Field(ge=0, le=3660 * _DAY, description="How long deleted checkpoints can be restored.")
 ]
-_Interval = Annotated[Finite, Field(ge=60, le=366 * _DAY, description="How often it is applied.")]
+_Interval = Annotated[Finite, Field(ge=60, le=366 * _DAY, description="Interval of the job.")]
 _RootName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 _PartGlob = Annotated[Text, Field(min_length=1, max_length=250), AfterValidator(_checked_glob)]
 _Glob = Annotated[
@@ -140,7 +140,7 @@ class KeepPart(Request):
     """Steps that keep a part, such as the optimizer. Each rule keeps steps; at least one rule is required."""
 
     last: _Count | None = Field(default=None, description="The newest n.")
-    every_steps: _Count | None = Field(default=None, description="Steps that are multiples of it.")
+    every_steps: _Count | None = Field(default=None, description="Multiples of this step.")
     best: list[KeepBest] | None = Field(default=None, min_length=1, max_length=16)
     younger_than_seconds: Annotated[Finite, Field(gt=0)] | None = None
 
@@ -150,7 +150,7 @@ class Keep(KeepPart):
     steps are kept. The newest good step is always kept whole."""
 
     optimizer: KeepPart | None = Field(
-        default=None, description="The steps that keep their optimizer; the others keep the rest."
+        default=None, description="Steps that keep their optimizer; other steps keep the remaining parts."
     )
     parts: dict[_PartGlob, KeepPart] | None = Field(
         default=None, min_length=1, max_length=16, description="The same by globs on names of entries."

@@ -73,7 +73,7 @@ class PurgeKind(Kind[PurgeParams]):
     """Removal by one task, repeatable from any point."""
 
     name: ClassVar[str] = "purge"
-    about: ClassVar[str] = "Remove the files of a deleted checkpoint whose grace is over."
+    about: ClassVar[str] = "Remove the files of a deleted checkpoint after its grace period."
     scope: ClassVar[Scope] = "delete"
     params = PurgeParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.manager.removal",)
@@ -126,7 +126,7 @@ class PurgeKind(Kind[PurgeParams]):
             if not is_there and (context.prepared["in_doubt"] or root.is_empty()):
                 # The files on the right disk would stay for ever, with their checkpoint marked as purged.
                 raise UnavailableError(
-                    f"root {root.name} has lost much, or all: is that its storage? dcp roots list says more"
+                    f"root {root.name} has lost many or all checkpoints: check it with dcp roots list"
                 )
             weights = _weights(place, subject)
         shared = {"subject": subject.to_json(), "weights": weights}
@@ -170,8 +170,8 @@ class PurgeKind(Kind[PurgeParams]):
         state, problem = {
             "deleted": ("purged", None),
             "absent": ("purged", None),
-            "pinned": ("committed", "it was not purged: its folder says that it is pinned"),
-            "replaced": ("vanished", "it was not purged: something else was saved in its place"),
+            "pinned": ("committed", "not purged: the checkpoint is pinned in its folder"),
+            "replaced": ("vanished", "not purged: another checkpoint was saved in its place"),
         }[result["outcome"]]
         set_state(
             connection,

@@ -168,9 +168,7 @@ def delete_checkpoint(
     match: IfMatch,
     grace_seconds: Annotated[
         float | None,
-        InQuery(
-            ge=0, le=_MAX_GRACE_SECONDS, description="How long it can be restored; default: as is configured."
-        ),
+        InQuery(ge=0, le=_MAX_GRACE_SECONDS, description="Time for a restore; default: as configured."),
     ] = None,
 ) -> CheckpointDetail:
     """Delete a checkpoint. The bytes stay until the end of the grace period, and the checkpoint can be
@@ -263,7 +261,7 @@ class TensorBytesQuery(Query):
 
     only: Annotated[
         tuple[_Pattern, ...],
-        Field(max_length=16, description="Globs on names; those of optimizers, if not given."),
+        Field(max_length=16, description="Globs on names; default: optimizer states."),
     ] = ()
     below_step: Step | None = None
 

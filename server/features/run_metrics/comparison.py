@@ -38,7 +38,7 @@ class ComparedRun:
     """Run of a comparison. ``metric`` and ``series`` are None without the metric."""
 
     run: Run
-    newest_id: Annotated[int | None, Shown("Its newest committed checkpoint, of which the facts are.")]
+    newest_id: Annotated[int | None, Shown("Newest committed checkpoint, the source of the facts.")]
     metric: RunMetric | None
     series: Series | None
 
@@ -50,15 +50,15 @@ class ComparedFact:
     name: str
     is_metadata: bool
     values: tuple[str | None, ...]
-    differs: Annotated[bool, Shown("Whether the runs have different values.")]
+    differs: Annotated[bool, Shown("The runs have different values.")]
 
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
     """Runs side by side, in the requested order."""
 
-    metric: Annotated[str | None, Shown("The requested one, or one that is called a loss.")]
-    metric_names: Annotated[tuple[str, ...], Shown("What the newest checkpoints have.")]
+    metric: Annotated[str | None, Shown("Requested metric, or a loss.")]
+    metric_names: Annotated[tuple[str, ...], Shown("Facts of the newest checkpoints.")]
     runs: tuple[ComparedRun, ...]
     facts: tuple[ComparedFact, ...]
 

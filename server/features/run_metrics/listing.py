@@ -65,7 +65,7 @@ class RunMetric:
     """Metric over the committed checkpoints of a run. ``last``: value of the highest step."""
 
     name: str
-    count: Annotated[int, Shown("Checkpoints that have it as a finite number.")]
+    count: Annotated[int, Shown("Checkpoints with a finite value.")]
     last: MetricPlace
     min: MetricPlace
     max: MetricPlace
@@ -78,7 +78,7 @@ class RunSummary:
     run: Run
     metric: RunMetric | None
     metadata: Annotated[
-        Mapping[str, str], Shown("Those of `show`, of the newest checkpoint; nested names joined by dots.")
+        Mapping[str, str], Shown("Members in `show`, of the newest checkpoint; nested names joined by dots.")
     ]
 
 

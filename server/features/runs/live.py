@@ -46,9 +46,13 @@ class RunActivity:
     run_id: int
     state: Annotated[str, OneOf(Activity)]
     last_at: Annotated[datetime | None, Shown("When the newest checkpoint was committed.")]
-    interval_seconds: Annotated[float | None, Shown("The median between the newest ones.")]
-    expected_at: Annotated[datetime | None, Shown("When the next one is expected, of a run in training.")]
-    changes_at: Annotated[datetime | None, Shown("When it counts as stalled or ended without another one.")]
+    interval_seconds: Annotated[float | None, Shown("Median between the newest checkpoints.")]
+    expected_at: Annotated[
+        datetime | None, Shown("Expected time of the next checkpoint, for a run in training.")
+    ]
+    changes_at: Annotated[
+        datetime | None, Shown("Time at which the run counts as stalled or ended without another checkpoint.")
+    ]
 
 
 @feature.get("/runs/{run_id}/activity", tag="runs")
@@ -134,9 +138,7 @@ class RunFeed(Feed[_FollowingRun]):
         return False
 
 
-_STREAM: Final = described_stream(
-    "`ready` at once, then `changed` with each change.", "with the run as it is"
-)
+_STREAM: Final = described_stream("`ready` at once, then `changed` with each change.", "with the current run")
 
 
 @feature.get("/runs/{run_id}/events", tag="runs", responses=_STREAM, errors=(404, 503))

@@ -307,7 +307,7 @@ class Registration(Request):
     @model_validator(mode="after")
     def _placed(self) -> Self:
         if (self.root is None) == (self.root_url is None):
-            raise ValueError("one of root and root_url is needed")
+            raise ValueError("root or root_url is required")
         return self
 
 
@@ -343,9 +343,9 @@ def observe(
 
         return forget
     if facts is None:
-        raise NotFoundError(f"there is no checkpoint in the storage of root {root.name} under that key")
+        raise NotFoundError(f"the storage of root {root.name} has no checkpoint under this key")
     if facts.state == "incomplete" and not registration.deleted:
-        raise ConflictError(f"nothing is committed in root {root.name} under that key, only data of a save")
+        raise ConflictError(f"root {root.name} has only uncommitted data of a save under this key")
     if facts.state == "committed" and not registration.deleted:
         facts = replace(_labelled(facts, registration), registered_by=caller.name, owner=caller.owner)
     prepare_structures(database, [facts.structure], clock=clock)
@@ -412,7 +412,7 @@ def _at_url(roots: Roots, url: str, key: str, visible: frozenset[str] | None) ->
         if inner is not None
     ]
     if not found:
-        raise NotFoundError("no root holds that URL; ask the operator to configure one")
+        raise NotFoundError("no root contains this URL; ask the operator to configure a root")
     inner, root = min(found, key=lambda one: len(one[0]))
     return root, check_key(f"{inner}/{key}" if inner else key)
 

@@ -278,7 +278,7 @@ class _Scan:
         checkpoints then belong to different folders."""
         if self._root.identity() != self._identity:
             raise UnavailableError(
-                f"the folder of root {self._root.name} was replaced by another one during the scan"
+                f"the folder of root {self._root.name} was replaced by another folder during the scan"
             )
 
     def _look(self, candidates: list[Candidate]) -> list[CheckpointFacts | None]:

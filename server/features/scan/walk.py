@@ -35,9 +35,9 @@ MAX_DEPTH: Final = 24
 
 _TOO_LONG: Final = f"keys of more than {MAX_KEY_CHARACTERS} characters"
 _TOO_DEEP: Final = f"more than {MAX_DEPTH} folders deep"
-_NOWHERE: Final = "links that lead nowhere"
-_CIRCLE: Final = "links that lead in a circle"
-_OUT: Final = "links that lead out of the root, which are not followed"
+_NOWHERE: Final = "broken links"
+_CIRCLE: Final = "circular links"
+_OUT: Final = "links out of the root, which are not followed"
 
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@, -]{0,199}(?<!\.)")
 
@@ -90,7 +90,7 @@ def walk(root: StorageRoot, below: str = "") -> Iterator[WalkResult]:
         return
     path = root.url_of(below)
     if not os.path.isdir(path):  # noqa: PTH112 - beside os.scandir and os.stat, which take strings
-        raise CheckpointNotFoundError(f"{path}: the root's folder is not there", path=path)
+        raise CheckpointNotFoundError(f"{path}: the root's folder does not exist", path=path)
     yield from _FolderWalk(root.url_of("")).walk(path, below, below.count("/"))
 
 
@@ -306,7 +306,7 @@ def _fault_of(name: str) -> str | None:
     if _PLAIN_NAME.fullmatch(name):
         return None
     fault = fault_of_key(name)
-    return None if fault is None else f"names that are no keys: {fault}"
+    return None if fault is None else f"names invalid as keys: {fault}"
 
 
 # -- object stores -------------------------------------------------------------------------------------------

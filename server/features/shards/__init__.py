@@ -48,7 +48,7 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     bytes: int
-    file_offset: Annotated[int | None, Shown("Of its first byte in the file; null: not known.")] = None
+    file_offset: Annotated[int | None, Shown("Position of the first byte in the file; null: unknown.")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class StoredChunk:
     dtype: str
     rank: int | None
     file: str
-    file_offset: Annotated[int, Shown("Of its first byte in the file.")]
+    file_offset: Annotated[int, Shown("Position of the first byte in the file.")]
     bytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -81,7 +81,7 @@ class StoredChunk:
 class RankShare:
     """Files of a rank; ``rank`` None: files without a rank in their names."""
 
-    rank: Annotated[int | None, Shown("null: of files whose names have none.")]
+    rank: Annotated[int | None, Shown("null: files without a rank in their names.")]
     files: int
     file_bytes: int | None
     chunks: int
@@ -99,8 +99,8 @@ class ShardMapRow:
     files: int
     file_bytes: Annotated[int | None, Shown("null: not known.")]
     tensor_bytes: int
-    largest_rank_bytes: Annotated[int, Shown("Of the rank that has the most in them.")]
-    replicated_bytes: Annotated[int, Shown("Of tensors that are stored more than once.")]
+    largest_rank_bytes: Annotated[int, Shown("Largest bytes of a rank.")]
+    replicated_bytes: Annotated[int, Shown("Bytes of tensors stored more than once.")]
     chunks: Annotated[int, Shown("Of tensors, in them.")]
 
 
@@ -118,21 +118,21 @@ class ShardMap:
     end: int
     bin_bytes: int
     bins: int
-    largest_rank: Annotated[int | None, Shown("The one that has the most bytes of tensors.")]
+    largest_rank: Annotated[int | None, Shown("Rank with the most bytes of tensors.")]
     largest_rank_bytes: int
     mean_rank_bytes: float
     rows: tuple[ShardMapRow, ...]
     names: tuple[str, ...]
-    name_bytes: Annotated[tuple[int, ...], Shown("Of names: bytes that all ranks store of it.")]
-    name_layers: Annotated[tuple[int | None, ...], Shown("Of names: the number of its layer, if it has one.")]
-    is_replicated: Annotated[tuple[bool, ...], Shown("Of names: it is stored more than once.")]
+    name_bytes: Annotated[tuple[int, ...], Shown("By name: bytes stored by all ranks.")]
+    name_layers: Annotated[tuple[int | None, ...], Shown("By name: number of the layer, if any.")]
+    is_replicated: Annotated[tuple[bool, ...], Shown("By name: stored more than once.")]
     dtypes: tuple[str, ...]
     cell_rows: tuple[int, ...]
     cell_bins: tuple[int, ...]
     cell_bytes: tuple[int, ...]
     cell_chunks: tuple[int, ...]
     cell_names: Annotated[tuple[int, ...], Shown("Places in names: the tensor with the most bytes.")]
-    cell_dtypes: Annotated[tuple[int, ...], Shown("Places in dtypes: of that tensor.")]
+    cell_dtypes: Annotated[tuple[int, ...], Shown("Index in dtypes of the tensor.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class SavePhase:
     """
 
     name: str
-    within: Annotated[str | None, Shown("The phase that it is a part of.")]
-    is_blocking: Annotated[bool, Shown("Training waited for it.")]
+    within: Annotated[str | None, Shown("Enclosing phase.")]
+    is_blocking: Annotated[bool, Shown("Training waited for the phase.")]
     ranks: Annotated[int, Shown("That recorded it.")]
     min_seconds: float
     median_seconds: float
@@ -158,9 +158,9 @@ class PhaseRow:
 
     first_rank: int
     last_rank: int
-    slowest_rank: Annotated[int, Shown("The one whose phases together took longest.")]
-    total_seconds: Annotated[float, Shown("Of the slowest one, all phases that are no part of another.")]
-    seconds: Annotated[tuple[float | None, ...], Shown("By phase: of the slowest rank in it.")]
+    slowest_rank: Annotated[int, Shown("Rank with the longest total of phases.")]
+    total_seconds: Annotated[float, Shown("Seconds of the slowest rank in all top-level phases.")]
+    seconds: Annotated[tuple[float | None, ...], Shown("By phase: seconds of the slowest rank.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +196,9 @@ class _Selection(QueryModel):
     first_rank: Rank | None = None
     last_rank: Rank | None = None
     begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0
-    end: Annotated[_Offset, Field(description="Behind the last byte; that of the longest file.")] | None = (
-        None
-    )
+    end: (
+        Annotated[_Offset, Field(description="End of the range; default: end of the longest file.")] | None
+    ) = None
     glob: Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None = None
 
     def check(self) -> None:
@@ -340,7 +340,7 @@ class ShardsView(_Selection):
 
     glob: Annotated[str, Field(max_length=254)] | None = None
     colour: Literal["layer", "dtype", "bytes"] = "layer"
-    wait: Annotated[bool, Field(description="Also where it takes long.")] = False
+    wait: Annotated[bool, Field(description="Wait for slow answers.")] = False
     cursor: Annotated[str, Field(max_length=4096)] | None = None
 
     @property
@@ -409,18 +409,20 @@ def _balance(found: ShardMap, world_size: int | None, *, is_whole: bool) -> list
         sentences.append(f"{count_text(silent)} of {count_text(world_size)} ranks wrote nothing.")
     replicated = sum(row.replicated_bytes for row in found.rows)
     if replicated:
-        sentences.append(f"{bytes_text(replicated)} belong to tensors that are stored more than once.")
+        sentences.append(f"{bytes_text(replicated)} belong to tensors stored more than once.")
     return sentences
 
 
 def _share(found: ShardMap) -> str:
     mean, ratio = bytes_text(found.mean_rank_bytes), found.largest_rank_bytes / found.mean_rank_bytes
     if found.rank_count == 1:
-        return f"Rank {found.largest_rank} wrote all of it, {bytes_text(found.largest_rank_bytes)}."
+        return f"Rank {found.largest_rank} wrote all bytes, {bytes_text(found.largest_rank_bytes)}."
     if ratio < _SAME:
         return f"All {count_text(found.rank_count)} ranks wrote the same amount: {mean}."
     if ratio < _EVEN:
-        return f"All ranks wrote about the same amount: {mean} each, at most {times_text(ratio)} times that."
+        return (
+            f"All ranks wrote about the same amount: {mean} each, at most {times_text(ratio)} times the mean."
+        )
     return (
         f"Rank {found.largest_rank} wrote {times_text(ratio)} times the mean: "
         f"{bytes_text(found.largest_rank_bytes)}; the mean is {mean}."

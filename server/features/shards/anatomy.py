@@ -202,10 +202,10 @@ def _sentences(found: SavePhases) -> list[str]:
     longest = max(whole, key=lambda phase: phase.max_seconds)
     blocking, behind = seconds_text(found.blocking_seconds), seconds_text(found.background_seconds)
     if all(phase.is_blocking for phase in whole):
-        sentences = [f"The save took {blocking}, and training waited for all of it."]
+        sentences = [f"The save took {blocking}, and training waited the whole time."]
     else:
         sentences = [f"Training waited {blocking}; {behind} ran in the background."]
-    sentences.append(f"Most of that was {_readable(longest.name)}: {_took(longest)}.")
+    sentences.append(f"The longest phase was {_readable(longest.name)}: {_took(longest)}.")
     held_up = [phase for phase in whole if phase is not longest and phase.is_blocking]
     return sentences + [
         f"{_readable(phase.name).capitalize()}: {_took(phase)}."

@@ -33,16 +33,16 @@ class Stage:
     """Stage with its rule and the caller's rights."""
 
     name: str
-    approvals: Annotated[int, Shown("Approvals that a promotion needs.")]
+    approvals: Annotated[int, Shown("Approvals required for a promotion.")]
     request_scope: Annotated[str, OneOf(Scope)]
-    requesters: Annotated[tuple[str, ...], Shown("If there are any, only these may request.")]
+    requesters: Annotated[tuple[str, ...], Shown("Allowed requesters; empty: all callers with the scope.")]
     approve_scope: Annotated[str, OneOf(Scope)]
-    approvers: Annotated[tuple[str, ...], Shown("If there are any, only these may approve.")]
+    approvers: Annotated[tuple[str, ...], Shown("Allowed approvers; empty: all callers with the scope.")]
     self_approval: bool
     requires_verified: bool
     requires_previous: Annotated[bool, Shown("Only from the stage before.")]
-    may_request: Annotated[bool, Shown("Whether the caller may.")]
-    may_approve: Annotated[bool, Shown("Whether the caller may, except perhaps of their own requests.")]
+    may_request: Annotated[bool, Shown("Right of the caller.")]
+    may_approve: Annotated[bool, Shown("Right of the caller; own requests may be excluded.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class StageHolder:
     request_id: int
     promoted_by: str
     promoted_at: datetime
-    is_changed: Annotated[bool, Shown("Its content is not what was promoted.")]
+    is_changed: Annotated[bool, Shown("The content has changed since the promotion.")]
     state: Annotated[str, OneOf(State)]
     verification: Annotated[str, OneOf(Verdict)]
 
@@ -77,7 +77,7 @@ class StageRequest:
     reason: str | None
     requested_by: str
     approved_by: tuple[str, ...]
-    is_changed: Annotated[bool, Shown("The content of the checkpoint is not what was requested.")]
+    is_changed: Annotated[bool, Shown("The content has changed since the request.")]
     created_at: datetime
     updated_at: datetime
     version: int

@@ -64,7 +64,7 @@ class StagesSettings(BaseModel):
     @model_validator(mode="after")
     def _named(self) -> Self:
         if len(set(self.order)) < len(self.order):
-            raise ValueError("order: a stage is there twice")
+            raise ValueError("order: contains a stage twice")
         unknown = sorted(self.rules.keys() - set(self.order))
         if unknown:
             raise ValueError(f"rules: {unknown[0]!r} is none of the stages {', '.join(self.order)}")

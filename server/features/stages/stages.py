@@ -247,7 +247,7 @@ def why_held(connection: Connection, settings: Settings, run_id: int, name: str)
     )
     if connection.execute(held).first() is None and not (options.reserved and name in options.order):
         return None
-    return f"alias {name!r} is a stage: request a promotion, or demote the checkpoint that is in it"
+    return f"alias {name!r} is a stage: request a promotion, or demote the checkpoint in the stage"
 
 
 # -- changes -------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def withdraw(
     _, request = _locked(connection, ask, number, match)
     if ask.caller.owner[:256] != request.owner and not ask.caller.may("admin", request.root):
         raise ForbiddenError(
-            f"request {number} is by {request.requested_by}: they and admins may withdraw it"
+            f"request {number} is by {request.requested_by}: only they and admins may withdraw"
         )
     return _close(connection, ask, request, "withdrawn", "withdraw", reason)
 
@@ -439,12 +439,12 @@ def _check_promotable(
     if row["state"] != "committed":
         raise StateError(f"checkpoint {number} is {row['state']}", state=row["state"])
     if is_pruned_now(connection, number):
-        raise StateError(f"a job drops parts of checkpoint {number}: wait until it ends", state="pruned")
+        raise StateError(f"a job drops parts of checkpoint {number}: wait for the job to end", state="pruned")
     if content is not None and is_changed(content, row):
         why = f"checkpoint {number} has changed since the request: reject it, and request the promotion again"
         raise StateError(why, state="changed")
     if rule.requires_verified and row["verification"] != "good":
-        why = f"stage {stage!r} needs a verified checkpoint, and {number} is {row['verification']}: verify it"
+        why = f"stage {stage!r} needs verified checkpoints, and {number} is {row['verification']}: verify it"
         raise StateError(why, state=row["verification"])
     holders = holders_of(connection, row["run_id"])
     own = [name for name, one in holders.items() if one.checkpoint_id == number]
@@ -453,7 +453,9 @@ def _check_promotable(
         if name == stage and not holders[name].is_changed:
             raise StateError(f"checkpoint {number} is in stage {stage!r} already", state=stage)
         if name not in rules.order or rules.order.index(name) > place:
-            raise StateError(f"checkpoint {number} is in stage {name!r}: demote it first", state=name)
+            raise StateError(
+                f"checkpoint {number} is in stage {name!r}: demote the checkpoint first", state=name
+            )
     if rule.requires_previous and place and rules.order[place - 1] not in own:
         before = rules.order[place - 1]
         raise StateError(f"checkpoint {number} has to be in stage {before!r} before {stage!r}", state="early")
@@ -580,5 +582,5 @@ def _emit(
 
 def _forbidden(act: str, stage: str, scope: str) -> ForbiddenError:
     return ForbiddenError(
-        f"you may not {act} stage {stage!r}: see GET /api/v1/stages for who may", scope=scope
+        f"you may not {act} stage {stage!r}: see GET /api/v1/stages for the allowed callers", scope=scope
     )

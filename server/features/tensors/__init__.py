@@ -57,8 +57,8 @@ class MeasuredTensor:
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    statistics: Annotated[Mapping[str, Any] | None, Shown("null: bits that are not numbers.")]
-    is_kept: Annotated[bool, Shown("Computed by a job; else read for this answer.")]
+    statistics: Annotated[Mapping[str, Any] | None, Shown("null: not numeric.")]
+    is_kept: Annotated[bool, Shown("true: computed by a job; false: read for this answer.")]
     computed_at: Annotated[datetime | None, Shown("By the job.")] = None
 
 
@@ -243,9 +243,9 @@ def mark_of(dtype: str, values: Values | None, second_moment: Values | None = No
     if largest is not None and largest > LARGE:
         return Mark("exploding", f"the largest is {largest:.3g}")
     if values["zeros"] == values["count"]:
-        return Mark("dead", "all of it is 0")
+        return Mark("dead", "all elements are 0")
     if second_moment is not None and second_moment["zeros"] == second_moment["count"] > 1:
-        return Mark("dead", "its second moment is 0: no gradient has reached it")
+        return Mark("dead", "its second moment is 0: no gradient has reached the tensor")
     return None
 
 

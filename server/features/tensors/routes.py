@@ -67,16 +67,16 @@ _OldFqn = Annotated[
 ]
 _Slice = Annotated[
     str | None,
-    Query(alias="slice", max_length=512, description="As numpy has it.", examples=["0:2,:,-1"]),
+    Query(alias="slice", max_length=512, description="Slice in numpy notation.", examples=["0:2,:,-1"]),
 ]
 _Side = Annotated[int, Query(ge=1, le=256, description="As many cells at most.")]
 
 
 async def _fqn(fqn: _Fqn = None, old: _OldFqn = None) -> str:
     if fqn is None and old is None:
-        raise UnprocessableError("which tensor? fqn is its name, as the list of tensors has it", field="fqn")
+        raise UnprocessableError("fqn is required: the name of a tensor in the list of tensors", field="fqn")
     if None not in (fqn, old) and fqn != old:
-        raise UnprocessableError("fqn and name are two words for one thing: give one", field="name")
+        raise UnprocessableError("fqn and name are synonyms: give only one of them", field="name")
     return fqn or old or ""
 
 
@@ -128,11 +128,12 @@ def tensor_tree(
     ask: Ask,
     page: PageQuery,
     prefix: Annotated[
-        str, Query(max_length=_MAX_NAME, description="A name without its last dot; the top without it.")
+        str,
+        Query(
+            max_length=_MAX_NAME, description="Prefix of names, without the last dot; default: the top level."
+        ),
     ] = "",
-    collapsed: Annotated[
-        bool, Query(description="A name with a single one below it is one with that: model.decoder.")
-    ] = False,
+    collapsed: Annotated[bool, Query(description="Merge names with a single child: model.decoder.")] = False,
 ) -> TreePage:
     """Return a level of the tree of dotted names."""
     row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
@@ -157,7 +158,7 @@ def tensor_data(
     taken: _Slice = None,
     to: Annotated[
         Literal["npy", "safetensors"],
-        Query(alias="format", description=".npy has float32 for what numpy has not."),
+        Query(alias="format", description=".npy uses float32 for dtypes unknown to numpy."),
     ] = "npy",
 ) -> Response:
     """Download a tensor or slice as .npy or .safetensors. Reads and verifies the required bytes only."""
@@ -181,7 +182,12 @@ def get_tensor_grid(
     ask: Ask,
     taken: Annotated[
         str | None,
-        Query(alias="slice", max_length=512, description="What leaves two dimensions.", examples=["0,:,:"]),
+        Query(
+            alias="slice",
+            max_length=512,
+            description="Slice with two remaining dimensions.",
+            examples=["0,:,:"],
+        ),
     ] = None,
     rows: _Side = 128,
     columns: _Side = 128,

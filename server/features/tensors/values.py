@@ -118,13 +118,13 @@ def tensor_grid(
     row = opened.row(fqn)
     dtype = opened.index.dtype(row)
     if is_opaque(dtype) or "complex" in dtype.name:
-        raise UnprocessableError(f"{dtype.name} has no values that can be ordered", field="fqn")
+        raise UnprocessableError(f"{dtype.name} has no ordered values", field="fqn")
     with TensorReader(opened.store, opened.index) as reader:
         shape = reader.shape_of(row, slices)
         if len(shape) > 2:
             taken = ", ".join([":", ":", *["0"] * (len(shape) - 2)])
             raise UnprocessableError(
-                f"{len(shape)} dimensions are left; give a slice that leaves two, such as {taken}",
+                f"{len(shape)} dimensions remain; give a slice with two dimensions, for example {taken}",
                 field="slice",
             )
         height, width = shape if len(shape) == 2 else (1, math.prod(shape))

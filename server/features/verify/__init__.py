@@ -46,7 +46,7 @@ class Verification:
     id: int
     outcome: Annotated[str, Shown("good or damaged.")]
     mode: str
-    is_current: Annotated[bool, Shown("Whether the checkpoint is still what was verified.")]
+    is_current: Annotated[bool, Shown("The content has not changed since.")]
     findings: Any
     checked_bytes: int
     seconds: float
@@ -58,7 +58,7 @@ class VerifyKind(SimpleKind[CheckpointParams]):
     """Verification of a checkpoint."""
 
     name: ClassVar[str] = "verify"
-    about: ClassVar[str] = "Read every byte of a checkpoint and compare it with its checksums."
+    about: ClassVar[str] = "Read every byte of a checkpoint and compare with the checksums."
     button: ClassVar[str] = "Verify: read every byte"
     scope: ClassVar[Scope] = "write"
     params = CheckpointParams
@@ -123,7 +123,9 @@ class DigestKind(SimpleKind[CheckpointParams]):
     """Digests of a checkpoint: from the manifest, and by reading the remaining tensors."""
 
     name: ClassVar[str] = "digest"
-    about: ClassVar[str] = "Compute digests of the tensors of a checkpoint, to find others with the same."
+    about: ClassVar[str] = (
+        "Compute digests of the tensors of a checkpoint, to find checkpoints with equal tensors."
+    )
     scope: ClassVar[Scope] = "write"
     params = CheckpointParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.values.digests",)

@@ -141,7 +141,7 @@ def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
     host = _literal(host[1:-1]) if host.startswith("[") else _host_name(host)
     port = int(match["port"]) if match["port"] else (443 if scheme == "https" else 80)
     if port not in _HTTP_PORTS and (not 1024 <= port <= 65535 or port in _REFUSED_PORTS):
-        raise RefusedUrlError(f"port {port} is not one of HTTP: 80, 443, or from 1024 on")
+        raise RefusedUrlError(f"port {port} is not allowed: use 80, 443, or 1024 and above")
     path = match["path"] or "/"
     target = WebhookUrl(scheme, host, port, path if path.startswith("/") else f"/{path}")
     address = target.address
@@ -149,7 +149,7 @@ def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
         _check(target, address, allowed)
     elif host == "localhost" or host.endswith(".localhost"):
         if not (host in allowed.hosts or allowed.networks):
-            raise RefusedUrlError(f"{host} is this machine; `webhook_allow_private` may allow it")
+            raise RefusedUrlError(f"{host} is this machine; `webhook_allow_private` can allow access")
     elif scheme == "http" and not allowed:
         raise RefusedUrlError(_NEEDS_TLS)
     return target
@@ -167,7 +167,7 @@ def permitted_addresses(target: WebhookUrl, allowed: Allowed, resolve: Resolve) 
     for text in found:
         address = _address(text)
         if address is None:
-            raise RefusedUrlError(f"{target.host} resolves to something that is no address")
+            raise RefusedUrlError(f"{target.host} does not resolve to an address")
         _check(target, address, allowed)
     return tuple(found)
 
@@ -187,7 +187,9 @@ def _check(target: WebhookUrl, address: Address, allowed: Allowed) -> None:
     if allowed.covers(target.host, address):
         return
     if not _is_public(address):
-        raise RefusedUrlError(f"{target.host} is not a public address; `webhook_allow_private` may allow it")
+        raise RefusedUrlError(
+            f"{target.host} is not a public address; `webhook_allow_private` can allow access"
+        )
     if target.scheme == "http":
         raise RefusedUrlError(_NEEDS_TLS)
 
@@ -236,7 +238,7 @@ def _host_name(text: str) -> str:
         try:
             return str(IPv4Address(host))
         except ValueError:
-            raise RefusedUrlError(f"{host} is not an IPv4 address as it is written: four numbers") from None
+            raise RefusedUrlError(f"{host} is not an IPv4 address: write four numbers") from None
     if not all(_LABEL.fullmatch(label) for label in labels):
         raise RefusedUrlError(f"{host!r} is not the name of a host")
     return host

@@ -43,7 +43,7 @@ class Webhook:
     roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
     description: str
     is_enabled: bool
-    disabled_reason: Annotated[str | None, Shown("The reason why the service disabled it.")]
+    disabled_reason: Annotated[str | None, Shown("Reason why the service disabled the webhook.")]
     failing_since: Annotated[datetime | None, Shown("No delivery has succeeded since.")]
     previous_secret_until: Annotated[datetime | None, Shown("Until then the previous secret signs as well.")]
     created_at: datetime
@@ -74,7 +74,7 @@ def check_secret(secret: str) -> str:
     try:
         key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
     except binascii.Error:
-        raise ValueError("a secret is base64 after its prefix") from None
+        raise ValueError("a secret must be base64 after its prefix") from None
     if not 24 <= len(key) <= 64:
         raise ValueError("a secret has 24 to 64 bytes")
     return secret

@@ -53,7 +53,7 @@ class WebhookRequest(Request):
     """A new webhook."""
 
     url: Url = Field(
-        description="https and a public address; http and others only where the operator allows it."
+        description="https and a public address; http and private addresses only if allowed by the operator."
     )
     events: Events = Field(default_factory=lambda: list(event_kinds()))
     roots: RootNames | None = Field(default=None, description="Names of roots; null: all.")
@@ -190,7 +190,7 @@ def test_webhook(webhook_id: IdPath, ask: Ask) -> Delivery:
     def act(connection: Connection) -> Delivery:
         hook = HOOKS.find(connection, webhook_id, ask.visible)
         if not hook.is_enabled:
-            raise ConflictError("the webhook is disabled; enable it first", state="disabled")
+            raise ConflictError("the webhook is disabled; enable the webhook first", state="disabled")
         HOOKS.audit(connection, ask, "test", hook, {})
         return delivery_of(deliveries.send_test(connection, hook, ask.now))
 
@@ -231,11 +231,11 @@ def read_samples(connection: Connection, service: Service) -> Iterator[Metric]:
     yield gauge("dcp_webhooks", "Webhooks", ["state"], [((state,), n) for state, n in by_state.items()])
     states = select(deliveries_table.c.state, func.count()).group_by(deliveries_table.c.state)
     rows = counts(connection, ("waiting", "delivered", "failed"), states)
-    yield gauge("dcp_webhook_deliveries", "Deliveries that are remembered, by state", ["state"], rows)
+    yield gauge("dcp_webhook_deliveries", "Stored deliveries by state", ["state"], rows)
     oldest = connection.execute(
         select(func.min(deliveries_table.c.created_seconds))
         .select_from(deliveries_table.join(webhooks, deliveries_table.c.webhook_id == webhooks.c.id))
         .where(deliveries_table.c.state == "waiting", webhooks.c.is_enabled)
     ).scalar()
-    help_text = "How long the oldest delivery that is not there yet has been due or tried"
+    help_text = "Seconds since the oldest undelivered delivery was due"
     yield age("dcp_webhook_oldest_waiting_seconds", help_text, oldest, service.clock())

@@ -40,9 +40,9 @@ class LoadProblem:
     """Name that differs between a state and the checkpoint. ``stored_fqn``: its name in the checkpoint."""
 
     kind: Annotated[str, OneOf(LoadProblemKind)]
-    fqn: Annotated[str, Shown("As the state has it; of an unexpected one as the checkpoint has it.")]
-    stored_fqn: Annotated[str | None, Shown("In the checkpoint; null if it is not there.")]
-    wanted: Annotated[TensorType | None, Shown("In the state; null of values and of what is not known.")]
+    fqn: Annotated[str, Shown("Name in the state; for an unexpected entry, name in the checkpoint.")]
+    stored_fqn: Annotated[str | None, Shown("In the checkpoint; null if missing.")]
+    wanted: Annotated[TensorType | None, Shown("In the state; null for values and unknown facts.")]
     stored: Annotated[TensorType | None, Shown("In the checkpoint.")]
 
 
@@ -50,7 +50,7 @@ class LoadProblem:
 class LoadFindings:
     """Matches of the names of a state. ``counts``: by kind of problem; ``problems``: the first 500 each."""
 
-    matching: Annotated[int, Shown("That are there, with this shape and dtype as far as they are known.")]
+    matching: Annotated[int, Shown("Names with equal known shape and dtype.")]
     counts: Annotated[Mapping[str, int], Shown("By kind of problem, all of them.")]
     problems: Annotated[tuple[LoadProblem, ...], Shown("The first 500 of each kind.")]
 
@@ -70,7 +70,7 @@ class LoadCheck:
     rename: Annotated[Mapping[str, str], Shown("For dcp.load; {} without any.")]
     renamed: Annotated[LoadFindings | None, Shown("With the renaming.")]
     hint: Annotated[str | None, Shown("The hint of dcp.load about missing names.")]
-    code: Annotated[str, Shown("Python code that loads it.")]
+    code: Annotated[str, Shown("Python code for the load.")]
 
 
 _MAX_CHARACTERS: Final = 1 << 16
@@ -98,7 +98,7 @@ class ShapesKind(SimpleKind[ShapesParams]):
 
     name: ClassVar[str] = "shapes"
     about: ClassVar[str] = (
-        "Create the model of a config.json without its weights, and list its names, shapes and dtypes."
+        "Create the model of a config.json without weights, and list names, shapes and dtypes."
     )
     scope: ClassVar[Scope] = "read"
     params = ShapesParams
@@ -128,7 +128,7 @@ class ShapesKind(SimpleKind[ShapesParams]):
             raise PermanentJobError(f"making the model took more than {_SECONDS:g} s") from None
         if done.returncode:
             raise PermanentJobError(
-                "making the model was stopped: it exceeds the limit of processor time or memory"
+                "building the model was stopped: the limit of processor time or memory was exceeded"
             )
         found: Json = json.loads(done.stdout)
         if "problem" in found:

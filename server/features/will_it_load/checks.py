@@ -95,7 +95,7 @@ def _state(named: Iterable[tuple[Any, Any]], values: Iterable[Any], has_values: 
     tensors = {_name(name): _tensor(name, one) for name, one in named}
     others = frozenset(map(_name, values))
     if not tensors and not others:
-        raise _wrong(f"there is no tensor in it; {_HOW}")
+        raise _wrong(f"contains no tensor; {_HOW}")
     if len(tensors) + len(others) > _MAX_NAMES:
         raise _wrong(f"more than {_MAX_NAMES:,} names")
     return StateNames(tensors, others, has_values)
@@ -251,7 +251,7 @@ def _code(left: LoadFindings, rename: Mapping[str, str], place: str, through: st
         "import dcp",
         "",
         *_warnings(left),
-        "state = model.state_dict()  # with the names that were checked",
+        "state = model.state_dict()  # with the checked names",
     ]
     if len(options) == 1:
         lines.append(f"dcp.load(state, {options[0]})")
@@ -264,7 +264,7 @@ def _warnings(left: LoadFindings) -> Iterator[str]:
     if left.counts["missing"]:
         yield f"# not in the checkpoint, left as the model was made: {left.counts['missing']:,} names"
     if left.counts["shape"] + left.counts["kind"]:
-        yield "# this still fails: shapes have to be those that were saved"
+        yield "# this still fails: shapes must equal the saved shapes"
 
 
 def _raw(text: str) -> str:

@@ -70,7 +70,7 @@ def test_of_a_large_matrix_a_part_is_read(drawn: DataSite) -> None:
     found = asked(drawn, "large", "tensors/grid", fqn="w", rows=4, columns=2)
     assert found["is_sampled"] and 0 < found["read_elements"] <= 1 << 26 and found["mean"] == [3.0] * 8
     for fqn, status, says in (
-        ("deep", 422, "slice that leaves two"),
+        ("deep", 422, "slice with two dimensions"),
         ("none", 404, "not in the checkpoint"),
         ("step", 404, "a value"),
     ):

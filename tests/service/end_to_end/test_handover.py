@@ -249,7 +249,7 @@ def test_answers_of_a_target(
         ({"mlflow": {"url": "ftp://mlflow.example.org"}}, "http(s)://"),
         ({"mlflow": {"url": "https://m.example.org", "user": "u"}}, "a token, or a user and a password"),
         ({"mlflow": {"url": "https://m.example.org", "name": "{step}"}}, "{root} and {run}"),
-        ({"wandb": {"project": "p"}}, "an api_key, or a folder"),
+        ({"wandb": {"project": "p"}}, "set api_key, or folder"),
         ({"mlflow": {"url": "https://m.example.org", "token": {"a": TOKEN}}}, "valid string"),
         ({"mlflow": {"url": "https://m.example.org", "token": f"{TOKEN}\n"}}, "visible ASCII"),
         ({"when": [{"event": "checkpoint.aliased "}]}, "there are checkpoint.aliased, checkpoint.committed"),

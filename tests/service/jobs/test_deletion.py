@@ -248,7 +248,7 @@ def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hol
         lean.http.put(path, json={"checkpoint_id": before.id}).raise_for_status()
     lean.worker.drain()
     found = lean.job(job)
-    assert found.state == "failed" and "stays whole" in str(found.error)
+    assert found.state == "failed" and "must stay whole" in str(found.error)
     assert there(run) == ["whole"] * 4
 
 

@@ -45,13 +45,13 @@ def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -
     page = browser.page(f"/checkpoints/{number}/shards")
     assert "Rank 0 wrote 1.02 times" not in page.text
     assert "All ranks wrote about the same amount" in page.text and "1 of 5 ranks wrote nothing." in page.text
-    assert "80 B belong to tensors that are stored more than once." in page.text
+    assert "80 B belong to tensors stored more than once." in page.text
     for below in ("shards", "shards/chunks"):
         assert browser.get(f"/checkpoints/{number}/{below}?glob=a%7F").status_code == 422
     part = next(link for link in page.links if "first_rank=2" in link)
     assert parse_qs(urlsplit(part).query) == {"first_rank": ["2"], "last_rank": ["2"]}
     narrowed = browser.page(part)
-    assert "Rank 2 wrote all of it" in narrowed.text and "nothing" not in narrowed.text
+    assert "Rank 2 wrote all bytes" in narrowed.text and "nothing" not in narrowed.text
     twin = next(given["href"] for _, given in narrowed.elements if given.get("class") == "twin")
     assert [row["first_rank"] for row in browser.get(twin).json()["rows"]] == [2]
     assert f"/checkpoints/{number}/shards" in narrowed.links

@@ -127,7 +127,7 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
     assert torch.equal(found[stacked], torch.stack([*experts.values()]))
     for wrong, told in (
         ({"map": "qwen3:hf-to-titn"}, "is no ready map"),
-        ({"below": "model"}, "there is none"),
+        ({"below": "model"}, "require a map"),
         ({"map": "x" * 300}, "256 characters"),
         ({**chosen, "below": "x" * 1025}, "1024 characters"),
     ):
