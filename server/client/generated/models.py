@@ -142,7 +142,7 @@ class Chunk:
     sizes: tuple[int, ...]
     bytes: int
     file_offset: int | None = None
-    """Of its first byte in the file; null: not known."""
+    """Position of the first byte in the file; null: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class ComparedFact:
     is_metadata: bool
     values: tuple[str | None, ...]
     differs: bool
-    """Whether the runs have different values."""
+    """The runs have different values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class ComparedRun:
 
     run: Run
     newest_id: int | None = None
-    """Its newest committed checkpoint, of which the facts are."""
+    """Newest committed checkpoint, the source of the facts."""
     metric: RunMetric | None = None
     series: Series | None = None
 
@@ -199,13 +199,13 @@ class Diff:
     equal_tensors: int
     equal_objects: int
     object_count: int
-    """Of the values that differ."""
+    """Number of differing values."""
     tensors: tuple[DifferingTensor, ...]
     objects: tuple[DifferingObject, ...]
     matching: int | None = None
-    """Tensors that differ and were asked for."""
+    """Requested tensors that differ."""
     job_id: int | None = None
-    """The job that compared values."""
+    """Job of the comparison."""
     created_at: datetime | None = None
     """Of that job."""
 
@@ -232,7 +232,7 @@ class DifferingTensor:
     before: TensorType | None = None
     after: TensorType | None = None
     values: ValueDistance | None = None
-    """The differences that the job found."""
+    """Differences found by the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ class DriftLayer:
     changed: tuple[float | None, ...]
     nonfinite: tuple[int | None, ...]
     layers: int = 1
-    """Neighbouring ones are one where there are very many."""
+    """Adjacent layers merged into this row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +290,7 @@ class File:
     bytes: int
     modified_at: datetime
     role: str
-    """data: it holds tensors; commit: it makes the folder a checkpoint."""
+    """data: contains tensors; commit: marks the folder as a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,15 +324,15 @@ class Handover:
     name: str | None = None
     """Of the registered model, or of the artifact."""
     version: str | None = None
-    """Null where it is known after a synchronization only."""
+    """Null before a synchronization."""
     link: str | None = None
-    """Its page at the target."""
+    """Page at the target."""
     handed_over_at: datetime | None = None
     is_marked_deleted: bool
-    """The target says that the checkpoint was deleted."""
+    """The target marks the checkpoint as deleted."""
     job_id: int | None = None
     error: str | None = None
-    """Of the last job, if it failed, or waits for its next attempt."""
+    """Error of the last job, if failed or waiting for a retry."""
     next_attempt_at: datetime | None = None
 
 
@@ -490,9 +490,9 @@ class LimitUse:
     allowed: int | None = None
     """null: no limit."""
     window_seconds: float | None = None
-    """Of requests: `allowed` in so many seconds."""
+    """Requests: `allowed` per this number of seconds."""
     is_of_process: bool
-    """Each process of the API counts its own; `used` is of the one that answers."""
+    """Each process of the API counts its own requests; `used` is the count of the answering process."""
     level: str
 
 
@@ -504,9 +504,9 @@ class Lineage:
     nodes: tuple[LineageNode, ...]
     edges: tuple[LineageEdge, ...]
     is_cut: bool
-    """There are more than are shown."""
+    """More exist than shown."""
     also_in: tuple[LineageNode, ...]
-    """The first 50 that have the same tensors, by their digests."""
+    """First 50 checkpoints with the same tensors by digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,7 +519,7 @@ class LineageEdge:
     job_id: int | None = None
     created_at: datetime
     map: str | None = None
-    """The weight map that it was made through."""
+    """Weight map of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -533,7 +533,7 @@ class LineageNode:
     format: str
     state: str
     distance: int
-    """In steps of making; negative for what it comes from, 0 is itself."""
+    """Number of jobs in between; negative for ancestors, 0 for the checkpoint itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -554,7 +554,7 @@ class LoadCheck:
     hint: str | None = None
     """The hint of dcp.load about missing names."""
     code: str
-    """Python code that loads it."""
+    """Python code for the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,7 +563,7 @@ class LoadFindings:
     each."""
 
     matching: int
-    """That are there, with this shape and dtype as far as they are known."""
+    """Names with equal known shape and dtype."""
     counts: Mapping[str, int]
     """By kind of problem, all of them."""
     problems: tuple[LoadProblem, ...]
@@ -577,11 +577,11 @@ class LoadProblem:
 
     kind: str
     fqn: str
-    """As the state has it; of an unexpected one as the checkpoint has it."""
+    """Name in the state; for an unexpected entry, name in the checkpoint."""
     stored_fqn: str | None = None
-    """In the checkpoint; null if it is not there."""
+    """In the checkpoint; null if missing."""
     wanted: TensorType | None = None
-    """In the state; null of values and of what is not known."""
+    """In the state; null for values and unknown facts."""
     stored: TensorType | None = None
     """In the checkpoint."""
 
@@ -595,9 +595,9 @@ class MeasuredTensor:
     dtype: str
     shape: tuple[int, ...]
     statistics: Mapping[str, Any] | None = None
-    """null: bits that are not numbers."""
+    """null: not numeric."""
     is_kept: bool
-    """Computed by a job; else read for this answer."""
+    """true: computed by a job; false: read for this answer."""
     computed_at: datetime | None = None
     """By the job."""
 
@@ -627,7 +627,7 @@ class Note:
     author: str
     created_at: datetime
     edited_at: datetime | None = None
-    """null: the text is the first one."""
+    """null: never edited."""
     edited_by: str | None = None
     version: int
     etag: str
@@ -653,11 +653,11 @@ class PhaseRow:
     first_rank: int
     last_rank: int
     slowest_rank: int
-    """The one whose phases together took longest."""
+    """Rank with the longest total of phases."""
     total_seconds: float
-    """Of the slowest one, all phases that are no part of another."""
+    """Seconds of the slowest rank in all top-level phases."""
     seconds: tuple[float | None, ...]
-    """By phase: of the slowest rank in it."""
+    """By phase: seconds of the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -667,9 +667,9 @@ class Quota:
     id: int
     kind: str
     subject: str
-    """Account: account#3, or key#3 of a key without one. Key: its id. Root: its name."""
+    """Account: account#3, or key#3 for a key without an account. Key: id. Root: name."""
     limits: Mapping[str, Any]
-    """By name; null: no limit; not there: the default."""
+    """By name; null: no limit; absent: the default."""
     note: str
     created_at: datetime
     updated_at: datetime
@@ -682,7 +682,7 @@ class RankShare:
     """Files of a rank; ``rank`` None: files without a rank in their names."""
 
     rank: int | None = None
-    """null: of files whose names have none."""
+    """null: files without a rank in their names."""
     files: int
     file_bytes: int | None = None
     chunks: int
@@ -715,7 +715,7 @@ class RetentionDecision:
     bytes: int
     reasons: tuple[str, ...]
     drops: tuple[str, ...] = ()
-    """Parts that would be dropped from it, such as optimizer."""
+    """Parts to drop, for example optimizer."""
     dropped_bytes: int = 0
     """Of their tensors."""
 
@@ -749,11 +749,11 @@ class RetentionPreview:
     deleted: int
     deleted_bytes: int
     checkpoints: tuple[RetentionDecision, ...]
-    """Up to 1,000; those to delete come first."""
+    """Up to 1,000; deletions first."""
     unjudged: tuple[str, ...]
-    """On each rule by a metric that no checkpoint has: it keeps all."""
+    """Rules by a metric that no checkpoint has; such rules keep all checkpoints."""
     dropped: int = 0
-    """Of those kept, how many lose a part."""
+    """Kept checkpoints that lose a part."""
     dropped_bytes: int = 0
     """Of the tensors of these parts."""
 
@@ -769,11 +769,11 @@ class RetentionTotals:
     deleted_bytes: int
     """Freed once the grace is over."""
     unjudged_runs: int
-    """Runs with a rule by a metric that none of their checkpoints has."""
+    """Runs with a rule by an unknown metric."""
     is_cut: bool
     """Always false: all runs are counted."""
     dropped: int = 0
-    """Of those kept, how many lose a part."""
+    """Kept checkpoints that lose a part."""
     dropped_bytes: int = 0
     """Of the tensors of these parts."""
 
@@ -807,7 +807,7 @@ class RootCheck:
     root: str
     is_ok: bool
     detail: str | None = None
-    """What is wrong; null if nothing is."""
+    """Problem, or null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -852,11 +852,11 @@ class RunActivity:
     last_at: datetime | None = None
     """When the newest checkpoint was committed."""
     interval_seconds: float | None = None
-    """The median between the newest ones."""
+    """Median between the newest checkpoints."""
     expected_at: datetime | None = None
-    """When the next one is expected, of a run in training."""
+    """Expected time of the next checkpoint, for a run in training."""
     changes_at: datetime | None = None
-    """When it counts as stalled or ended without another one."""
+    """Time at which the run counts as stalled or ended without another checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -864,9 +864,9 @@ class RunComparison:
     """Runs side by side, in the requested order."""
 
     metric: str | None = None
-    """The requested one, or one that is called a loss."""
+    """Requested metric, or a loss."""
     metric_names: tuple[str, ...]
-    """What the newest checkpoints have."""
+    """Facts of the newest checkpoints."""
     runs: tuple[ComparedRun, ...]
     facts: tuple[ComparedFact, ...]
 
@@ -890,7 +890,7 @@ class RunMetric:
 
     name: str
     count: int
-    """Checkpoints that have it as a finite number."""
+    """Checkpoints with a finite value."""
     last: MetricPlace
     min: MetricPlace
     max: MetricPlace
@@ -903,7 +903,7 @@ class RunSummary:
     run: Run
     metric: RunMetric | None = None
     metadata: Mapping[str, str]
-    """Those of `show`, of the newest checkpoint; nested names joined by dots."""
+    """Members in `show`, of the newest checkpoint; nested names joined by dots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -924,9 +924,9 @@ class SavePhase:
 
     name: str
     within: str | None = None
-    """The phase that it is a part of."""
+    """Enclosing phase."""
     is_blocking: bool
-    """Training waited for it."""
+    """Training waited for the phase."""
     ranks: int
     """That recorded it."""
     min_seconds: float
@@ -1013,17 +1013,17 @@ class ShardMap:
     bin_bytes: int
     bins: int
     largest_rank: int | None = None
-    """The one that has the most bytes of tensors."""
+    """Rank with the most bytes of tensors."""
     largest_rank_bytes: int
     mean_rank_bytes: float
     rows: tuple[ShardMapRow, ...]
     names: tuple[str, ...]
     name_bytes: tuple[int, ...]
-    """Of names: bytes that all ranks store of it."""
+    """By name: bytes stored by all ranks."""
     name_layers: tuple[int | None, ...]
-    """Of names: the number of its layer, if it has one."""
+    """By name: number of the layer, if any."""
     is_replicated: tuple[bool, ...]
-    """Of names: it is stored more than once."""
+    """By name: stored more than once."""
     dtypes: tuple[str, ...]
     cell_rows: tuple[int, ...]
     cell_bins: tuple[int, ...]
@@ -1032,7 +1032,7 @@ class ShardMap:
     cell_names: tuple[int, ...]
     """Places in names: the tensor with the most bytes."""
     cell_dtypes: tuple[int, ...]
-    """Places in dtypes: of that tensor."""
+    """Index in dtypes of the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1048,9 +1048,9 @@ class ShardMapRow:
     """null: not known."""
     tensor_bytes: int
     largest_rank_bytes: int
-    """Of the rank that has the most in them."""
+    """Largest bytes of a rank."""
     replicated_bytes: int
-    """Of tensors that are stored more than once."""
+    """Bytes of tensors stored more than once."""
     chunks: int
     """Of tensors, in them."""
 
@@ -1073,21 +1073,21 @@ class Stage:
 
     name: str
     approvals: int
-    """Approvals that a promotion needs."""
+    """Approvals required for a promotion."""
     request_scope: str
     requesters: tuple[str, ...]
-    """If there are any, only these may request."""
+    """Allowed requesters; empty: all callers with the scope."""
     approve_scope: str
     approvers: tuple[str, ...]
-    """If there are any, only these may approve."""
+    """Allowed approvers; empty: all callers with the scope."""
     self_approval: bool
     requires_verified: bool
     requires_previous: bool
     """Only from the stage before."""
     may_request: bool
-    """Whether the caller may."""
+    """Right of the caller."""
     may_approve: bool
-    """Whether the caller may, except perhaps of their own requests."""
+    """Right of the caller; own requests may be excluded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1118,7 +1118,7 @@ class StageHolder:
     promoted_by: str
     promoted_at: datetime
     is_changed: bool
-    """Its content is not what was promoted."""
+    """The content has changed since the promotion."""
     state: str
     verification: str
 
@@ -1140,7 +1140,7 @@ class StageRequest:
     requested_by: str
     approved_by: tuple[str, ...]
     is_changed: bool
-    """The content of the checkpoint is not what was requested."""
+    """The content has changed since the request."""
     created_at: datetime
     updated_at: datetime
     version: int
@@ -1170,7 +1170,7 @@ class StoredChunk:
     rank: int | None = None
     file: str
     file_offset: int
-    """Of its first byte in the file."""
+    """Position of the first byte in the file."""
     bytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -1213,7 +1213,7 @@ class TensorBytes:
     held: int
     """Of them, pinned or named by an alias; their bytes are not counted."""
     tensors: int
-    """In all of them, those whose names match."""
+    """Matching tensors in all checkpoints."""
     bytes: int
     """Of these tensors."""
     total_bytes: int
@@ -1300,11 +1300,11 @@ class ValueDistance:
 
     elements: int
     differing: int
-    """That are not the same."""
+    """Changed elements."""
     nonfinite: int
     """Of these, NaN or infinite on a side."""
     max_abs: float | None = None
-    """The maximum difference; null for bits that are not numbers, and where nothing is finite."""
+    """Maximum difference; null for bits and without finite values."""
     relative_l2: float | None = None
     """The L2 norm of the differences divided by that of the tensor before; null if that is 0, and
     where nothing is finite."""
@@ -1321,7 +1321,7 @@ class Verification:
     """good or damaged."""
     mode: str
     is_current: bool
-    """Whether the checkpoint is still what was verified."""
+    """The content has not changed since."""
     findings: Any = None
     checked_bytes: int
     seconds: float
@@ -1341,7 +1341,7 @@ class Webhook:
     description: str
     is_enabled: bool
     disabled_reason: str | None = None
-    """The reason why the service disabled it."""
+    """Reason why the service disabled the webhook."""
     failing_since: datetime | None = None
     """No delivery has succeeded since."""
     previous_secret_until: datetime | None = None
@@ -1518,9 +1518,9 @@ class DownloadQuery(TypedDict, total=False):
     exclude: str | Sequence[str] | None
     """Globs of names."""
     dtype: str | None
-    """Floating-point tensors are cast to it."""
+    """Cast floating-point tensors to this dtype."""
     drop_objects: bool | None
-    """Leave out values that the format cannot hold, instead of refusing."""
+    """Leave out values unsupported by the format instead of an error."""
 
 
 class PhasesQuery(TypedDict, total=False):
@@ -1592,7 +1592,7 @@ class JobQuery(TypedDict, total=False):
     checkpoint_id: int | None
     created_by: str | None
     scans: bool | None
-    """Also the scheduled scans, one a minute."""
+    """Include scheduled scans, one per minute."""
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -1603,7 +1603,7 @@ class PolicyOptions(TypedDict, total=False):
     grace_seconds: float | None
     """None: as the service is configured."""
     interval_seconds: float | None
-    """How often it is applied."""
+    """Interval of the job."""
     is_enabled: bool | None
 
 

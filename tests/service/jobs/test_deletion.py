@@ -226,7 +226,7 @@ def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
     lean.http.put(f"/api/v1/checkpoints/{pinned}/pin").raise_for_status()
     lean.http.put(f"/api/v1/runs/{run_id}/aliases/best", json={"checkpoint_id": named}).raise_for_status()
     lean.submit("verify", checkpoint_id=used)
-    for number, why in ((pinned, "is pinned"), (named, "'best' of its run"), (used, "a job is about")):
+    for number, why in ((pinned, "is pinned"), (named, "'best' of its run"), (used, "a job is using")):
         with pytest.raises(RefusedError, match=why):
             lean.submit("prune", checkpoint_id=number)
     save_apart(run / "step-4", 4)  # another one than the catalog knows
