@@ -21,7 +21,7 @@ _HEAD = (
     "ranks",
     "operation",
     "GB",
-    "ours",
+    "dcphub",
     "stock",
     "stock, tuned; others",
     "ratio",
@@ -110,8 +110,8 @@ def _cells(row: Row) -> list[str]:
         ours += f", p90 {row.percentile_90:.3f} s"
         stock += f", p90 {row.stock_percentile_90:.3f} s"
     if row.lost is not None:
-        ours += f", loses {row.lost:.1%}, a save costs {_seconds(row.cost)}"
-        stock += f", loses {row.stock_lost:.1%}, a save costs {_seconds(row.stock_cost)}"
+        ours += f", loses {row.lost:.1%}, {_seconds(row.cost)} per save"
+        stock += f", loses {row.stock_lost:.1%}, {_seconds(row.stock_cost)} per save"
     return [
         row.workload,
         str(row.ranks),
@@ -135,12 +135,11 @@ def _value(text: str, value: float) -> str:
 
 
 def markdown(rows: Sequence[Row], facts: dict[str, Any], options: dict[str, Any]) -> str:
-    """Return the table below the machine and the options. Seconds are median (smallest-largest) of the
-    rounds."""
+    """Return the machine, the options and the table; seconds are median (smallest-largest) of the rounds."""
     lines = [
         "# Benchmarks",
         "",
-        "Seconds: median (smallest-largest) of the rounds. Ratios: stock (other) / ours, in a round.",
+        "Seconds: median (smallest-largest) of the rounds. Ratios: stock (other) / dcphub, within a round.",
         "",
         *(f"- {name}: {value}" for name, value in {**facts, **options}.items()),
         "",
