@@ -200,6 +200,17 @@ class Learner(torch.nn.Module):
         return {"loss": (self.layer(x) - labels).square().mean()}
 
 
+def test_the_comparison_finds_the_flipped_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stock torch loads one wrong value; dcphub names the tensor."""
+    monkeypatch.chdir(tmp_path)
+    run_page("docs/compare/index.md", {}, 1)
+    stock, ours = capsys.readouterr().out.splitlines()
+    assert stock == "torch.distributed.checkpoint loaded 1 wrong value"
+    assert ours.startswith("dcp ") and "tensor 'weight' is damaged" in ours
+
+
 @pytest.mark.exhaustive
 def test_the_trainers_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainer, Accelerate, torchdata and Lightning save where the page says."""
