@@ -43,7 +43,7 @@ class App:
         return made
 
     def work(self, now: float, *names: str) -> list[Any]:
-        """What a worker does periodically, of these names, as if it were ``now``."""
+        """Run the periodic work of a worker with these names at the time ``now``."""
         context = ScheduleContext(self.service.settings, self.service.database, now, threading.Event())
         return [one.act(context) for one in schedules(self.service.settings) if one.name in names]
 

@@ -16,7 +16,7 @@ EPOCH = 8
 
 
 def losses(folder: Path, rank: int = 0) -> dict[int, str]:
-    """Those that a training noted, by step; of one that was trained twice, the later."""
+    """Read the logged losses by step; the later loss for a repeated step."""
     lines = (folder / f"losses-{rank}.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
@@ -44,7 +44,7 @@ class Batches:
             yield torch.arange(16, dtype=torch.float32).reshape(2, 8).add(number).sin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """Return the position."""
         state = self._generator.get_state()
         return {"order": list(self._order), "position": self._position, "generator": state}
 

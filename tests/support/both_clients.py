@@ -20,7 +20,8 @@ KINDS = ("sync", pytest.param("async", marks=pytest.mark.exhaustive))
 
 
 class _Awaited:
-    """What an asynchronous client, or its pages, answer, waited for; iterators become iterators."""
+    """Await the answers of an asynchronous client and its pages; turn asynchronous iterators into
+    iterators."""
 
     def __init__(self, portal: BlockingPortal, inner: Any) -> None:
         self._portal = portal

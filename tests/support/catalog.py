@@ -40,7 +40,7 @@ class Catalog:
         return write_manifest(self.place(key, root), **facts)
 
     def register(self, key: str, root: str = "main", **more: Any) -> int:
-        """What trainers say; the checkpoint's number."""
+        """Register a checkpoint like a trainer; return its number."""
         answer = self.http.post(f"{API}/checkpoints", json={"root": root, "key": key, **more})
         assert answer.is_success, answer.text
         return int(answer.json()["id"])
@@ -91,7 +91,7 @@ class Catalog:
         self.worker.drain()
 
     def regular_work(self, later_seconds: float = 0.0) -> int:
-        """What a worker does now and then, as if at a later time; how many jobs come of it."""
+        """Run the occasional work of a worker at a later time; return the number of submitted jobs."""
         before = len(pages(self.http, "/jobs", limit=500))
         self.app.work(time.time() + later_seconds, "events:automation", "retention", "purges")
         return len(pages(self.http, "/jobs", limit=500)) - before

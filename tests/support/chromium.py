@@ -64,7 +64,7 @@ class Window:
 
     @property
     def path(self) -> str:
-        """Where it is now."""
+        """The current path."""
         parts = urlsplit(self.page.url)
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
@@ -95,7 +95,7 @@ def window(
 
 
 def accessibility_faults(page: Page, rule: str | None = None) -> list[str]:
-    """What axe-core finds that is serious, by all rules or by one, with its place."""
+    """Return serious problems found by axe-core with their places, by all rules or one."""
     # by the protocol and not by an element, which the policy of the page would stop
     page.evaluate(AXE.read_text())
     wanted = {"resultTypes": ["violations"], **({"runOnly": [rule]} if rule else {})}

@@ -15,7 +15,7 @@ __all__ = ["Outcome", "run"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command printed, and its exit status."""
+    """The output and exit status of a command."""
 
     status: int
     out: str

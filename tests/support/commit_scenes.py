@@ -92,7 +92,7 @@ def load(version: int, store: Store) -> tuple[int, Previous]:
 
 
 def version_of(index: CheckpointIndex) -> int:
-    """Which save an index is of."""
+    """Return the save of an index."""
     return STOCK if index.format == "torch_dcp" else int(index.user["version"])
 
 
@@ -103,7 +103,8 @@ Act = Callable[[int, Store], tuple[int, Previous]]
 
 @dataclass
 class Scene:
-    """What is there first, and who comes to it at once; ``compares_deletions`` as in `run_in_turns`."""
+    """A scene: the initial content, and actors that arrive at once; ``compares_deletions`` as in
+    `run_in_turns`."""
 
     before: tuple[Act, ...]
     actors: Sequence[Act]
@@ -135,7 +136,7 @@ THREE = {
 
 @cache
 def decoded(manifest: bytes | None, metadata: bytes | None) -> CheckpointIndex | None:
-    """What a reader makes of these two files, which is all it goes by; None where neither is there."""
+    """Decode these two files like a reader; None if neither exists."""
     store = MemoryStore("tests/commit-decoded")
     for name, data in ((MANIFEST_NAME, manifest), (METADATA_NAME, metadata)):
         store.delete(name)
@@ -149,7 +150,7 @@ def decoded(manifest: bytes | None, metadata: bytes | None) -> CheckpointIndex |
 
 @cache
 def version_in(manifest: bytes) -> int:
-    """Which save a manifest is of."""
+    """Return the save of a manifest."""
     return int(decode_manifest(manifest).user["version"])
 
 
@@ -216,7 +217,7 @@ class Stage:
 
 
 def check_end(stage: Stage, outcomes: list[Outcome[tuple[int, Previous]]]) -> None:
-    """Who has won knows it, who has lost as well, and nothing is left of the losers."""
+    """Check that the winner and the losers know the outcome, and that no files of the losers remain."""
     scene = stage.scene
     saves = [number for number, act in enumerate(scene.actors) if act in (save, bare)]
     values = [value for number in saves if (value := outcomes[number].value) is not None]

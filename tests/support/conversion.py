@@ -154,7 +154,7 @@ FUSED: Final[dict[str, Any]] = {
 
 
 def state_to_fuse(number: int) -> dict[str, torch.Tensor]:
-    """What `FUSED` is about, of the source of that number."""
+    """Make the state for `FUSED` in the source of this number."""
     torch.manual_seed(number)
     shapes = {"q": (10, 7), "k": (8, 7), "layers.0.w": (31,), "layers.1.w": (3, 5)}
     kind = [torch.float32, torch.bfloat16, torch.float16][number % 3]

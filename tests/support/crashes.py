@@ -43,9 +43,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: with a value, with an exception, or (``signal`` not 0) killed; or it hung.
+    """The end of a process: a value, an exception, a kill (``signal`` not 0), or a hang.
 
-    ``seconds``: how long its function ran, if it came to an end.
+    ``seconds``: duration of its function, if the function returned.
     """
 
     value: Any = None
@@ -56,7 +56,7 @@ class Ending:
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended it."""
+        """True if SIGKILL ended the process."""
         return self.signal == signal.SIGKILL
 
 
@@ -87,7 +87,7 @@ class Child:
         self._watch = os.pidfd_open(self.pid)
 
     def wait(self, timeout_seconds: float = 240.0) -> Ending:
-        """How it ended; one that is late is killed and reported as hung."""
+        """Wait for the end; kill a late process and report a hang."""
         ready, _, _ = select.select([self._watch], [], [], max(0.0, timeout_seconds))
         if not ready:
             os.kill(self.pid, signal.SIGKILL)

@@ -89,8 +89,8 @@ class PostgresServer:
 
 
 def share_statements() -> None:
-    """What one engine has compiled is there for all that compile alike: each test has engines of its own,
-    and made anew it is a tenth of the time of them all."""
+    """Share compiled statements between the engines of all tests; compiling for each engine takes a tenth of
+    the tests' time."""
     compiled: Any = LRUCache(_STATEMENTS)
 
     @event.listens_for(Engine, "engine_connect")

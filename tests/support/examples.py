@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: fewer in `make test` than in `make test-all`, the same in each run."""
+"""Numbers of hypothesis examples: fewer in `make test` than in `make test-all`, equal in each run."""
 
 from __future__ import annotations
 

@@ -66,5 +66,5 @@ class OpenWithFaults:
 
     @property
     def log(self) -> list[Operation]:
-        """What was asked of the store."""
+        """The requests to the store."""
         return [] if self.store is None else self.store.log

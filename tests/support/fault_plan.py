@@ -1,4 +1,4 @@
-"""What goes wrong at which request: faults, by a seeded plan or by rules; and what an S3 request is."""
+"""Faults of requests, by a seeded plan or by rules; and the description of an S3 request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Kind(Enum):
-    """How an exchange is spoiled."""
+    """The kind of a fault."""
 
     DELAY = "delay"
     """Carried out after a while."""
@@ -130,7 +130,7 @@ class Request:
         return self.headers.get("range")
 
     def matches(self, operation: str | None, key: str | None) -> bool:
-        """Whether it is such an operation (any if None) on a key in which the regular expression occurs."""
+        """Return True for this operation (any if None) on a key that contains the regular expression."""
         right_key = key is None or re.search(key, self.key) is not None
         return right_key and operation in (None, self.operation)
 

@@ -145,11 +145,12 @@ class FaultProxy:
         self.plan.rules, self.plan.random = [], None
 
     def requests(self, operation: str | None = None, key: str | None = None) -> list[Request]:
-        """Those of an operation (``GetObject``, ...) on keys in which the regular expression is found."""
+        """Return the requests of an operation (``GetObject``, ...) on keys that contain the regular
+        expression."""
         return [request for request in list(self.log) if request.matches(operation, key)]
 
     def counts(self) -> Counter[str]:
-        """How many requests there were, by operation."""
+        """Count requests by operation."""
         return Counter(request.operation for request in list(self.log))
 
     def wait_for_request(self, seconds: float) -> None:

@@ -259,7 +259,7 @@ def _tiled(draw: st.DrawFn) -> Tensor:
 
 @st.composite
 def indexes_of_torch(draw: st.DrawFn) -> CheckpointIndex:
-    """Those of which a `.metadata` can tell all: records follow one another, in three files in turn."""
+    """Generate indexes that a `.metadata` can represent: consecutive records, in three files in turn."""
     fqns = draw(st.lists(_names, max_size=8, unique=True))
     split, gap = draw(st.integers(0, len(fqns))), draw(st.sampled_from([0, 100, 1 << 40]))
     return make_index(

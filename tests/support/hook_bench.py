@@ -105,7 +105,7 @@ class Bench:
         return str(self._ask("POST", f"/{hook.id}/rotate-secret", overlap_seconds=overlap_seconds).secret)
 
     def audited(self, action: str) -> list[str]:
-        """What the audit log has of it, by target, the newest first."""
+        """Return the audit log of an action by target, newest first."""
         found = self.app.base.get("/api/v1/audit", params={"action": action}).json()["items"]
         return [entry["target"] for entry in found]
 
@@ -130,8 +130,8 @@ def deliver(app: App, later_seconds: float = 0.0) -> int:
 
 
 def verify(secrets: Iterable[str], headers: Mapping[str, str], body: bytes, now: float) -> bool:
-    """Whether it is signed with one of the secrets, less than five minutes ago. So does the library of
-    Standard Webhooks, which has no other clock than the system's."""
+    """Check for a signature by one of the secrets, at most five minutes old. Also checks with the library of
+    Standard Webhooks, which uses the system clock."""
     sent = int(headers["webhook-timestamp"])
     signed = headers["webhook-id"], datetime.fromtimestamp(sent, UTC), body.decode()
     wanted = {Webhook(secret).sign(*signed) for secret in secrets}

@@ -55,7 +55,7 @@ def tensor_pickle(
 
 
 def directory_of(data: bytes) -> int:
-    """Where the zip's directory begins."""
+    """Return the offset of the zip's directory."""
     return int(END.unpack(data[-END.size :])[6])
 
 

@@ -46,7 +46,7 @@ def note(folder: str | Path, line: str) -> None:
 
 
 def log_lines(folder: Path) -> list[str]:
-    """What was noted."""
+    """Return the noted lines."""
     path = folder / "log"
     return path.read_text().splitlines() if path.exists() else []
 

@@ -204,13 +204,13 @@ def tasks_of(database: Database, job_id: int) -> list[JobTask]:
 
 
 def events_of(database: Database, job_id: int) -> list[JobEvent]:
-    """What happened to the job, in order."""
+    """Return the events of a job in order."""
     with database.read() as connection:
         return list(job_events_after(connection, job_id))
 
 
 def records_of(database: Database) -> int:
-    """How often a job of the kind "made" was recorded."""
+    """Count the records of a job of the kind "made"."""
     with database.read() as connection:
         return connection.execute(select(func.count()).select_from(audit)).scalar_one()
 

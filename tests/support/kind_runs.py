@@ -66,7 +66,7 @@ class KindRuns:
         return self.database.transact(lambda connection: claims.claim(connection, "test", now, lease_seconds))
 
     def carry_out(self, made: Claim) -> Any:
-        """What a subprocess would answer: a result, or an exception."""
+        """Carry out a task like a subprocess: return the result or an exception."""
         kind, job, task = kinds()[made.job.kind], made.job, made.task
         try:
             params = kind.params.model_validate(_json(job.params))

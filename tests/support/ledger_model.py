@@ -35,7 +35,7 @@ OWNERS = ("first", "second", "third")
 
 @dataclass
 class Known:
-    """What the model knows of a job since it was submitted, or retried the last time."""
+    """The model's knowledge of a job since its submission or last retry."""
 
     task_count: int
     priority: int
@@ -150,7 +150,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def sleep_through_a_lease(self, owner: str) -> None:
-        """What a worker has is over while it sleeps, and somebody else takes it."""
+        """Let a worker's leases expire during a sleep; another worker takes the jobs."""
         self.claim(owner)
         self.pass_time(11.0)
         self.pass_time(5.0)
@@ -187,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        """What is held is completed, once."""
+        """Complete the held task once."""
         if not self.taken:
             return
         taken = data.draw(st.sampled_from(self.taken))
@@ -217,7 +217,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), why=st.sampled_from(["passing", "lasting", "environment"]))
     def fail(self, data: st.DataObject, why: str) -> None:
-        """What is held fails, in passing or for good."""
+        """Fail the held task, temporarily or permanently."""
         if not self.taken:
             return
         taken = data.draw(st.sampled_from(self.taken))

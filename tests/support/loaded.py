@@ -1,4 +1,4 @@
-"""What a checkpoint has, as plain lists."""
+"""Contents of a checkpoint as plain lists."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ObjectModel(MemoryStore):
         yield
 
     def content(self, name: str) -> bytes | None:
-        """What a file holds; None if it is absent."""
+        """Return the content of a file; None if absent."""
         file = self._files.get(name)
         return None if file is None else bytes(file.data)
 
@@ -117,7 +117,7 @@ class Stopped(BaseException):
 
 @dataclass
 class Outcome(Generic[T]):
-    """What an actor returned or raised, and the operations it took."""
+    """The result or exception of an actor, and its operations."""
 
     value: T | None = None
     error: BaseException | None = None

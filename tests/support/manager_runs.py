@@ -128,7 +128,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def contents(root: Path) -> dict[int, list[str]]:
-    """What is in the folder of each step, but for notes; data files as "data"."""
+    """Return the contents of the folder of each step without notes; data files as "data"."""
     return {
         int(folder.name.removeprefix("step-")): sorted(
             {"data" if path.suffix == ".distcp" else path.name for path in folder.iterdir()}

@@ -1,5 +1,5 @@
-"""What Megatron-Core 0.19 asks of its checkpoint strategies, in our words. `install` makes it importable as
-Megatron's, or takes the installed package; either way its queue of saves runs on the CPU."""
+"""Stand-in for the checkpoint strategies of Megatron-Core 0.19. `install` makes the module importable as
+Megatron's, or takes the installed package; its queue of saves runs on the CPU in both cases."""
 
 from __future__ import annotations
 

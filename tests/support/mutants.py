@@ -43,7 +43,8 @@ class Mutant:
 
 
 def mutants(wanted: Sequence[str] = ()) -> list[Mutant]:
-    """Those of the areas and names in ``wanted``, or all; ValueError for a patch without its two lines."""
+    """Return the mutants of the areas and names in ``wanted``, or all. Raises ValueError for a patch without
+    its two lines."""
     found = []
     for path in sorted(MUTANTS.glob("*/*.patch")):
         name = path.relative_to(MUTANTS).with_suffix("").as_posix()
@@ -58,7 +59,7 @@ def mutants(wanted: Sequence[str] = ()) -> list[Mutant]:
 
 
 def _copy(folder: Path) -> Path:
-    """What git knows of, and what it would, without the rest of the checkout."""
+    """Copy the files known to git, and new files, without the rest of the checkout."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
         if name and (ROOT / name).is_symlink() | (ROOT / name).is_file():

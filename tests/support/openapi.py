@@ -28,7 +28,7 @@ _COMPONENTS = "#/components/schemas/"
 
 @cache
 def document() -> dict[str, Any]:
-    """That of the service; nothing is opened."""
+    """Return the document of the service; opens no database."""
     return create_app(Settings(database_url=SecretStr("sqlite:///none.sqlite"))).openapi()
 
 

@@ -31,7 +31,7 @@ class PageForm:
 
 
 class PageText(HTMLParser):
-    """What a page consists of: its elements, its text, its forms."""
+    """The elements, text, and forms of a page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class PageText(HTMLParser):
 
     @property
     def text(self) -> str:
-        """What is read."""
+        """The visible text."""
         return " ".join(" ".join(self.texts).split())
 
     @property
@@ -80,7 +80,7 @@ def _is_sent(given: dict[str, str]) -> bool:
 
 
 def faults_of(page: PageText) -> list[str]:
-    """What the content security policy would stop, and addresses on other hosts."""
+    """Return violations of the content security policy, and addresses on other hosts."""
     found = []
     for name, given in page.elements:
         found += [f"<{name} {key}>" for key in given if key.startswith("on") or key == "style"]

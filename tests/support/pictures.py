@@ -102,7 +102,7 @@ def _take(root: Path, only: str | None) -> None:
 
 
 def _dress(client: Client) -> None:
-    """What somebody would have done with it: verified, named, compared."""
+    """Verify, name, and compare the checkpoints like a user."""
     steps = sorted(client.checkpoints(run="uninterrupted"), key=lambda one: one.step or 0)
     for one in steps[1:]:
         client.wait(client.verify(one.id))

@@ -1,11 +1,10 @@
-"""What a power cut may leave of a folder: every write, and every change of a name, that was not synced is
-there or is not, each for itself.
+"""States of a folder after a power cut: each unsynced write and change of a name is either present or lost.
 
-A `Recording` notes what happens below a folder, in order, with what each fsync made durable. Its `images` are
-states that a file system may come back with, at any instant: all of what was not synced is there, nothing of
-it is, one of it is missing, or one of it alone is there. What a rename changes is changed together.
+A `Recording` notes the operations below a folder in order, with the changes made durable by each fsync. Its
+`images` are possible states at any instant: all unsynced changes are present, none, all but one, or one
+alone. A rename is a single change.
 
-That is less than file systems promise, which keep much more in order. So what holds here holds on them.
+File systems promise more order than this model, so a property of the model also holds on file systems.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _Entries = dict[tuple[int, str], int]
 
 @dataclass
 class _Change:
-    """What one call has changed: names (None: gone), or the content of a file."""
+    """The change by a call: names (None: gone), or the content of a file."""
 
     call: str
     names: dict[tuple[int, str], int | None] = field(default_factory=dict)
@@ -52,7 +51,7 @@ class _Change:
 
     @property
     def objects(self) -> set[int]:
-        """Whose fsync makes it durable: of one of them, where a rename is within two folders."""
+        """The objects whose fsync makes the change durable: either folder of a rename between folders."""
         return {self.file} if self.file is not None else {folder for folder, _ in self.names}
 
 

@@ -37,13 +37,13 @@ _named: Final[list[ctypes.Array[ctypes.c_char]]] = []
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process that is not just waiting to be reaped."""
+    """Return True for an existing process other than a zombie."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "ZX"
 
 
 def busy_seconds() -> float:
-    """How long the threads of this process have had a core until now, or were kept waiting for one."""
+    """Return the seconds that threads of this process used or waited for a core."""
     nanoseconds = 0
     for task in list(Path("/proc/self/task").iterdir()):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -53,13 +53,13 @@ def busy_seconds() -> float:
 
 
 def parent_of(pid: int) -> int | None:
-    """Who started a process; None once it is gone."""
+    """Return the parent of a process; None for a gone process."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
 
 
 def children(pid: int) -> list[int]:
-    """What the threads of a process have started and not reaped."""
+    """Return unreaped children of all threads of a process."""
     found: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
         for task in list(Path(f"/proc/{pid}/task").iterdir()):
@@ -104,12 +104,12 @@ def rename_process(command: Sequence[str], environment: Mapping[str, str]) -> No
 
 
 def mapped_files() -> list[str]:
-    """What this process maps, a line for each mapping."""
+    """Return the mappings of this process, one line each."""
     return Path("/proc/self/maps").read_text().splitlines()
 
 
 def open_files(pid: int | str = "self") -> list[str]:
-    """Where the descriptors of a process lead; one that is closed meanwhile is left out."""
+    """Return the targets of a process's descriptors, without descriptors closed in the meantime."""
     links = []
     for path in list(Path(f"/proc/{pid}/fd").iterdir()):
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -39,7 +39,7 @@ _asking = threading.Lock()
 
 @dataclass(frozen=True)
 class _Order:
-    """What a process is to become."""
+    """The order to a process to become a program."""
 
     command: list[str]
     folder: str
@@ -49,10 +49,10 @@ class _Order:
 
 
 class Program:
-    """What follows ``python`` on a command line, as a process: ``-c``, ``-m`` or a file, and arguments.
+    """A Python command line as a process: ``-c``, ``-m``, or a file, and arguments.
 
-    It has of `subprocess.Popen` what tests use; pipes are text. Where nothing else is said, its output is
-    that of this process. If the tests end before it, it gets SIGTERM with ``ends_with_parent``, else SIGKILL.
+    Has the methods of `subprocess.Popen` used by tests; pipes are text. The default output is that of this
+    process. If the tests end first, the process gets SIGTERM with ``ends_with_parent``, or SIGKILL.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
 
 
 def _take_over(order: _Order) -> None:
-    """What this process knows of the one it was forked from becomes what Python says at its start."""
+    """Set up the forked process like a new Python interpreter."""
     os.environ.clear()
     os.environ.update(order.environment)
     is_unbuffered = order.command[1] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))

@@ -76,7 +76,7 @@ class Provider:
         self._server.server_close()
 
     def reply(self, path: str, query: dict[str, str], authorization: str) -> Any:
-        """What an honest provider answers, but for ``forge``."""
+        """Return the answer of an honest provider, changed by ``forge``."""
         if path == "/.well-known/openid-configuration":
             paths = ("authorization_endpoint", "token_endpoint", "userinfo_endpoint")
             return {"issuer": self.url, "jwks_uri": f"{self.url}/jwks"} | {

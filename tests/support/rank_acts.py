@@ -1,4 +1,5 @@
-"""What tests of ranks share: planners on torch's road, a `Stateful` that acts, and what an act raises."""
+"""Shared parts of tests of ranks: planners for the torch protocol, an acting `Stateful`, and raised
+errors."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class Acting:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """What the package logs within the block, on this rank."""
+    """Record the package's log within the block on this rank."""
     told, handler, logger = list[str](), logging.Handler(logging.WARNING), logging.getLogger("dcp")
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)

@@ -29,7 +29,7 @@ wait for ever as it ends a group that DDP held."""
 
 @dataclass(frozen=True)
 class RankRaised:
-    """What `run_ranks` returns in place of a result where a rank raised and the caller wanted to see it."""
+    """The result of `run_ranks` for a rank that raised, if the caller asked for exceptions."""
 
     type_name: str
     message: str

@@ -22,7 +22,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def preemption() -> Any:
-    """What Ray tells of a node that is to go."""
+    """Return Ray's notice of a node's preemption."""
     return SimpleNamespace(preempted_node_ids=["node"])
 
 

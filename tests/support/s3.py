@@ -1,4 +1,4 @@
-"""What lies on an S3 server, seen and changed past our own code: by botocore, without retries."""
+"""Contents of an S3 server, read and changed by botocore without retries, independent of dcp."""
 
 from __future__ import annotations
 

@@ -73,11 +73,11 @@ class Place:
         return {finding["kind"] for finding in self.report()["findings"]}
 
     def report(self) -> dict[str, Any]:
-        """What `dcp verify` prints as JSON."""
+        """Return the JSON of `dcp verify`."""
         return verified(self.url, **self.storage_options)
 
     def listing(self) -> dict[str, int]:
-        """How many objects of which kind there are: manifest, metadata, data and everything else by name."""
+        """Count objects by kind: manifest, metadata, data; list all others by name."""
         kinds: dict[str, int] = {}
         for name in self.raw.list(f"{self.url}/"):
             kind = {MANIFEST_NAME: "manifest", METADATA_NAME: "metadata"}.get(name, name)

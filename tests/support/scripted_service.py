@@ -62,7 +62,7 @@ class ScriptedService:
         self._thread.start()
 
     def bodies(self) -> list[Any]:
-        """What came, in order."""
+        """Return the received bodies in order."""
         return [asked.body for asked in self.asked]
 
     def wait_for(self, count: int, seconds: float = 60.0) -> None:

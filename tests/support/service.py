@@ -41,9 +41,9 @@ class ServiceError(AssertionError):
 
 
 def wait_until(look: Callable[[], T], what: str, seconds: float = 300.0) -> T:
-    """What ``look`` returns once that is true; ServiceError after ``seconds``.
+    """Wait until ``look`` returns a true value, and return the value. Raises ServiceError after ``seconds``.
 
-    Connections that break meanwhile are taken for "not yet".
+    Broken connections count as "not yet".
     """
     give_up = time.monotonic() + seconds
     last: object = None
@@ -319,5 +319,5 @@ def _all_pids() -> Iterator[int]:
 
 
 def _is_marked(pid: int, mark: str) -> bool:
-    """Whether ``pid`` is alive and still of this service: numbers are used again."""
+    """Return True if ``pid`` is alive and belongs to this service: process ids are reused."""
     return f"{_MARK}={mark}".encode() in environment_of(pid)

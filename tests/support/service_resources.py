@@ -1,4 +1,4 @@
-"""What can be made, read, changed and removed over HTTP, each declared once, for the contract of all."""
+"""Resources of the HTTP API, each declared once, for the contract of all."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _places(paths: Sequence[Path]) -> Mapping[Path, float]:
-    """How far through its folder each file is."""
+    """Return the relative position of each file in its folder."""
     folders: dict[Path, dict[Path, None]] = {}
     for path in paths:
         folders.setdefault(path.parent, {})[path] = None

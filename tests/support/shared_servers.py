@@ -37,8 +37,8 @@ def _run_pid() -> int:
 def shared_server(
     name: str, folders: pytest.TempPathFactory, prepare: Callable[[Told], None] = lambda told: None
 ) -> Told:
-    """Where the server called ``name`` is. The first that wants it calls ``prepare`` before another one has
-    it."""
+    """Return the address of the server ``name``. The first caller runs ``prepare`` before others get the
+    address."""
     folder = folders.getbasetemp()
     if os.getpid() != _run_pid():
         folder = folder.parent  # that of all workers
@@ -54,7 +54,7 @@ def shared_server(
 
 
 def _started(name: str, place: Path) -> Told:
-    """Where it is, started if it is not noted yet; under the lock."""
+    """Return the address; start the server if it is not recorded yet. Requires the lock."""
     if not place.exists():
         place.write_text(json.dumps(_start(name, place.with_suffix(".log"), _run_pid())))
     known: Told = json.loads(place.read_text())

@@ -1,4 +1,4 @@
-"""What an application says to its database."""
+"""SQL statements sent by an application."""
 
 from __future__ import annotations
 

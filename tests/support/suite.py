@@ -37,7 +37,7 @@ class Module:
 
     @cached_property
     def imported(self) -> frozenset[str]:
-        """What it imports."""
+        """The imported modules."""
         return frozenset(_imported(_tree(self.text)))
 
     @cached_property
@@ -52,7 +52,7 @@ class Module:
 
     @property
     def is_test(self) -> bool:
-        """Whether pytest collects it."""
+        """True if pytest collects the function."""
         return self.path.name.startswith("test_")
 
 
@@ -141,5 +141,5 @@ def _quick() -> frozenset[str]:
 
 
 def has_test(node_id: str) -> bool:
-    """Whether a file, a class or a test of that name is there and in `make test`; without parameters."""
+    """Return True if `make test` includes a file, class, or test of this name; ignores parameters."""
     return node_id.partition("[")[0] in _quick()

@@ -46,7 +46,7 @@ if OURS[0] <= tuple(map(int, VERSION.split(".")[:2])) <= OURS[1]:
 
 
 def state(*, filled: bool, swapped: bool = False, sharded: bool = True) -> dict[str, Any]:
-    """What is saved, or the same with other values to load into; ``swapped`` shards rows by columns."""
+    """Return the state to save, or with other values to load into; ``swapped`` shards rows by columns."""
     model: dict[str, Any] = {}
     for name, size in SIZES.items():
         full = torch.arange(float(torch.tensor(size).prod())).reshape(size) + 0.5
@@ -72,7 +72,7 @@ def _told(value: Any) -> Any:
 
 
 def _attempt(whose: str, folder: str, **options: bool) -> str:
-    """What is wrong with a checkpoint, which all ranks of the process group read; empty for nothing."""
+    """Read a checkpoint on all ranks of the process group, and return its problem; empty for none."""
     target = state(filled=False, **options)
     try:
         import_module(PACKAGES[whose]).load(target, checkpoint_id=folder)

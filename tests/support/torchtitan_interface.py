@@ -1,5 +1,5 @@
-"""What a trainer of torchtitan's asks of its checkpoint manager, in our words: that of 0.3, whose public
-methods call hooks, and the one before. `install` makes either importable as torchtitan's."""
+"""Stand-in for the checkpoint manager of torchtitan: version 0.3, whose public methods call hooks, and the
+previous version. `install` makes either importable as torchtitan's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Config:
 
 
 class _Parts:
-    """What both managers keep."""
+    """The common state of both managers."""
 
     def _take(self, config: Any, parts: dict[str, Any], base_folder: str) -> None:
         self.enable = config.enable
@@ -73,7 +73,7 @@ class _Parts:
         return -1
 
     def _begin(self: Any, step: int) -> bool:
-        """Where nothing is committed in the folder."""
+        """Begin in a folder without a commit."""
         if step != -1 or self._find_load_step() != -1 or self.initial_load_path is None:
             return False
         self.dcp_load(self.states["model"].state_dict(), self.initial_load_path, False, False)

@@ -105,7 +105,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 class Sigterm(TrainerCallback):
-    """What a scheduler sends, within a step."""
+    """Send SIGTERM within a step, like a scheduler."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -172,7 +172,7 @@ class HuggingFaceRun:
 
 
 class Progress:
-    """Where a loop is; registered for checkpointing."""
+    """The position of a loop; registered for checkpointing."""
 
     def __init__(self) -> None:
         self.epoch = self.batch = 0

@@ -39,7 +39,7 @@ def _done(value: Any) -> Future[Any]:
 
 
 class _Placed:
-    """What reading and writing have in common."""
+    """The common part of reading and writing."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -73,7 +73,7 @@ def _rows(size: int, dim: int, tensor: DTensor) -> tuple[int, int]:
 
 
 def expected_parts(name: str, value: torch.Tensor) -> Parts:
-    """What the local parts of ``value`` must hold if its name is ``name``."""
+    """Return the expected local parts of ``value`` with the name ``name``."""
     full = full_tensor(name, tuple(value.shape), value.dtype)
     if isinstance(value, ShardedTensor):
         parts = []

@@ -53,13 +53,13 @@ def version_state(version: int, *, large: int = 0) -> dict[str, Any]:
 
 
 def is_version(state: dict[str, Any], version: int, *, large: int = 0) -> bool:
-    """Whether ``state`` is that version in every bit."""
+    """Return True if ``state`` is this version in every bit."""
     got, wanted = dict(leaves(state)), dict(leaves(version_state(version, large=large)))
     return got.keys() == wanted.keys() and all(same(got[name], value) for name, value in wanted.items())
 
 
 def version_of(state: dict[str, Any], *, large: int = 0) -> int | str:
-    """Which version ``state`` is, or MIXED."""
+    """Return the version of ``state``, or MIXED."""
     step = state["step"]
     return step if step in range(1, VERSIONS) and is_version(state, step, large=large) else MIXED
 
@@ -132,7 +132,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """How many files of which kind a folder holds: manifest, metadata, data and everything else by name."""
+    """Count the files of a folder by kind: manifest, metadata, data; list all others by name."""
     kinds: dict[str, int] = {}
     for name in names_in(folder):
         kind = {MANIFEST_NAME: "manifest", METADATA_NAME: "metadata"}.get(name, name)

@@ -98,14 +98,14 @@ def _there(load: Any, version: int) -> str:
 
 
 def seen_by_stock_at(url: str, version: int = 1, **options: Any) -> str:
-    """What stock's own reader of object stores finds; ``options`` are those of the file system."""
+    """Return the result of torch's reader for object stores; ``options`` are those of the file system."""
     return _there(
         lambda state: stock_load(state, storage_reader=FsspecReader(url, **options), no_dist=True), version
     )
 
 
 def parts_there(folder: Path | str, version: int = 1, **options: Any) -> str:
-    """What `dcp.load` gives: "whole", "weights", or "mixed", which no save ever held."""
+    """Return the content by `dcp.load`: "whole", "weights", or "mixed", which no save ever held."""
     return _there(partial(dcp.load, checkpoint_id=folder, no_dist=True, **options), version)
 
 
