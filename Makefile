@@ -22,7 +22,7 @@ SHARD ?=
 PYTEST = $(BIN)/python -m pytest $(WORKERS) $(if $(SHARD),--shard=$(SHARD))
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages sbom format pictures client reference generated clean
+.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages sbom format pictures client reference docs generated clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -34,7 +34,8 @@ help:
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
 	@echo "make test-trainer TRAINER=ray  or torchtitan, megatron: with that package, in an environment of its own"
 	@echo "make mutants   seeds each fault of tests/mutants, and says which test finds it; MUTANTS=area chooses"
-	@echo "make check     ruff, mypy, import contracts, plain English; alone: make lint, types, contracts, english"
+	@echo "make check     ruff, mypy, contracts, English, docs; alone: make lint, types, contracts, english, docs"
+	@echo "make docs      the site, in site/"
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make sbom      wheel, sdist and SBOM (CycloneDX) of the extra all, in dist/; checks licences"
@@ -113,7 +114,7 @@ browser:
 		apt-get update -q >/dev/null; apt-get install -y -q chromium >/dev/null || true; \
 	fi
 
-check: lint types contracts generated english
+check: lint types contracts generated english docs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -129,6 +130,10 @@ contracts: $(STAMP)
 generated: $(STAMP)
 	$(BIN)/python -m tools.client --check
 	$(BIN)/python -m tools.reference --check
+
+# Fails for a link or an anchor without a target.
+docs: $(STAMP)
+	NO_COLOR=1 $(BIN)/zensical build --strict --clean
 
 english: $(STAMP)
 	$(BIN)/python -m tests.support.english

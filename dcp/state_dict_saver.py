@@ -196,8 +196,8 @@ def async_save(
         CollectiveTimeoutError: Other ranks did not answer when the group was made.
         CheckpointError: Earlier saves did not finish in time.
 
-        Errors in the background are raised by the future, on all ranks. A tensor that changed during the copy
-        raises StagingError.
+    Errors in the background are raised by the future, on all ranks. A tensor that changed during the copy
+    raises StagingError.
 
     Examples:
         ```python

@@ -93,7 +93,7 @@ def _content(method: str, path: str, operation: Document) -> tuple[str, str, str
 def _operation(method: str, path: str, operation: Document) -> str:
     name = f"{method} {path.removeprefix(API) or '/'}"
     parts = [
-        f"### `{name}` {{ #{operation['operationId']} }}\n",
+        f'### `{name}` {{ #{operation["operationId"]} data-toc-label="{_label(operation)}" }}\n',
         f"{paragraphs(operation.get('description') or operation['summary'])}\n",
         f"Scope: {_scope(operation)}.\n",
     ]
@@ -110,6 +110,10 @@ def _operation(method: str, path: str, operation: Document) -> str:
     ]
     parts.append(f"Answers: {'; '.join(answers)}.\n")
     return "\n".join(parts)
+
+
+def _label(operation: Document) -> str:
+    return str(operation["operationId"]).replace("_", " ").capitalize()
 
 
 def _parameter(parameter: Document) -> tuple[str, str, str, str, str]:
