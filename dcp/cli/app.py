@@ -62,7 +62,7 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             if not has_no_reader():
                 raise
-            # so that the interpreter, which flushes at its end, does not fail of it once more
+            # avoids a second failure when the interpreter flushes at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
 
@@ -106,7 +106,7 @@ app = typer.Typer(
     context_settings={"max_content_width": 120},
     # plain messages: a usage error is a line, not a box
     rich_markup_mode=None,
-    # our own errors are reported by each command; what escapes is a bug, and its plain traceback the report
+    # commands report known errors; others are bugs, reported by a plain traceback
     pretty_exceptions_enable=False,
 )
 

@@ -41,10 +41,10 @@ _RETRY_SECONDS: Final = 10.0
 
 SOURCE: Final = Argument(..., help="A checkpoint of any format: path or URL.")
 URIS: Final = Argument(..., metavar="URI...", help="Checkpoints: paths or URLs.")
-ONLY: Final = Option(None, metavar="GLOB", help="These names, and those below.")
-EXCLUDE: Final = Option(None, metavar="GLOB", help="Not these.")
+ONLY: Final = Option(None, metavar="GLOB", help="Only these names, and names below.")
+EXCLUDE: Final = Option(None, metavar="GLOB", help="Leave out these names.")
 TOP: Final = Option(None, metavar="N", min=1, help="Show the first N rows only.")
-FOLDERS: Final = Option("step-{step:08d}", metavar="FORMAT", help="How the run names its steps' folders.")
+FOLDERS: Final = Option("step-{step:08d}", metavar="FORMAT", help="Format of the run's folder names.")
 STORAGE: Final = Option(
     None,
     "--storage-options",
@@ -175,7 +175,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
     requests = logging.getLogger("dcp.storage.stores.objects")
     level = requests.level
     if not debug:
-        requests.setLevel(logging.ERROR)  # what was tried again and again is in the error that it ends in
+        requests.setLevel(logging.ERROR)  # the final error includes the retries
     try:
         with whole_tracebacks() if debug else contextlib.nullcontext():
             yield

@@ -47,7 +47,9 @@ Accumulate = StrEnum("Accumulate", ["FLOAT32", "FLOAT64"])
 
 def _target_formats() -> list[str]:
     """Return the writable formats. BadParameter if the package of a format cannot be imported."""
-    from dcp.storage.formats.registry import target_names  # here, as it reads what is installed
+    from dcp.storage.formats.registry import (
+        target_names,
+    )  # imported here, because the import reads installed packages
 
     try:
         return target_names()
@@ -108,9 +110,11 @@ def _numbers(text: str | None, what: str) -> list[float] | None:
 
 
 def _map_options(
-    inverse: bool = Option(False, "--inverse", help="The map's other way."),
-    below: str | None = Option(None, metavar="KEY", help="What the source has the model below, as model."),
-    config: str | None = Option(None, metavar="FILE", help="The model's config.json, if not in the source."),
+    inverse: bool = Option(False, "--inverse", help="Apply the map backwards."),
+    below: str | None = Option(None, metavar="KEY", help="Key of the model in the source, as model."),
+    config: str | None = Option(
+        None, metavar="FILE", help="The model's config.json; default: in the source."
+    ),
     sizes: Strings = Option(None, "--set", metavar="NAME=NUMBER", help="A size, as num_attention_heads=32."),
 ) -> dict[str, Any]:
     """Return a function that reads maps by name or file."""
@@ -143,12 +147,14 @@ def _conversion_options(
     rename: Strings = Option(None, metavar="REGEX=>NEW", help=r"Rename, as '^module\.=>'; in this order."),
     dtype: Strings = Option(None, metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, as bfloat16."),
     files: int = Option(1, min=1, help="Data files of a dcp target."),
-    chunks: Chunks = Option(Chunks.KEEP, help="keep: chunks as in the source; split: one a file, for dcp."),
+    chunks: Chunks = Option(Chunks.KEEP, help="dcp: keep the source's chunks, or split over all files."),
     shard_size: str | None = Option(None, metavar="SIZE", help="Largest file of a folder, such as 5GB."),
-    hf: str | None = Option(None, metavar="MODEL", help="Folder or hub name of config and tokenizer."),
-    hf_also: Strings = Option(None, metavar="GLOB", help="Further files of it, such as '*.py'."),
-    drop_objects: bool = Option(False, "--drop-objects", help="Leave out what the format cannot hold."),
-    overwrite: bool = Option(False, "--overwrite", help="Replace what is there."),
+    hf: str | None = Option(None, metavar="MODEL", help="Template folder or hub name: config, tokenizer."),
+    hf_also: Strings = Option(None, metavar="GLOB", help="Further template files, such as '*.py'."),
+    drop_objects: bool = Option(
+        False, "--drop-objects", help="Leave out values that the format cannot hold."
+    ),
+    overwrite: bool = Option(False, "--overwrite", help="Replace an existing target."),
     executor: str = Option("processes", metavar="WHERE", help="processes, inline, or dask://HOST:PORT."),
     workers: int | None = Option(None, min=1, help="Processes at a time."),
     no_verify: bool = Option(False, "--no-verify", help="Do not compare the source's checksums."),
@@ -166,15 +172,15 @@ def _conversion_options(
 
 
 def _sum_options(
-    weights: str | None = Option(None, metavar="N,N,...", help="One for each source; by default equal ones."),
+    weights: str | None = Option(None, metavar="N,N,...", help="One for each source; default: equal."),
     formula: str | None = Option(None, metavar="SUM", help="'A + 0.4*(B - C)'; A is the first source."),
-    run: str | None = Option(None, metavar="FOLDER", help="A run, whose steps are averaged."),
-    last: int | None = Option(None, min=1, help="How many of its steps, the newest."),
-    decay: float | None = Option(None, help="Moving average: each older step weighs as much less."),
+    run: str | None = Option(None, metavar="FOLDER", help="Average the steps of this run."),
+    last: int | None = Option(None, min=1, help="Number of newest steps."),
+    decay: float | None = Option(None, help="Decay of an exponential moving average."),
     folders: str = FOLDERS,
-    adapter: Strings = Option(None, metavar="FOLDER", help="A low-rank adapter of peft, to be added."),
-    adapter_weights: str | None = Option(None, metavar="N,N,...", help="One for each adapter; by default 1."),
-    accumulate: Accumulate = Option(Accumulate.FLOAT32, help="The type in which is added."),
+    adapter: Strings = Option(None, metavar="FOLDER", help="Add this LoRA adapter of PEFT."),
+    adapter_weights: str | None = Option(None, metavar="N,N,...", help="One for each adapter; default 1."),
+    accumulate: Accumulate = Option(Accumulate.FLOAT32, help="Accumulation type."),
 ) -> dict[str, Any]:
     """Return the options of `dcp.merge`."""
     given: dict[str, Any] = dict(locals())
@@ -221,7 +227,7 @@ class ConvertCommand(TyperCommand):
 
 def convert(
     source: str = SOURCE,
-    target: str = Argument(..., help="What to write: a folder or a file, path or URL."),
+    target: str = Argument(..., help="Folder or file to write: path or URL."),
     to: str = Option(..., metavar="FORMAT", parser=_target_format, help="The format to write."),
     weight_map: str | None = Option(None, "--map", metavar="MAP", help="A name of `dcp map ls`, or a file."),
     how: dict[str, Any] = _MAP,
@@ -245,16 +251,16 @@ def convert(
 
 def merge(
     sources: Strings = Argument(None, help="Checkpoints of any formats: paths or URLs."),
-    target: str = Option(..., "--output", "-o", help="What to write: a folder or a file, path or URL."),
+    target: str = Option(..., "--output", "-o", help="Folder or file to write: path or URL."),
     to: str | None = Option(
         None,
         metavar="FORMAT",
         parser=_target_format,
-        help="By default the format of the output's suffix, or of the first source.",
+        help="Format to write; default: by the output's suffix, else as the first source.",
     ),
     summed: dict[str, Any] = _SUM,
     weight_maps: Strings = Option(
-        None, "--map", metavar="MAP", help="For all sources, or one for each; - is none."
+        None, "--map", metavar="MAP", help="One map for all sources, or one for each; - for none."
     ),
     how: dict[str, Any] = _MAP,
     chosen: dict[str, Any] = _CONVERSION,
@@ -315,7 +321,9 @@ def _check_map(
     how: dict[str, Any] = _MAP,
     only: Strings = ONLY,
     exclude: Strings = EXCLUDE,
-    into: str | None = Option(None, metavar="CHECKPOINT", help="What of this one would be missing?"),
+    into: str | None = Option(
+        None, metavar="CHECKPOINT", help="List tensors missing for a load into this checkpoint."
+    ),
     top: int | None = TOP,
     options: str | None = STORAGE,
 ) -> Answer:

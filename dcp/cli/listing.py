@@ -24,8 +24,8 @@ _BAR_CHARACTERS: Final = 24
 
 def ls(
     uri: str = Argument(..., help="A folder of checkpoints or of runs, or a checkpoint: path or URL."),
-    recursive: bool = Option(False, "--recursive", "-r", help="Also the checkpoints of the runs below."),
-    quick: bool = Option(False, "--quick", help="Open no checkpoint: at once, and with less in a row."),
+    recursive: bool = Option(False, "--recursive", "-r", help="Include the checkpoints of runs below."),
+    quick: bool = Option(False, "--quick", help="Open no checkpoint: faster, with fewer columns."),
     options: str | None = STORAGE,
 ) -> Answer:
     """List the checkpoints in a folder (step, time, format, size, state) and the runs below."""
@@ -94,8 +94,8 @@ _SORTS: dict[str, Callable[[checkpoints.TensorRow], Any]] = {
 
 def show(
     uri: str = Argument(..., help="A checkpoint: path or URL."),
-    tree: bool = Option(False, "--tree", help="Group the tensors by module, with a picture of their sizes."),
-    objects: bool = Option(False, "--objects", help="List the other values, too."),
+    tree: bool = Option(False, "--tree", help="Group tensors by module, with a chart of sizes."),
+    objects: bool = Option(False, "--objects", help="List other values too."),
     sort: str = Option("", metavar="COLUMN", help="Tensors by name, dtype or size."),
     top: int | None = TOP,
     options: str | None = STORAGE,
@@ -139,7 +139,7 @@ def show(
 def _print_header(header: checkpoints.CheckpointHeader) -> None:
     from dcp.storage.formats.registry import is_of_files
 
-    of_files = is_of_files(header.format)  # without a commit, whose time is that of their last change
+    of_files = is_of_files(header.format)  # without a commit: time of the last change
     versions = (("dcphub", header.dcphub_version), ("torch", header.torch_version))
     chunks, size = counted(header.chunks, "chunk"), printing.size(header.bytes)
     facts = (

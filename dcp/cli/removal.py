@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dcp.manager.retention import Part, Retention
     from dcp.storage.stores.base import Store
 
-_YES: Final = Option(False, "--yes", help="Do it. Without it the command says what it would do.")
+_YES: Final = Option(False, "--yes", help="Carry out the changes; default: a dry run.")
 _REASONS: Final = {
     "pinned": "it was pinned meanwhile",
     "replaced": "another save has taken its place meanwhile",
@@ -94,10 +94,10 @@ def prune(
     call: Call,
     uris: list[str] = Argument(..., metavar="URI...", help="Checkpoints, or runs: paths or URLs."),
     part: Strings = Option(None, metavar="NAME", help="optimizer, or a glob on names, as 'ema.*'."),
-    last: int | None = Option(None, min=1, help="Of a run: the newest so many keep it."),
-    every_steps: int | None = Option(None, min=1, help="Of a run: steps that are multiples of it keep it."),
-    rewrite: bool = Option(False, "--rewrite", help="Write files anew that hold the part and others."),
-    dry_run: bool = Option(False, "--dry-run", help="Only tell; so it is without --yes."),
+    last: int | None = Option(None, min=1, help="Of a run: number of newest steps that keep the part."),
+    every_steps: int | None = Option(None, min=1, help="Of a run: multiples of this step keep the part."),
+    rewrite: bool = Option(False, "--rewrite", help="Rewrite files that hold other tensors too."),
+    dry_run: bool = Option(False, "--dry-run", help="List savings only (the default)."),
     yes: bool = _YES,
     options: str | None = STORAGE,
 ) -> Answer:
@@ -136,7 +136,7 @@ def prune(
 def _retention(parts: list[str], last: int | None, every_steps: int | None) -> Retention:
     from dcp.manager.retention import Keep, Retention
 
-    # Without rules it is asked for checkpoints, which are named: of a run it would be refused.
+    # Without rules only single checkpoints are accepted; runs are refused.
     keep = Keep(last=last if last or every_steps else 1, every_steps=every_steps)
     globs = {name: keep for name in parts if name != "optimizer"}
     return Retention(optimizer=keep if "optimizer" in parts else None, parts=globs or None)
@@ -193,8 +193,8 @@ def gc(
     call: Call,
     root: str = Argument(..., help="A folder of checkpoints, or a checkpoint: path or URL."),
     yes: bool = _YES,
-    hours: float = Option(24.0, min=0, help="What is younger stays: it may be of a save that still runs."),
-    uploads: bool = Option(False, "--uploads", help="End all unfinished uploads; a save at work fails."),
+    hours: float = Option(24.0, min=0, help="Keep younger files, which a running save may need."),
+    uploads: bool = Option(False, "--uploads", help="End all unfinished uploads; running saves fail."),
     options: str | None = STORAGE,
 ) -> Answer:
     """Remove leftovers of killed saves: files without a checkpoint, one day old or more.

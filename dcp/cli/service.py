@@ -38,7 +38,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 _ACCOUNT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]{0,63}")
 
 _CONFIG: Final = Option(None, metavar="FILE", help="TOML; else DCP_SERVER_CONFIG, dcp-server.toml.")
-_DATABASE: Final = Option(None, metavar="URL", help="Instead of the one of the settings.")
+_DATABASE: Final = Option(None, metavar="URL", help="Database URL; overrides the settings.")
 
 
 def serve(
@@ -47,7 +47,7 @@ def serve(
     port: int | None = Option(None, help="The port to listen on [8470]."),
     root: Strings = Option(None, metavar="[NAME=]URL", help="A place of checkpoints [./checkpoints]."),
     database: str | None = Option(None, metavar="URL", help="[sqlite:///dcp-catalog.sqlite]"),
-    worker: bool | None = Option(None, "--worker/--no-worker", help="Whether to start a worker, too [yes]."),
+    worker: bool | None = Option(None, "--worker/--no-worker", help="Start a worker too [yes]."),
 ) -> None:
     """Serve the catalog over HTTP: with nothing given, of ./checkpoints, on this machine only.
 
@@ -122,7 +122,7 @@ def _name_of(url: str) -> str:
 def worker(
     config: Path | None = _CONFIG,
     database: str | None = _DATABASE,
-    concurrency: int | None = Option(None, min=1, help="How many tasks run at a time [2]."),
+    concurrency: int | None = Option(None, min=1, help="Number of concurrent tasks [2]."),
     until_input_ends: bool = Option(False, "--until-input-ends", hidden=True),
 ) -> None:
     """Run the jobs of the service: conversions, verifications, scans and others.
@@ -152,8 +152,8 @@ def worker(
 
 
 def _watch_input(stop: threading.Event) -> None:
-    # Nothing is ever sent; the end comes with the process that holds the other side, even if it was killed.
-    # Straight from the descriptor: a thread that waits in sys.stdin would hold its lock when Python ends.
+    # Nothing is sent; end of file means that the other process has ended, even if killed.
+    # Read the descriptor: a thread waiting in sys.stdin would hold a lock at exit.
     while os.read(sys.stdin.fileno(), 4096):
         continue
     stop.set()
@@ -220,13 +220,11 @@ DB: Final[dict[str, Callable[..., Answer | None]]] = {"upgrade": _upgrade, "stat
 
 
 def _create(
-    name: str = Argument(..., help="Who or what it is for; the audit log says key:NAME."),
-    scope: Strings = Option(None, help="read, write, convert, delete or admin; again for several [read]."),
-    root: Strings = Option(None, help="Only for this root; several times for several [all]."),
-    expires: str | None = Option(None, metavar="TIME", help="After this time: 12h, 30d, 52w [never]."),
-    account: str | None = Option(
-        None, help="The service account that it belongs to; made if it is new [none]."
-    ),
+    name: str = Argument(..., help="Owner or purpose; shown as key:NAME in the audit log."),
+    scope: Strings = Option(None, help="read, write, convert, delete or admin; repeatable [read]."),
+    root: Strings = Option(None, help="Restrict to this root; repeatable [all]."),
+    expires: str | None = Option(None, metavar="TIME", help="Time until expiry: 12h, 30d, 52w [never]."),
+    account: str | None = Option(None, help="Service account of the key; created if missing [none]."),
     settings: Settings = _SETTINGS,
 ) -> Answer:
     """Create a key and print it once, alone on stdout for use in a pipe."""
@@ -340,7 +338,7 @@ def _print_keys(keys: list[dict[str, Any]]) -> None:
 
 
 def _revoke(
-    key: str = Argument(..., help="Its id, or the prefix that the list shows."),
+    key: str = Argument(..., help="Id of the key, or its prefix from the list."),
     settings: Settings = _SETTINGS,
 ) -> None:
     """End a key, at once and for ever."""
@@ -392,7 +390,7 @@ def _print_roots(rows: list[RootRow]) -> None:
 
 def _accept(
     name: str = Argument(..., help="The root."),
-    yes: bool = Option(False, "--yes", help="Do it; without it only say what would be done."),
+    yes: bool = Option(False, "--yes", help="Carry out the change; default: a dry run."),
     settings: Settings = _SETTINGS,
 ) -> None:
     """Accept that many checkpoints, missing in the last scan, are gone for good.
@@ -419,7 +417,7 @@ def _accept(
         if not yes:
             print("with --yes: look once more, and mark as vanished what is not there")
             return
-        # one that `dcp serve` was given as a flag is in the database alone
+        # roots given as flags of `dcp serve` are in the database only
         place = settings.roots.get(name) or RootSettings(url=row.url)
         report = scan_root(opened, Roots({name: place}), name, accepted=row.lost)
         if report.lost:

@@ -62,7 +62,7 @@ def cat(
     call: Call,
     uri: str = SOURCE,
     fqn: str = Argument(..., metavar="NAME", help="A tensor or another value, by its flat name."),
-    slice_: str | None = Option(None, "--slice", metavar="SLICE", help="A part, as numpy has it: 0:2,:,3."),
+    slice_: str | None = Option(None, "--slice", metavar="SLICE", help="Slice in numpy's notation: 0:2,:,3."),
     npy: str | None = Option(None, metavar="FILE", help="Write a .npy file instead; '-' is standard output."),
     options: str | None = STORAGE,
 ) -> Answer | None:
@@ -179,7 +179,7 @@ def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[i
 
     sizes = [min(size, 2 * _EDGE + 1) for size in shape]
     parts = [reader.read(row, slices, part) for part in itertools.product(*map(ends, shape))]
-    # what is not shown must not change how the others are printed
+    # hidden elements must not change the format of shown ones
     result = np.full(sizes, parts[0].reshape(-1)[0], parts[0].dtype)
     for place, part in zip(itertools.product(*map(ends, sizes)), parts, strict=True):
         result[place] = part
@@ -222,7 +222,7 @@ def _output(target: str) -> Iterator[BinaryIO]:
         with aside.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the name, and nothing under it
+            os.fsync(file.fileno())  # otherwise a power cut may leave an empty file
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -244,7 +244,7 @@ def stats(
     uri: str = SOURCE,
     only: Strings = ONLY,
     exclude: Strings = EXCLUDE,
-    bins: int = Option(32, min=3, help="Bins of a histogram, at most."),
+    bins: int = Option(32, min=3, help="Largest number of histogram bins."),
     sort: str = Option("", metavar="COLUMN", help=f"The largest first: {', '.join(_SORTED)}; or name."),
     top: int | None = TOP,
     options: str | None = STORAGE,
@@ -316,11 +316,11 @@ _DIFF_SORTS: dict[str, Callable[[TensorDifference], Any]] = {
 
 def diff(
     a: str = SOURCE,
-    b: str = Argument(..., help="Another one, of any format and sharding."),
-    values: bool = Option(True, help="Read what checksums do not tell. By default."),
+    b: str = Argument(..., help="Another checkpoint of any format and sharding."),
+    values: bool = Option(True, help="Read values if checksums do not decide (default)."),
     only: Strings = ONLY,
     exclude: Strings = EXCLUDE,
-    rename: Strings = Option(None, metavar="REGEX=>NEW", help="Replace this in the names of A before."),
+    rename: Strings = Option(None, metavar="REGEX=>NEW", help="Rename in A before the comparison."),
     sort: str = Option("", metavar="COLUMN", help="The largest first: differ, max, l2; or name."),
     top: int | None = TOP,
     options: str | None = STORAGE,
@@ -425,8 +425,8 @@ def _type(facts: TensorFacts | None) -> str | None:
 
 def digest(
     uri: str = SOURCE,
-    names: Strings = Argument(None, metavar="[NAME]...", help="These tensors, or globs, and those below."),
-    recompute: bool = Option(False, "--recompute", help="Read the tensors, whatever the manifest says."),
+    names: Strings = Argument(None, metavar="[NAME]...", help="Tensor names or globs, with all names below."),
+    recompute: bool = Option(False, "--recompute", help="Read the tensors; ignore the manifest's digests."),
     options: str | None = STORAGE,
 ) -> Answer:
     """Print a digest of each tensor: equal for equal bytes, dtype and shape, in any sharding and format.
@@ -453,8 +453,8 @@ def _print_digests(found: CheckpointDigests) -> None:
 def verify(
     call: Call,
     uris: list[str] = URIS,
-    against: str | None = Option(None, metavar="URI", help="One that is to have the same tensors."),
-    only: Strings = Option(None, metavar="GLOB", help="Of the one to compare with, as 'model.*'."),
+    against: str | None = Option(None, metavar="URI", help="Compare the tensors with this checkpoint."),
+    only: Strings = Option(None, metavar="GLOB", help="Names in the other checkpoint, as 'model.*'."),
     options: str | None = STORAGE,
 ) -> Answer:
     """Read every byte of checkpoints and compare the checksums. Exits with 1 for any damage.

@@ -30,7 +30,7 @@ _STDERR: Final = 2
 
 def watch(
     call: Call,
-    run: str = Argument(..., help="The folder of a run: path or URL. It need not be there yet."),
+    run: str = Argument(..., help="Folder of a run: path or URL. May not exist yet."),
     exec_: str | None = Option(
         None,
         "--exec",
@@ -38,12 +38,14 @@ def watch(
         help="Run this for each step, without a shell; {} becomes the checkpoint's path or URL, which is "
         "also in DCP_CHECKPOINT, beside DCP_STEP and DCP_SAVE_ID. Exit status 0 acknowledges the step.",
     ),
-    consumer: str = Option("default", metavar="NAME", help="Every consumer is given all steps once."),
-    since: int = Option(0, min=0, metavar="STEP", help="No steps below this one."),
-    once: bool = Option(False, "--once", help="End after the steps that are there."),
-    interval: float = Option(10.0, min=0.05, metavar="SECONDS", help="Between two looks, and two tries."),
-    tries: int = Option(3, min=1, help="How often a command is tried for a step before this ends with 1."),
-    cursor: str | None = Option(None, metavar="FOLDER", help="Keep here what is done, and not in the run."),
+    consumer: str = Option("default", metavar="NAME", help="Each consumer gets each step once."),
+    since: int = Option(0, min=0, metavar="STEP", help="Skip steps below."),
+    once: bool = Option(False, "--once", help="End after the existing steps."),
+    interval: float = Option(
+        10.0, min=0.05, metavar="SECONDS", help="Pause between two looks, and two tries."
+    ),
+    tries: int = Option(3, min=1, help="Tries of a command for a step; then exit with 1."),
+    cursor: str | None = Option(None, metavar="FOLDER", help="Store the cursor here instead of in the run."),
     folders: str = FOLDERS,
     options: str | None = STORAGE,
 ) -> None:
@@ -130,7 +132,7 @@ def _run_once(words: list[str], step: WatchedStep, *, json: bool) -> int:
     def end_with_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
-    # a watcher that is killed must not leave it at work beside that of the next one
+    # a killed watcher must not leave a running command behind
     output = _STDERR if json else None
     with subprocess.Popen(arguments, env=environment, stdout=output, preexec_fn=end_with_parent) as process:
         try:
@@ -139,5 +141,5 @@ def _run_once(words: list[str], step: WatchedStep, *, json: bool) -> int:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-            process.kill()  # of one that has ended it does nothing
+            process.kill()  # no effect on an ended process
             raise

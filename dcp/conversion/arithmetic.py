@@ -61,7 +61,7 @@ def weights_of_sources(
     if sum(one is not None for one in (weights, formula, decay)) > 1:
         raise OptionError("weights, formula and decay: give one of them")
     if not count:
-        raise OptionError("sources: there is none")
+        raise OptionError("sources: give at least one")
     if formula is not None:
         return formula_weights(formula, source_names(count))
     if weights is None:

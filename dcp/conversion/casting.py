@@ -110,7 +110,7 @@ def _single_to_float8(
     sign = (bits >> 24).astype(np.uint8) & 0x80
     bits = bits & np.uint32(0x7FFFFFFF)
     shift = 23 - mantissa_bits
-    # Below the smallest normal number: an addition whose result has just the bits that are left.
+    # Below the smallest normal number: an addition rounds to the remaining bits.
     magic = np.uint32((127 - bias + 1 + shift) << 23)
     small = (bits.view(np.float32) + magic.view(np.float32)).view(np.uint32) - magic
     odd = (bits >> shift) & 1

@@ -203,7 +203,7 @@ class Conversion(Closable):
             self._checks.take(replace(result, bytes_read=0))  # by another run
         self._has_progress = bool(done)
         if left and self.place.path is not None and not publisher.overwrite:
-            self.place.refuse_existing()  # with something left to do it is not what an earlier run made
+            self.place.refuse_existing()  # unfinished work: the target is not of an earlier run
         return planned, list(left.values())
 
     def _plan(self, save_id: str) -> tuple[Planned, npt.NDArray[np.uint8], SourceColumns, TermColumns | None]:
@@ -324,7 +324,7 @@ class Conversion(Closable):
             return None
         tasks = make_tasks(engine.index, layout, codes, sources, terms, by_file=True)
         checks = ResultChecks(engine, layout.copies)
-        # Whose files are there, and are compared.
+        # Existing files are compared.
         settings = replace(self._settings(""), output=place.store, in_place=False)
         for batch in make_batches(tasks, 0):
             try:

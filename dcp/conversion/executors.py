@@ -36,7 +36,7 @@ _END_SECONDS: Final = 10.0
 """Time for processes to end uploads; the next writer removes leftovers."""
 
 _START: Final = (
-    # A terminal interrupts all of its processes: what becomes of these is decided by the one that made them.
+    # A terminal interrupts all processes; the parent decides when these end.
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from dcp.conversion.executors import serve; serve(int(sys.argv[2]))"
@@ -215,12 +215,11 @@ class LocalProcesses(Executor):
             connection.send_bytes(order)
             answer = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            process.terminate()  # if it lives, nobody can talk to it any more
+            process.terminate()  # the connection is lost, so a living process is of no use
             code = process.wait()
             raise CheckpointError(
                 f"a process of the conversion ended with exit code {code} (negative: killed by that signal, "
-                "9 is often for want of memory). Convert again: what is done is not done twice; fewer "
-                "workers need less memory"
+                "9 often means out of memory). Convert again to resume; use fewer workers to need less memory"
             ) from error
         return pickle.loads(answer)
 

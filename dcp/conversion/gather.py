@@ -135,7 +135,9 @@ class TaskResult:
             parts = list(starmap(Fragment, sources)), list(starmap(Fragment, targets))
             return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
         except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
+            raise CheckpointFormatError(
+                "the record of a conversion's progress cannot be read; convert again"
+            ) from error
 
 
 class RangeReader:
@@ -196,7 +198,7 @@ class RangeReader:
         for part in box_parts(first, lengths, strides, itemsize, **limits):
             begin, end = part.begin, part.end
             if self._verify and chunk != NO_CHUNK and end - begin != math.prod(part.lengths) * itemsize:
-                # What is read beside the wanted is read again by others: whole blocks can be compared alone.
+                # Other tasks read the bytes beside; only whole blocks can be verified here.
                 begin = begin // BLOCK_BYTES * BLOCK_BYTES
                 end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, source.payload_bytes)
             to = target + sum(map(mul, part.offsets, target_strides))

@@ -190,7 +190,7 @@ def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequen
     globs = [glob for glob in also if not is_own or glob.partition("/")[0] == folder]
     for info in listing:
         path = f"{folder}/{info.name}" if folder else info.name
-        # Else it would be a checkpoint of its own, or weights among ours.
+        # Otherwise a separate checkpoint, or weights.
         may_be = not info.name.startswith(".") and not _is_of_checkpoint(info.name)
         if info.name.lower().endswith(_OTHER_WEIGHTS):
             is_asked_for = may_be and path in globs

@@ -325,7 +325,7 @@ class TaskCopies:
         summed, gathers = (None, rows) if terms is None else terms.take(rows)
         own = sources.take(gathers)
         target_codes, sizes = copies.dtype_codes[rows], copies.size_bytes[rows]
-        # The fewest elements of a copy, or of a gather that is no factor: what is missing is padded.
+        # The smallest element count of a copy or gather without factors; the rest is padding.
         least = row_sums(row_products(own.axes[:, 0], own.axis_start), own.start)
         if summed is not None and len(rows):
             whole = np.where(summed.ranks > 0, np.iinfo(np.int64).max, least[summed.gathers[:-1]])
@@ -506,7 +506,7 @@ def payload_crcs(index: CheckpointIndex) -> dict[int, int]:
     counts = np.diff(index.crc_start)[chunks]
     if index.payload_strides:
         counts = np.where(np.isin(chunks, list(index.payload_strides)), 0, counts)
-    # A chunk as large as its tensor is all of it, since chunks lie within.
+    # A chunk as large as its tensor is the whole tensor.
     elements = row_products(index.shape_values, index.shape_start)[rows]
     counts = np.where(index.payload_lengths[chunks] == elements * index.itemsizes[rows], counts, 0)
     single, several = counts == 1, np.flatnonzero(counts > 1).tolist()

@@ -119,7 +119,7 @@ class LocalPublisher(Publisher):
             os.lseek(self._descriptor, end, os.SEEK_SET)
             output = self._folder / f"output-{save_id}"
             if output.is_dir() and (own := output.stat().st_ino) != inode:
-                # A copy of the folder, such as a restored one: the old inode may be of something else now.
+                # A restored copy of the folder: the recorded inode may belong to another folder now.
                 self._forget()
                 inode = own
                 self._note(header(fingerprint, save_id, inode) + b"".join(map(framed, done)))
@@ -180,7 +180,7 @@ class LocalPublisher(Publisher):
         announce("remove", self._folder)
         with suppress(OSError, CheckpointError):
             self._empty()
-            self._ledger.unlink()  # last: as long as it is there, no other process begins
+            self._ledger.unlink()  # last: while the file exists, no other process begins
         self.close()
         with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
             self._folder.rmdir()
@@ -191,7 +191,7 @@ class LocalPublisher(Publisher):
         """Remove files beside the ledger, except for the only copy of replaced data."""
         settle(self._folder)
         # Not `shutil.rmtree`, which refuses folders whose inode numbers change.
-        for path in sorted(self._folder.rglob("*"), reverse=True):  # a folder behind what is in it
+        for path in sorted(self._folder.rglob("*"), reverse=True):  # folders after their contents
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
             elif path != self._ledger:
@@ -283,7 +283,7 @@ class LocalPublisher(Publisher):
             ):
                 self._commit_over(output, index, previous)
                 return
-            # Nobody looks at the folder yet, so that these two need no order.
+            # The folder is not visible yet, so these two writes need no order.
             metadata = encode_torch_metadata(index, checkpoint_id=self.place.url, save_id=self.save_id)
             self._write(output, METADATA_NAME, metadata)
             index = replace(index, torch_metadata_crc=crc32(metadata))
@@ -291,7 +291,7 @@ class LocalPublisher(Publisher):
         PosixStore(output).sync()
         if self._descriptor >= 0:
             with step(announce, "fsync", self._ledger):
-                os.fsync(self._descriptor)  # a run that finds the target knows that all of this one is done
+                os.fsync(self._descriptor)  # a published target shows that this run is complete
         announce("publish", target)
         try:
             if self.place.file_name is not None:
@@ -347,7 +347,7 @@ def remove_work_folder(folder: Path) -> bool:
 
     Returns False, without changes, if a process holds the lock or the place is taken.
     """
-    place = TargetPlace(str(folder), PosixStore(folder), None, None)  # whose target it was nothing says
+    place = TargetPlace(str(folder), PosixStore(folder), None, None)  # the target is unknown
     with closing(LocalPublisher(place, "", folder=folder)) as publisher:
         try:
             publisher.lock("")
@@ -437,7 +437,7 @@ def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
                 path=str(entry),
             )
         _keep(entry, folder / entry.name)
-    PosixStore(folder).sync()  # what is kept is there before its only other name goes
+    PosixStore(folder).sync()  # the kept file exists before its only other name is removed
 
 
 def move_late(old: Path, target: Path, layout: TargetLayout) -> None:
@@ -486,7 +486,7 @@ def _keep(entry: Path, kept: Path) -> None:
     try:
         os.link(entry, kept)
     except OSError:
-        kept.unlink(missing_ok=True)  # it may have been made all the same: then both are one file
+        kept.unlink(missing_ok=True)  # the link may exist despite the error: both names are one file
         with entry.open("rb") as file, kept.open("xb") as copy:
             shutil.copyfileobj(file, copy)
             copy.flush()
@@ -578,9 +578,9 @@ def settle(work: Path) -> None:
                 op="rename",
                 errno=error.errno,
             ) from error
-    PosixStore(work.parent).sync()  # a name must outlast a power cut before what it replaced goes
+    PosixStore(work.parent).sync()  # sync the new name before removing the replaced data
     with step(announce, "settled", work):
-        if aside.exists():  # else what is left of it could be taken for what is to be put back
+        if aside.exists():  # otherwise leftovers could be restored later
             aside.rename(work / _OUTDATED)
 
 

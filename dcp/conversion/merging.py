@@ -58,7 +58,7 @@ class JoinedStore(ReadOnlyStore):
         self.stores = tuple(stores)
         self.url = " + ".join(store.url for store in stores)
         profiles = [store.read_profile for store in stores]
-        # A request is dear where it is dear for any of them, and large ones suit all.
+        # One store with expensive requests decides: large requests suit all stores.
         self.read_profile = next((profile for profile in profiles if profile.scatter), profiles[0])
         self.capabilities = replace(
             self.capabilities, is_shared=all(store.capabilities.is_shared for store in stores)
@@ -405,12 +405,12 @@ class _Merging:
                     "is tied to the other end of the model (tie_word_embeddings of config.json), which would "
                     "change as well: give a base that was saved untied"
                 )
-            if row is None or not low_rank.keeps_ties:  # the tied one has the same added, and is there
+            if row is None or not low_rank.keeps_ties:  # the tied tensor gets the same product
                 return None
         if row is None:
             close = near_names(name, tensors, most=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
-            self.problems[name] = f"is what an adapter is for, and no floating-point tensor{meant}"
+            self.problems[name] = f"is adapted, but is not a floating-point tensor of the base{meant}"
             return None
         there = self.sources[0].index.shape(row)
         is_turned = there == shape[::-1] and (there != shape or low_rank.is_turned)

@@ -198,8 +198,8 @@ class Publisher(ABC):
 
     def _conflict(self) -> CheckpointConflictError:
         return CheckpointConflictError(
-            f"{self.place.url} has come into being while its replacement was being written, and is "
-            "untouched; give another target",
+            f"{self.place.url} was created by another process during the conversion "
+            "and is unchanged; choose another target",
             alternative="replace it",
             argument="overwrite=True",
             path=self.place.url,
@@ -285,7 +285,7 @@ class StoredPublisher(Publisher):
             save_id, _, entries, end = noted
             done = []
             for result, versions in filter(None, map(_noted, entries)):
-                # Those whose files are there as the batch has written them.
+                # Batches whose files are unchanged.
                 if all(self._store.stat(name) and self._version(name) == versions[name] for name in versions):
                     done.append(result)
             resumed = self._resumed(layout, save_id, done)
@@ -294,7 +294,7 @@ class StoredPublisher(Publisher):
                 return resumed
         self._refuse(layout)
         self._store.make_root()
-        # Before a file is written: one of another conversion's would be taken for its own.
+        # Before any write: files of another conversion must not count as own files.
         self._ledger = header(fingerprint, self.save_id)
         self._write(self.place.ledger_name, self._ledger)
         if self.overwrite:  # readers must not take new shards for those of the old index
@@ -358,7 +358,7 @@ class StoredPublisher(Publisher):
             self._note(name, _files(self._read(name)) | absent)
         try:
             yield
-        except CheckpointConflictError:  # one of them is not its own
+        except CheckpointConflictError:  # a file of another conversion
             self._note(name, {})
             raise
         self._note(name, {file: self._version(file) for file in files})
@@ -406,7 +406,7 @@ class StoredPublisher(Publisher):
         """As `Publisher.clear`."""
         place, store = self.place, self._store
         if not place.attempt or store.stat(place.ledger_name) is None:  # else of a conversion to be resumed
-            # Unfinished uploads of its files are of attempts that were killed, or that have been beaten.
+            # Unfinished uploads belong to killed or slower attempts.
             commit.abort_uploads(store, lambda name: is_written_under({place.ledger_name}, name))
         announce("remove", place.ledger_name)
         for error in store.delete_all(self._ledger_names(batches)).values():

@@ -136,7 +136,7 @@ def convert(
     check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume, progress=progress)
     place = place_of(target, to, OpenWith(target_options))
     if not (overwrite or resume or place.is_begun):
-        place.refuse_existing()  # before anything is read; else it may be what a killed run has made
+        place.refuse_existing()  # before any read; otherwise a killed run may have made the target
     maps = () if map is None else (WeightMap.of(map),)
     chosen = ConversionOptions(
         to, only, exclude, rename, dtype, maps, files, chunks, shard_bytes, drop_objects
@@ -378,13 +378,13 @@ def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Ite
         yield
     except (CorruptCheckpointError, StorageError) as error:
         now = then = found.index
-        with suppress(CheckpointError):  # it is gone, or out of reach: what has failed says more
+        with suppress(CheckpointError):  # missing or unreachable: the original error says more
             now = reopen().index
         save_ids = {repr(index.provenance.get("save_id")) for index in (now, then)}
         if now.files == then.files and len(save_ids) == 1:
             raise
         raise SourceChangedError(
-            f"{found.name} has changed while it was converted: it was saved anew, or a part of it was "
-            "dropped; convert it again",
+            f"{found.name} changed during the conversion: a save replaced it, or "
+            "a part was dropped; convert it again",
             path=found.name,
         ) from error

@@ -366,8 +366,8 @@ class ComparedFile(WriteHandle):
         if not is_same:
             self._there.close()
             raise CheckpointConflictError(
-                f"{self._path} is there already, and not of this conversion; give another target, or delete "
-                "it",
+                f"{self._path} already exists and was not written by this conversion; "
+                "choose another target, or delete it",
                 path=self._path,
             )
 
@@ -557,9 +557,7 @@ class BatchSettings:
     def refuse_changed(self, engine: ReadEngine, name: str) -> None:
         """Raise SourceChangedError unless ``engine`` reads the planned source."""
         if source_mark(engine.store, engine.index, self.to) != self.source_mark:
-            raise SourceChangedError(
-                f"{name} has changed while it was converted; convert it again", path=name
-            )
+            raise SourceChangedError(f"{name} changed during the conversion; convert it again", path=name)
 
     def open_output(self, task: Task) -> WriteHandle:
         """Return a range of a task's file, or the file; files of an earlier run are compared."""
@@ -586,7 +584,7 @@ def run_batch(
     verify, result = settings.verify != "none", TaskResult(batch.number)
     with ExitStack() as stack:
         check = None
-        # A file that is written in place has no name yet: what publishes it, with all results, compares.
+        # Files written in place are not visible yet; publication verifies all results.
         if not settings.in_place and (verify or batch.is_all):
             check = _comparison(batch, engine or stack.enter_context(settings.open_engine()))
         for task in batch.tasks:
@@ -594,7 +592,7 @@ def run_batch(
             try:
                 found = run(settings.open_output(task), on_bytes=on_bytes)
             except StorageError:
-                # Another attempt at this task has been quicker, and its file is what ours would have been.
+                # A faster attempt at this task has written the same file.
                 if not settings.is_written(task.name):
                     raise
                 found = run(settings.open_output(task), on_bytes=None)

@@ -181,7 +181,7 @@ class Sums:
         too_large = is_finite & (np.abs(total, dtype=np.float64) >= limit)
         for kind, wrong in ((NOT_FINITE, ~is_finite), (OUT_OF_RANGE, too_large)):
             left = first + np.flatnonzero(wrong)
-            # Of the terms that are no products, in their order: of padded ones the first may not have it.
+            # Terms except products, in order; with padding the first may lack the element.
             plain = (term.gathers[0] for term in copy.terms if not term.rank) if len(left) else ()
             for source in chain.from_iterable(plain):
                 is_there = _has(source, left)

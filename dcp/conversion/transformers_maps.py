@@ -63,7 +63,7 @@ def _conversion_mapping() -> Any:
     try:
         from transformers import conversion_mapping
     except ImportError as error:
-        raise OptionError("transformers 5 or newer is not installed, whose conversions these are") from error
+        raise OptionError("transformers_map needs transformers 5 or newer; install it") from error
     return conversion_mapping
 
 
@@ -120,7 +120,7 @@ def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[i
             problems.append(str(error))
     if problems:
         shown = listed(list(dict.fromkeys(problems)), most=_MAX_LISTED, show=str)
-        raise PlanError(f"conversions of transformers that no map can say: {shown}")
+        raise PlanError(f"a weight map cannot express these conversions of transformers: {shown}")
     return WeightMap.from_data({"name": "transformers", "rules": list(rules.values())})
 
 

@@ -100,7 +100,7 @@ def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
     first = np.searchsorted(held.item_sources[order], columns.sources, "left")
     count = np.searchsorted(held.item_sources[order], columns.sources, "right") - first
     items = order[first]  # the held box that each row is, or is a part of
-    for row in np.flatnonzero(count > 1).tolist():  # one local tensor that is several boxes
+    for row in np.flatnonzero(count > 1).tolist():  # a local tensor of several boxes
         several = order[first[row] : first[row] + count[row]].tolist()
         items[row] = next(item for item in several if _is_part(held, item, columns, row))
     offsets, inner = (

@@ -181,7 +181,7 @@ class Strictness(LoadFeature):
         if names and call.flattens and call.options.unexpected == "error":
             self._lost = _names_within(names, call.root, call.flat.paths, call.renamed)
         below = _prefixes_without_state(call.root) if self._lost and call.world_size > 1 else ()
-        if below and call.renamed is None:  # else the error of what is lost on all ranks has it
+        if below and call.renamed is None:  # otherwise the error about all ranks names the entry
             own = [name for name in self._lost if name.startswith(below)]
             if own:
                 raise _unexpected_keys(_names_of(call.index), own)
@@ -264,7 +264,7 @@ def _names_within(
             if str(path[0]) in tops:
                 prefixes.add(_renamed_top(fqn.removeprefix(f"{path[0]}."), renamed(fqn)))
         prefixes.discard("")  # the checkpoint's own top level, which has whatever it has
-    begins: list[str] = []  # without those that begin with another one
+    begins: list[str] = []  # without names below another name
     for prefix in sorted(prefixes):
         if not begins or not prefix.startswith(begins[-1]):
             begins.append(prefix)

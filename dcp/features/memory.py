@@ -82,7 +82,7 @@ class MetaTensors(LoadFeature):
 
 
 def _is_meta(value: Any) -> bool:
-    if isinstance(value, ShardedTensor):  # each look at an attribute of its own warns that it is deprecated
+    if isinstance(value, ShardedTensor):  # reading its attributes logs deprecation warnings
         return any(shard.tensor.is_meta for shard in value.local_shards())
     return isinstance(value, torch.Tensor) and value.is_meta
 

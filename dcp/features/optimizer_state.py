@@ -176,9 +176,9 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         with preserved_versions(counted):
             try:
                 train = getattr(optimizer, "train", None)
-                if callable(train):  # those of schedulefree make a step in that mode only
+                if callable(train):  # schedulefree optimizers step in train mode only
                     train()
-                # Not as it is called: schedulers and profilers count the steps that are made through them.
+                # The unwrapped method: schedulers and profilers count calls of step().
                 step = type(optimizer).step
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
                 step(optimizer)

@@ -132,8 +132,8 @@ class _Objects(Target):
             for key in self._stateful:
                 if self._misfits or str(key) in with_empty:
                     self._plain[key] = form.fitted(key, self.state_dict[key], self._plain[key])
-        # A scheduler adds settings to parameter groups ("initial_lr"). If those were lost that the checkpoint
-        # has and the state lacks, one that is made after the load would begin with the present rate.
+        # Schedulers add settings to parameter groups ("initial_lr"). Without the stored ones, a scheduler
+        # made after the load would start from the present rate.
         for begin, optimizer in optimizer_dicts(self._plain, ""):
             for number, group in enumerate(optimizer["param_groups"]):
                 if isinstance(group, dict):
@@ -145,7 +145,7 @@ class _Objects(Target):
     def give_back(self, call: LoadCall | None) -> None:
         """As in `Target`."""
         if not self._stateful and type(self.state_dict) is dict:
-            self.state_dict.update(self._plain)  # and what a planner has added to it
+            self.state_dict.update(self._plain)  # and additions of a planner
             return
         untouched, new = frozenset[str](), list[str]()
         if call is not None and self._stateful:
@@ -183,7 +183,7 @@ class _Objects(Target):
             value.load_state_dict(self._plain[key])
         except CheckpointError:
             raise
-        except Exception as error:  # whatever it is, it is raised with the name of the object
+        except Exception as error:  # any error is raised with the object's name
             raise CheckpointError(
                 f"load_state_dict() of {str(key)!r} ({type(value).__name__}) raised {type(error).__name__}: "
                 f"{error}",

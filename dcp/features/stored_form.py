@@ -103,7 +103,7 @@ class StoredForm:
         if stored.shape is None:
             is_value = kind == OTHER or (kind == LIST and is_closed(fresh))
             return fresh if is_value or kind == PER_RANK or _names_parameters_inside(fresh) else None
-        if type(fresh) is torch.Tensor and not fresh.is_meta:  # one that has grown, such as a history
+        if type(fresh) is torch.Tensor and not fresh.is_meta:  # a longer list, such as a history
             if fresh.shape == stored.shape:
                 return fresh
             self.made.add(stored.name)

@@ -46,8 +46,8 @@ class LoadedMap(LoadFeature):
         """Return a config.json beside the weights, which has sizes."""
         if reader.place.file is None and saved_by_rank(reader.store):
             raise OptionError(
-                f"{reader.store.url}: each rank has an index of its own here, and a map is about a whole "
-                "model; convert the checkpoint first"
+                f"{reader.store.url}: map= needs one index for all ranks, "
+                "but this checkpoint has one for each rank; convert the checkpoint first"
             )
         return json.dumps(model_config(reader.store))
 

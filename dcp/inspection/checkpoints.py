@@ -183,7 +183,7 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     def of_file(file: FileInfo) -> CheckpointSummary | None:
         return _weight_file(store, file, quick=quick) if quick or _is_weight_file(store, file) else None
 
-    # what the folder itself is, or its weights as a whole, and the files beside these one by one
+    # the folder or its weights as a whole, then other files separately
     whole = own or _weights(store, files, quick=quick)
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in _folder_weights(files)] if is_readable else []
@@ -419,7 +419,7 @@ def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
     for one in by_precedence(formats()):
         belongs = one.is_in_folder if one.names_suffice else one.marks_folder
         found = [file for file in shown if belongs(file.name)]
-        if one.suffixes:  # what only lists the others is no weights
+        if one.suffixes:  # an index of shards holds no weights
             found = [file for file in found if one.has_suffix(file.name)]
         if found:
             return found

@@ -189,7 +189,7 @@ def verify(
         StorageError: The store cannot be read at all.
     """
     if only is not None and against is None:
-        raise OptionError("only is about against, which is missing")
+        raise OptionError("only= requires against=")
     opener = OpenWith(storage_options)
     with naming_near_places(checkpoint_id, opener):
         place = locate(checkpoint_id, open_store=opener)
@@ -220,7 +220,7 @@ def verify_place(
         report.findings.append(Finding(kind_of(error, "index"), str(error), error.path or None))
         return report
     listing = {file.name: file for file in store.list()}
-    if is_of_files(index.format):  # what else is there is no concern of theirs
+    if is_of_files(index.format):  # other files are ignored
         listing = {name: listing[name] for name in index.files if name in listing}
     report.files, report.tensors = len(index.files), index.tensor_count
     report.findings += _check_metadata(store, index, listing)
@@ -241,7 +241,7 @@ def verify_place(
         except CorruptCheckpointError as error:  # also of tensors of which a part is nowhere
             report.findings.append(Finding(kind_of(error, "index"), str(error), fqn=error.fqn or None))
     is_same = True
-    if report.findings:  # one that is gone or damaged was not replaced
+    if report.findings:  # a missing or damaged checkpoint was not replaced
         with suppress(CheckpointError):
             is_same = encode_manifest(index_at(place)) == encode_manifest(index)
         if not is_same:
@@ -506,7 +506,9 @@ class PayloadChecks:
         work_off(spans, max(1, threads or profile.threads or _THREADS), self._check_all)
 
     def _check_all(self, spans: Iterator[list[_CheckedRange]]) -> None:
-        for file, some in groupby(spans, lambda span: span[0].file):  # one is open, as there may be thousands
+        for file, some in groupby(
+            spans, lambda span: span[0].file
+        ):  # keep one file open, because there may be thousands
             name = self._index.files[file]
             size_bytes = self._listing[name].size_bytes
             with closing(self._store.open_read(name, expected_bytes=size_bytes)) as handle:
@@ -524,7 +526,7 @@ class PayloadChecks:
                 return
         except (CorruptCheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and self._store.read_profile.scatter:
-                raise  # it has been tried again and again: the service is not there, rather than a sector bad
+                raise  # all retries failed: the service is down, not a sector
             if len(span) == 1:
                 self._found("unreadable", f"{size_bytes} bytes cannot be read: {error}", span[0])
                 return
@@ -564,7 +566,7 @@ class PayloadChecks:
             end, payload_end = record + record_bytes, payload + payload_bytes
             frame = partial(self._check_frame, chunk)
             if of_files:
-                # A storage of a torch.save file, whatever views of it there are, or a safetensors tensor.
+                # A storage of a torch.save file, with any views, or a safetensors tensor.
                 check = partial(self._check_range, index.record_crcs.get(chunk), chunk, record - payload)
                 yield part(record, record_bytes, check=check)
             elif payload == UNKNOWN:

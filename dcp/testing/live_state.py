@@ -282,7 +282,7 @@ def _parts(part: StatePart, name: str, fqn: str, tensor: torch.Tensor) -> Iterat
     elif hasattr(local, "__tensor_flatten__"):
         for attribute in local.__tensor_flatten__()[0]:
             yield from _parts(part, f"{name}.{attribute}", fqn, getattr(local, attribute))
-    else:  # of what is pending the elements of the whole are not known, so that it is this rank's own
+    else:  # positions of pending values are unknown, so they count as this rank's own
         index = np.arange(local.numel(), dtype=np.int64)
         yield LiveTensor(part, name, fqn, local, tuple(local.shape), index, is_alone=True)
 
@@ -306,7 +306,7 @@ def _places(tensor: DTensor) -> npt.NDArray[np.int64]:
         for axis, placement in enumerate(tensor.placements)
         if hasattr(placement, "dim")
     ]
-    # a strided shard was cut after those on its right, as FSDP cuts what tensor parallelism left
+    # a strided shard is split after the placements on its right, as FSDP splits shards of tensor parallelism
     for _, axis, dim in sorted(shards, key=lambda shard: (shard[0], -shard[1] if shard[0] else shard[1])):
         size = index.shape[dim]
         step = -(-size // tensor.device_mesh.size(axis))

@@ -212,7 +212,7 @@ def _failures(what: str, results: Iterable[Any]) -> tuple[StateFinding, ...]:
     findings = []
     for result in results:
         if isinstance(result, RankFailure):
-            lines = result.message.splitlines()  # of a long one, such as torch's, the first and the last
+            lines = result.message.splitlines()  # the first and last lines of a long message
             shown = " ".join(lines if len(lines) <= _MAX_LINES else [lines[0], "...", lines[-1]])
             findings.append(StateFinding("failed", result.rank, found=f"{what}: {shown}"))
     return tuple(findings)
@@ -227,7 +227,7 @@ def _save_on_rank(
     with _random_by_rank(rank):
         model, optimizer = asked.build(rank, world)
     if optimizer is not None:
-        get_optimizer_state_dict(model, optimizer)  # makes its state, where it has made no step
+        get_optimizer_state_dict(model, optimizer)  # creates the state of a new optimizer
     live = asked.tensors(model, optimizer, rank, world)
     fqns, replicas = _own_names(live, asked)
     for moment in ("earlier", "saved"):

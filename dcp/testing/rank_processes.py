@@ -143,7 +143,7 @@ def _carried_out(
     try:
         shared, timeout = dist.FileStore(store, world), timedelta(seconds=timeout_seconds)
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
-        shared.set(f"here/{rank}", "1")  # one that ended before all are would keep others from coming
+        shared.set(f"here/{rank}", "1")  # an early end would keep other ranks from joining
         shared.wait([f"here/{other}" for other in range(world)], timeout)
         return function(rank, world, *args)
     except BaseException as error:  # noqa: BLE001 - the caller gets it

@@ -93,7 +93,7 @@ class Axes:
             raise PlanError(f"it has {len(shape)} dimensions, and {self.text!r} {len(self.nodes)}")
         known = dict(sizes)
         left = list(zip(self.nodes, shape, strict=True))
-        while left:  # what one dimension tells may be what another one needs
+        while left:  # one dimension may give the size that another needs
             ready = [(node, extent) for node, extent in left if len(_unknown(node, known)) <= 1]
             if not ready:
                 raise PlanError(
@@ -408,7 +408,7 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
 def _combined(low: int, op: ast.operator, high: int, text: str) -> int:
     operation = _OPERATIONS.get(type(op))
     if operation is None or (operation is operator.floordiv and not high):
-        raise OptionError(f"{text!r}: what may be done is + - * //, and that not by 0")
+        raise OptionError(f"{text!r}: allowed operators are + - * //, without division by 0")
     found = operation(low, high)
     if abs(found) > _MAX_SIZE:
         raise OptionError(f"{text!r} is too large")

@@ -143,7 +143,7 @@ class MapRule:
             if sum(name in side for side in sides) != 1:
                 raise OptionError(f"{self.label}: the copy {name!r} is not a name of one side alone")
         if self.targets and any(side <= self.copies for side in sides):
-            raise OptionError(f"{self.label}: what copies are of is not there")
+            raise OptionError(f"{self.label}: the tensor to copy is missing")
 
     def _check_present(self) -> None:
         """Check that ``present`` uses only parts of the source names."""
@@ -239,7 +239,7 @@ class MapRule:
                     by_pattern.setdefault(found.pattern, set()).add(int(found.parts[name]))
             if (count := counts.get(name)) is not None:
                 highest = max(set().union(*by_pattern.values()), default=-1)
-                if highest >= count:  # those that are missing may be elsewhere
+                if highest >= count:  # missing items may be on other ranks
                     raise PlanError(f"there is {name} {highest}, and should be {count} of {name}")
             else:
                 _check_gaps(name, list(by_pattern.values()), may_be_elsewhere=name in counts)

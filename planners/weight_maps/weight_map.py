@@ -89,9 +89,10 @@ class WeightMap:
             raise OptionError(f"the weight map {text} {'is no file' if path.exists() else 'does not exist'}")
         if not is_named:
             near = close_to(text, list(ready))
-            shown = f" (did you mean {', '.join(near)}?)" if near else f"; ready ones are {', '.join(ready)}"
+            shown = f" (did you mean {', '.join(near)}?)" if near else f"; ready maps: {', '.join(ready)}"
             raise OptionError(
-                f"{text!r} is no weight map: neither a ready one nor a .toml or .json file{shown}"
+                f"{text!r} is not a weight map: neither the name of a ready map "
+                f"nor a .toml or .json file{shown}"
             )
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise OptionError(f"{text} is larger than {_MAX_FILE_BYTES} bytes")
@@ -217,7 +218,7 @@ class WeightMap:
         lost = [name for name, shape, _, _ in sources if made.get(name) != shape]
         if lost:
             raise PlanError(
-                f"{back.name} does not lead back to {listed(lost, most=_MAX_LISTED)}: what is saved through "
+                f"{back.name} does not map back to {listed(lost, most=_MAX_LISTED)}: what is saved through "
                 "the map could not be restored",
                 fqns=lost[:_MAX_LISTED],
             )
@@ -302,7 +303,7 @@ class WeightMap:
                 self.knows(name.removeprefix(f"{key}.")) for name in unknown if name.startswith(f"{key}.")
             ):
                 return f". It would know what is below {key!r}: say so (below), and choose that alone (only)"
-        return ". What no rule knows can be left out (only, exclude)" if unknown else ""
+        return ". Leave out tensors without a rule by only or exclude" if unknown else ""
 
     def _describe_unknown(self, name: str) -> str:
         """Return the reason for which no rule takes a name."""

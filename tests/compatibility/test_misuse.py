@@ -165,7 +165,7 @@ def test_one_of_several_processes_without_a_group(tmp_path: Path, monkeypatch: p
     assert told[0].filename == __file__
     with (
         pytest.warns(UserWarning, match="loads alone, as rank 0"),
-        pytest.raises(dcp.errors.OptionError, match="is no weight map"),
+        pytest.raises(dcp.errors.OptionError, match="is not a weight map"),
     ):
         dcp.prove(state, tmp_path / "alone", map="of nobody")
     with warnings.catch_warnings():

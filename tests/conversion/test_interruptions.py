@@ -275,7 +275,7 @@ def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -
             file.rename(tmp_path / "1" / file.name)
 
     given: dict[str, Any] = {"verify": verify, **_FOUR["safetensors"]}
-    with pytest.raises(CheckpointConflictError, match="has changed while it was converted"):
+    with pytest.raises(CheckpointConflictError, match="changed during the conversion"):
         _convert(tmp_path / "1", tmp_path / "made", "safetensors", progress=replace, **given)
     assert not (tmp_path / "made").exists()
     assert _convert(tmp_path / "1", tmp_path / "made", "safetensors", **given).tasks_resumed == 0
@@ -411,7 +411,7 @@ def test_what_is_moved_aside_is_put_back_and_replaces_nothing(tmp_path: Path) ->
     assert _values(copy / "target") == {1}
     (root / "target").mkdir()
     (root / "target" / "new").write_text("new")
-    with pytest.raises(CheckpointConflictError, match="come into being") as refused:
+    with pytest.raises(CheckpointConflictError, match="was created by another process") as refused:
         _convert(root / "2", root / "target", "safetensors")
     done = command("gc", root, "--hours", "0", "--yes")
     assert "is left alone" in done.err and str(aside) in done.err and str(aside) in str(refused.value)

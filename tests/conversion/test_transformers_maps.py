@@ -154,7 +154,7 @@ def test_what_a_map_cannot_say_is_named(
     from transformers.core_model_loading import WeightConverter
 
     save_file({"w": torch.ones(8, 4)}, tmp_path / "in.safetensors")
-    with pytest.raises(PlanError, match="no map can say") as caught:
+    with pytest.raises(PlanError, match="a weight map cannot express") as caught:
         dcp.transformers_map(
             tmp_path / "in.safetensors", [WeightConverter(["w"], targets, made_of(operations))]
         )

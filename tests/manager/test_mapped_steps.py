@@ -51,8 +51,8 @@ ALL: dict[str, Any] = {"from": "{name:*}", "to": "{name:*}"}
     ("weights", "lost"),
     [
         ({"rules": TOGETHER["rules"]}, r"the sizes of .* are not known"),
-        ({"rules": [{"from": "model.half"}, ALL]}, r"does not lead back to .*model\.half"),
-        (dcp.weight_map({"rules": [ALL]}, below="model"), r"does not lead back to .*other"),
+        ({"rules": [{"from": "model.half"}, ALL]}, r"does not map back to .*model\.half"),
+        (dcp.weight_map({"rules": [ALL]}, below="model"), r"does not map back to .*other"),
     ],
 )
 def test_a_map_that_does_not_lead_back_is_refused_by_the_save(

@@ -112,7 +112,7 @@ def test_what_is_no_map_is_refused(data: Any) -> None:
         ({"from": {"x": "a"}, "to": {"y": "(a + a)"}}, "two of one side have the axes a"),
         ({"from": {"x": "a"}, "to": {"y": "a", "z": "a"}}, "targets that are the same in copies"),
         ({"from": {"x": "a"}, "to": {"y": "a", "z": "a"}, "copies": ["zz"]}, "copy 'zz' is not a name"),
-        ({"from": {"x": "a"}, "to": {"y": "a"}, "copies": ["y"]}, "what copies are of is not there"),
+        ({"from": {"x": "a"}, "to": {"y": "a"}, "copies": ["y"]}, "the tensor to copy is missing"),
         ({"from": {"x": "a"}, "to": {"x": "a", "y": "a"}, "copies": ["x"]}, "copy 'x' is not a name"),
         ({"from": {"x.{n}": "n a"}, "to": {"y": "n a"}}, "n is an axis and a part of its name"),
         ({"from": {"x": "n a"}, "to": {"y.{n}": "n a"}}, "n is an axis and a part of its name"),

@@ -74,7 +74,7 @@ def _chunks(entries: Entries, files: int, chunks: Chunks) -> tuple[Copies, list[
     first one's. Positions follow later."""
     boxes: list[Box] = []
     owners: list[int] = []
-    parts: list[int] = []  # the file of a part of a tensor that is cut, else -1
+    parts: list[int] = []  # the file of a part of a split tensor, else -1
     ranges: list[range] = []
     for number, entry in enumerate(entries.tensors):
         if entry.tied_to != number:

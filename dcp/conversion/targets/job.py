@@ -348,7 +348,7 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
     if store.capabilities.is_local:
         try:
             return _local_place(text, Path(store.url), store, is_file=is_file)
-        except OSError as error:  # of a name that is too long, or a folder that is not ours
+        except OSError as error:  # name too long, or no access to the folder
             raise storage_error(error, "stat", store.url) from error
     if not is_file:
         return TargetPlace(store.url, store, None, None, open_store=open_store)
@@ -371,7 +371,7 @@ def _check_suffix(text: str, to: str, one: Format) -> None:
 
 def _local_place(text: str, path: Path, store: Store, *, is_file: bool) -> TargetPlace:
     if not path.name:
-        raise OptionError(f"{text!r} names no file or folder that could be made")
+        raise OptionError(f"{text!r} is not a valid file or folder name")
     if is_file:
         if path.is_dir():
             raise OptionError(f"{path} is a folder; give the name of the file to write", path=str(path))

@@ -104,7 +104,7 @@ def _table(name: str) -> npt.NDArray[np.float32]:
     table = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), normal)
     negative = codes >> (exponent_bits + mantissa_bits) == 1
     table = np.where(negative, -table, table)
-    if name.endswith("fnuz"):  # no infinities, no negative zero: its code is the one NaN
+    if name.endswith("fnuz"):  # no infinities; the code of negative zero is NaN
         table[len(codes) // 2] = np.nan
     elif name == "float8_e4m3fn":  # no infinities
         table[[0x7F, 0xFF]] = np.nan

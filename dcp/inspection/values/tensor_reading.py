@@ -453,7 +453,7 @@ class TensorReader(Closable):
         selection, parts = self._selection(tensor_row, slices), self.parts(tensor_row)
         is_whole = selection == self._selection(tensor_row, None)
         if is_whole and len(parts) == 1 and self.is_c_ordered(parts[0][0]):
-            for tile in self.stream([tensor_row]):  # compares the one checksum that a foreign payload has
+            for tile in self.stream([tensor_row]):  # verifies the single checksum of a foreign payload
                 yield tile.array
             return
         volume, count = math.prod(map(len, selection.ranges)), (*selection.shape, 1)[0]
