@@ -235,7 +235,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if state_dict is self._filled:
             state_dict.clear()  # entries of a failed attempt
         if state_dict:
-            raise PlanError(f"{type(self).__name__} fills an empty dict, and this one has entries")
+            raise PlanError(f"{type(self).__name__} fills an empty dict, but this dict has entries")
         if metadata is None:
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         self._filled = state_dict

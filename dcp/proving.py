@@ -301,11 +301,11 @@ def _compare_ranks(shown: Sequence[bytes], reader: TensorReader, selects: Callab
     left = {fqn: None for fqn in missing if rank_holder(fqn) is not None and rank_number(fqn) >= world_size}
     tensors = [fqn for fqn in types if fqn in index.position]
     objects = [fqn for fqn in values if fqn in index.objects.position]
-    what = "was saved, and no rank has it"
+    what = "was saved, but no rank has it"
     findings = [ProofFinding("missing", fqn, f"{fqn!r} {what}") for fqn in missing if fqn not in left]
     unexpected = [fqn for fqn in types if fqn not in index.position]
     unexpected += [fqn for fqn in values if fqn not in index.objects.position]
-    what = "is not in the checkpoint, or there of another kind"
+    what = "is not in the checkpoint, or has another kind there"
     findings += [ProofFinding("unexpected", fqn, f"{fqn!r} {what}") for fqn in unexpected]
     overlapping = _overlaps({fqn: parts[fqn] for fqn in tensors})
     for fqn in tensors:
@@ -439,7 +439,7 @@ def _compare_value(reader: TensorReader, fqn: str, prints: _RanksBy) -> Iterator
         is_decided = expected[:1] == b"v" or any(found[:1] == b"v" for found in odd)
         what = "is another value than was saved"
         if not is_decided:
-            what = "has another pickle than was saved; only code that is not trusted would tell more"
+            what = "has another pickle than the saved one; comparing the objects would need untrusted code"
         ranks = sorted(rank for some in odd.values() for rank in some)
         yield _differs("value" if is_decided else "undecided", fqn, what, ranks)
 

@@ -230,7 +230,7 @@ def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
         except (CheckpointFormatError, CorruptCheckpointError) as error:
             if isinstance(error, UnsupportedFormatError):
                 raise
-            logger.warning("%s; the checkpoint counts as pinned now: unpin it if it was not", error)
+            logger.warning("%s; the checkpoint now counts as pinned; unpin it if this is wrong", error)
             old = Notes(pinned=True)
         new = change(old)
         if new == old and version is not None:
@@ -241,7 +241,7 @@ def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
             continue
         return new
     raise CheckpointConflictError(
-        f"{store.path_of(NOTES_NAME)} was replaced by others {_ATTEMPTS} times while it was being changed",
+        f"{store.path_of(NOTES_NAME)} was changed concurrently {_ATTEMPTS} times; try again",
         path=store.path_of(NOTES_NAME),
     )
 
@@ -365,7 +365,7 @@ class StepFolders:
         place = self.root.place
         if any(map(place.version, (MANIFEST_NAME, METADATA_NAME))) and not self.committed():
             raise OptionError(
-                f"{place.url} is a checkpoint, and no run: give the folder that its steps are in"
+                f"{place.url} is a checkpoint, not a run: pass the folder that contains its steps"
             )
 
     # -- listing ---------------------------------------------------------------------------------------------
@@ -531,7 +531,7 @@ class StepFolders:
         except CheckpointError as error:
             if isinstance(error, OSError):
                 raise
-            logger.warning("%s; the checkpoint is kept as if it were pinned", error)
+            logger.warning("%s; the checkpoint is kept like a pinned one", error)
             return Notes(pinned=True)
 
     def _kept(self, read: Callable[[int, SmallFiles], _Value], step: int, files: SmallFiles) -> _Value:

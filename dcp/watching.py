@@ -152,7 +152,7 @@ class Watch(Closable, Iterator[WatchedStep]):
             self.has_found_run = self._cursor.claim(self._stop)
         elif not self.has_found_run and not self._warned:
             self._warned = True
-            logger.warning("%s is not there yet", self._folders.root.url)
+            logger.warning("%s does not exist yet", self._folders.root.url)
         return self.has_found_run
 
     def _look(self) -> None:
@@ -365,7 +365,7 @@ class Cursor:
                 if self._store.version(self._file) != version:
                     raise self._held(there["holder"])
             logger.warning(
-                "%s: its holder gave no sign for %g s, and is taken for gone", self.path, _LEASE_SECONDS
+                "%s: its holder has been silent for %g s and counts as dead", self.path, _LEASE_SECONDS
             )
         holder: dict[str, Any] = {
             "token": uuid.uuid4().hex,

@@ -123,7 +123,7 @@ class AsyncSession:
         """
         if self._closed:
             raise CheckpointError(
-                "this session is closed, or of the process that forked this one; open another"
+                "this session is closed, or belongs to the parent process; open a new session"
             )
         options = self._options_of(options if options is not None else SaveOptions())
         with self.raise_on_all_ranks():

@@ -157,8 +157,7 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise WriterProcessError(
-            "the writer process cannot rebuild what it was given: "
-            f"{type(error).__name__}: {error}. {_WAY_OUT}."
+            f"the writer process cannot rebuild the save: {type(error).__name__}: {error}. {_WAY_OUT}."
         ) from error
     finally:
         _memory.reset(token)
@@ -321,7 +320,7 @@ class WriterProcess:
         part = payload.done.result()
         arena, layout = payload.arena, payload.layout
         if arena is None or layout is None or arena.fd is None:
-            raise CheckpointError("the state was staged in memory that no other process sees")
+            raise CheckpointError("the state was staged in private memory")
         known = self._arenas.get(arena)
         if known is None or known.generation != arena.generation:
             self._last_key += 1
@@ -443,7 +442,7 @@ class TrainerMemory:
                 sources, columns, replicated = form
                 return RankState(columns, sources, pickle.load(file), replicated)
         raise WriterProcessError(
-            "what this save builds on was lost with the one before it; the next save brings all of it"
+            "the state sent before was lost with the previous save; the next save sends it again"
         )
 
 

@@ -126,8 +126,8 @@ def _chosen(
     opener = OpenWith(storage_options)
     if not checkpoint_id:
         raise CheckpointError(
-            "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
-            "a storage that knows it"
+            "`checkpoint_id` must be specified if storage_reader/storage_writer is None: pass a path, a "
+            "URL, or a storage with its own id"
         )
     opener(checkpoint_id)  # raises early for an id without a store
     return ours(checkpoint_id, open_store=opener)
@@ -161,18 +161,18 @@ def _refuse_others(storage: object, is_read: bool, storage_options: Mapping[str,
     # The second positional argument is the storage, as before torch 2.2; users may pass a path.
     if isinstance(storage, str | os.PathLike):
         raise CheckpointError(
-            f"{os.fspath(storage)!r} was given as the {argument}; give a place by its name: "
+            f"{os.fspath(storage)!r} was passed as {argument}; pass a path or URL by its keyword: "
             f"checkpoint_id={os.fspath(storage)!r}"
         )
     if isinstance(storage, type):
-        raise CheckpointError(f"the {argument} is the class {storage.__name__}; make one of it")
+        raise CheckpointError(f"{argument} is the class {storage.__name__}; pass an instance")
     if not hasattr(storage, method):
-        raise CheckpointError(f"a {type(storage).__name__} is no {argument}: it has no method {method}")
+        raise CheckpointError(f"{type(storage).__name__} is not a {argument}: it has no method {method}")
     check_storage_options(storage_options)
     if storage_options:
         raise CheckpointError(
-            f"storage_options are for the storage that is chosen by checkpoint_id, and {argument} is given "
-            f"as well: give the options to that {type(storage).__name__} where it is made, as in "
+            f"storage_options apply to a storage chosen by checkpoint_id, but {argument} is given: pass the "
+            f"options to the constructor of {type(storage).__name__}, as in "
             "dcp.FsspecReader(url, **options)"
         )
 
@@ -195,7 +195,7 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
         return False
     if process_group is not None:
         raise CheckpointError(
-            "a process group was given, but torch.distributed is not initialised any more: save before "
+            "a process group was given, but torch.distributed is no longer initialised: save before "
             "destroy_process_group(), or pass no_dist=True to work on one rank"
         )
     count = os.environ.get("WORLD_SIZE", "")
@@ -204,8 +204,8 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
     facts = f"this is one of {count} processes (WORLD_SIZE), and torch.distributed is not initialised"
     if operation != "load":
         raise CheckpointError(
-            f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
-            "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
+            f"{facts}: the processes would overwrite each other's {operation}. Call init_process_group() "
+            "first, or pass no_dist=True to use this process alone",
         )
-    warn_caller(f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True")
+    warn_caller(f"{facts}: it loads alone, as rank 0; call init_process_group() first, or pass no_dist=True")
     return True

@@ -95,7 +95,7 @@ def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: 
         raise refused(name, method, f"{type(error).__name__}: {error}") from error
     if not isinstance(result, kind):
         wanted = getattr(kind, "__name__", str(kind))
-        raise refused(name, method, f"it returned {type(result).__name__}, and {wanted} is wanted")
+        raise refused(name, method, f"it returned {type(result).__name__} instead of {wanted}")
     return result
 
 

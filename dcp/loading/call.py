@@ -183,9 +183,9 @@ class LoadCall:
         stale = sorted(must_fill.intersection(plan.missing) | (must_fill - self.values.keys()))
         if stale:
             raise PlanError(
-                f"a load that failed may have filled {listed(stale, most=_MAX_LISTED)} from "
-                "another checkpoint, and this one has nothing to put there, so the state would be of two "
-                "checkpoints; build it anew and load this one alone",
+                f"a failed load may have filled {listed(stale, most=_MAX_LISTED)} from another checkpoint, "
+                "and this checkpoint lacks these entries, so the state would mix two checkpoints; build the "
+                "state again and load this checkpoint only",
                 fqns=stale[:_MAX_LISTED],
             )
 

@@ -161,8 +161,8 @@ class LoadEngine(ABC):
                 return b"\x01"
             place = storage.place.url
             raise CheckpointConflictError(
-                f"{place} was replaced while it was being read, in each of {attempts} attempts; load again "
-                f"when no job saves there, and give each save its own id. The last attempt: {error}",
+                f"{place} was replaced during the load, in each of {attempts} attempts; load again when no "
+                f"job saves there, and give each save its own id. The last attempt: {error}",
                 path=place,
             ) from error
 

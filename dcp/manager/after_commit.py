@@ -291,9 +291,9 @@ class AfterCommit:
                 problem = self._verify(step, self._check)
                 if problem:
                     url = self._folders.checkpoint_id(step)
-                    message = f"{url} is damaged, right after it was committed: {problem}. It is not counted"
+                    message = f"{url} is damaged after its commit: {problem}. Retention does not count it"
                     self._on_damage(
-                        CorruptCheckpointError(f"{message} on; look at the storage.", path=url, step=step)
+                        CorruptCheckpointError(f"{message}; check the storage.", path=url, step=step)
                     )
         finally:
             self._settle(step)
@@ -340,8 +340,8 @@ class AfterCommit:
             self._settle(step)
         if problem == "":
             logger.warning(
-                "%s: a rank could not read it, but all of its bytes are right as this host sees them; it is "
-                "kept. See whether all hosts see the same storage. What that rank said: %s",
+                "%s: a rank failed to read this checkpoint, but its checksums are right on this host; it is "
+                "kept. Check that all hosts see the same storage. Error of that rank: %s",
                 self._folders.checkpoint_id(step),
                 reason,
             )
@@ -456,8 +456,8 @@ class AfterCommit:
                     self.delete(step)
                 continue
             logger.warning(
-                "%s is kept only until the next save, because there are newer steps, up to %d: restore() "
-                "takes those. If this run has gone back, delete them",
+                "%s will be deleted after the next save, because newer steps exist, up to %d, and restore() "
+                "prefers them. To continue from this step, delete the newer steps",
                 self._folders.checkpoint_id(step),
                 states[-1].step,
             )
@@ -491,8 +491,8 @@ class AfterCommit:
                 self._changed.notify_all()
         if found.outcome == "shared":
             logger.warning(
-                "%s keeps its %s: it was saved without files of their own for these, so that only dcp prune "
-                "--rewrite frees their %d bytes",
+                "%s keeps its %s, which share files with other entries; dcp prune --rewrite frees their %d "
+                "bytes",
                 found.url,
                 names,
                 found.shared_bytes,

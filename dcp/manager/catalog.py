@@ -92,13 +92,13 @@ class CatalogRegistration:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise OptionError(f"catalog: {self.url!r} is no URL of a service, such as https://host:8470")
+            raise OptionError(f"catalog: {self.url!r} is not a URL of a service, such as https://host:8470")
         if self.folder and self.root is None:
             raise OptionError("catalog: folder is the run's folder below a root: name the root, too")
         if self.spool_notes < 1 or self.request_seconds <= 0 or self.close_seconds < 0:
             raise OptionError("catalog: spool_notes, request_seconds and close_seconds must be positive")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
-            raise OptionError("catalog: the key has characters that no key has")
+            raise OptionError("catalog: the key has invalid characters")
 
 
 @dataclass(eq=False, slots=True)

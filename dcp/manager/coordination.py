@@ -59,7 +59,10 @@ class Notices:
         self._closed = threading.Event()
         for path, identity in self._there.items():
             if identity is not None:
-                logger.warning("%s is there already: it is no notice until it appears anew", path)
+                logger.warning(
+                    "%s exists already and counts as a notice only after it is removed and created again",
+                    path,
+                )
 
     def listen(self) -> None:
         """Notice signals from now on, until `close`; only the main thread can install their handlers."""
@@ -467,7 +470,7 @@ class StepCoordinator:
             self._repeated = step
             logger.warning(
                 "save() was called again for step %d, which is saved or was restored already: nothing is "
-                "done. Pass force=True to save it anew",
+                "done. Pass force=True to save it again",
                 step,
             )
 

@@ -101,8 +101,8 @@ def drop_parts(
     index = open_index(store)
     if not previous.exists:
         raise CheckpointError(
-            f"{store.url}: ranks have saved on their own here, without one commit that could be replaced; "
-            "convert it with dcp convert --to dcp --exclude ... instead",
+            f"{store.url} was saved without collectives and has no single commit to replace; use "
+            "dcp convert --to dcp --exclude ... instead",
             path=store.url,
         )
     before = {info.name: info for info in store.list()}
@@ -112,7 +112,8 @@ def drop_parts(
         return Drop(url=store.url, outcome="absent", files=files, freed_bytes=freed)
     if names.issuperset(index.fqns):
         raise OptionError(
-            f"{store.url}: {', '.join(part.name for part in found)} is all that it has; dcp rm removes it",
+            f"{store.url}: dropping {', '.join(part.name for part in found)} would leave no tensor; use dcp "
+            "rm to remove the checkpoint",
             path=store.url,
         )
     if _is_pinned(store):
@@ -391,7 +392,7 @@ def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None
     PayloadChecks(store, without(index, others), listing, report, None).run(None)
     if report.faults:
         raise CorruptCheckpointError(
-            f"{store.url}: nothing is dropped, because what was to stay is damaged: "
+            f"{store.url}: nothing is dropped, because remaining entries are damaged: "
             + "; ".join(found.message for found in report.faults[:3]),
             path=store.url,
         )
@@ -416,7 +417,7 @@ def to_prune(
     if has_checkpoint(store):
         return [(store, retention.dropping)]
     raise CheckpointNotFoundError(
-        f"{store.url} is no checkpoint, and has none in folders that are called by their steps",
+        f"{store.url} is not a checkpoint, and no subfolder is named by a step",
         path=store.url,
     )
 

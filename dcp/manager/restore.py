@@ -189,8 +189,8 @@ class Restoring:
         except CheckpointError as error:
             if _is_passing(error):
                 error.add_note(
-                    f"{what} was tried {_RETRIES + 1} times. No older checkpoint was taken instead: the "
-                    "storage may answer again. To load an older one all the same, name its step."
+                    f"{what} failed {_RETRIES + 1} times. No older checkpoint was loaded instead: the "
+                    "storage may recover. To load an older checkpoint, pass its step."
                 )
             raise
 
@@ -203,7 +203,7 @@ class Restoring:
                 self.on_damage(step, error)
             except Exception:  # a failure on one rank must not separate it from the other ranks
                 logger.exception("the damage of %s could not be noted", self.folders.checkpoint_id(step))
-        return "it is not there any more" if vanished else reason
+        return "it was deleted" if vanished else reason
 
     def _agreed_lack(self, step: int) -> str:
         return self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()
@@ -219,8 +219,8 @@ class Restoring:
         rest = f"restore(state, only=...) or restore(state, {step}, only=...) loads"
         names, dropped = partial_of(index.user), dropped_from(index.provenance)
         if names:
-            return f"it was saved before a deadline, and has only {', '.join(names)}: {rest} that"
-        return f"its {'; '.join(map(str, dropped))}: {rest} what is left" if dropped else ""
+            return f"it was saved before a deadline with {', '.join(names)} only; {rest} these entries"
+        return f"its {'; '.join(map(str, dropped))}: {rest} the remaining entries" if dropped else ""
 
     def _is_committed(self, step: int) -> bool:
         try:

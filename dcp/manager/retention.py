@@ -288,7 +288,7 @@ def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
     else:
         known = f"; they have {', '.join(map(repr, names[:8]))}" if names else ""
         why = f"no step has the metric {rule.metric!r}{known}"
-    return f"what is best cannot be judged, so all steps are kept: {why}"
+    return f"the best steps are unknown, so all steps are kept: {why}"
 
 
 def _check_count(name: str, value: object) -> None:

@@ -226,7 +226,7 @@ class StepSaver:
         if "failed" in agreed:
             self.settle(self.options.timeout_seconds)
             self.raise_failure(damage=True)
-            raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
+            raise CheckpointError("a save failed on another rank; see its log and exception", step=step)
         return step
 
     def may_begin(self, step: int, reason: Reason) -> bool:

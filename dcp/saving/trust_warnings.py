@@ -51,14 +51,14 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[st
         nested = [name for name, value in named if name in found and is_stateful(value)]
         if nested:
             logger.warning(
-                "%s: objects with a state_dict() are asked for it at the top level of the state dict only, "
-                "and are pickled whole below: put them at the top, or their state_dict() in their place",
+                "%s: objects with a state_dict() are pickled whole below the top level of the state dict; "
+                "move them to the top level, or replace them by their state_dict()",
                 listed(nested, most=_MAX_TOLD),
             )
     if keys:
         logger.warning(
-            "%d keys of dicts are saved as their strings alone: %s. They are found again in a state dict "
-            "that has them, and are strings in any other. Numbers, strings, bytes, None and tuples are kept",
+            "%d keys of dicts are saved as strings only: %s. A load into a state dict with these keys works; "
+            "other loads return strings. Keys of numbers, strings, bytes, None and tuples keep their type",
             len(keys),
             _listed(keys),
         )

@@ -252,7 +252,7 @@ def _misfit(source: torch.Tensor, copy: torch.Tensor | None) -> str:
             f"is {copy.dtype} of shape {tuple(copy.shape)}, not {source.dtype} of shape {tuple(source.shape)}"
         )
     if claim_of(copy) != claim_of(source):
-        return "does not say which boxes it holds, as a CheckpointableTensor does"
+        return "does not describe its boxes, as a CheckpointableTensor does"
     return ""
 
 

@@ -48,9 +48,9 @@ def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
     writer, reader = dcp.FileSystemWriter(tmp_path), dcp.FileSystemReader(tmp_path)
     with pytest.raises(dcp.CheckpointError, match="a FileSystemWriter is no storage_reader"):
         dcp.load({"a": torch.ones(2)}, storage_reader=writer, no_dist=True)  # type: ignore[arg-type]
-    with pytest.raises(dcp.CheckpointError, match="a FileSystemReader is no storage_writer"):
+    with pytest.raises(dcp.CheckpointError, match="FileSystemReader is not a storage_writer"):
         dcp.save({"a": torch.ones(2)}, storage_writer=reader, no_dist=True)  # type: ignore[arg-type]
-    with pytest.raises(dcp.CheckpointError, match="the class FileSystemWriter; make one"):
+    with pytest.raises(dcp.CheckpointError, match="the class FileSystemWriter; pass an instance"):
         dcp.save({"a": torch.ones(2)}, storage_writer=dcp.FileSystemWriter)  # type: ignore[arg-type]
 
 

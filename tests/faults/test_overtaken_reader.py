@@ -92,7 +92,7 @@ def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
         calls.append(1)
         replace()
 
-    with pytest.raises(CheckpointConflictError, match="was replaced while it was being read") as caught:
+    with pytest.raises(CheckpointConflictError, match="was replaced during the load") as caught:
         dcp.load(version_state(0), storage_reader=reader(newest, overtake, times=99))
     assert isinstance(caught.value, dcp.RankFailedError) and caught.value.path == str(newest)
     assert len(calls) == 3

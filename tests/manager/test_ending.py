@@ -97,7 +97,7 @@ def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
     """A data loader's worker that ends during a save: it would wait for threads that only the parent has."""
     said = tmp_path / "said"
     assert in_lab(_fork_while_saving, str(tmp_path / "run"), said) == (0, [1])
-    assert "in a forked child too" in said.read_text() and said.read_text().endswith("[] True")
+    assert "also in a forked child" in said.read_text() and said.read_text().endswith("[] True")
 
 
 # -- SIGTERM -------------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ def test_damage_that_rank_0_finds_is_raised_on_all_ranks(tmp_path: Path) -> None
     """Verification runs on rank 0 alone; a policy to raise ends all ranks at the same step."""
     results = run_ranks(3, _damaged, str(tmp_path))
     assert results[0].startswith("CorruptCheckpointError ")
-    assert "is damaged, right after it was committed" in results[0]
+    assert "is damaged after its commit" in results[0]
     steps = {result.split()[1] for result in results}
     assert len(steps) == 1
     assert all("failed on another rank" in result for result in results[1:])

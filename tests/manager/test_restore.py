@@ -269,8 +269,8 @@ def test_an_outage_does_not_set_training_back(tmp_path: Path) -> None:
     root.store(2).add(Fault("preadv", onwards=True, error=error))
     with pytest.raises(StorageError) as caught:
         resume(root.url, version_state(0), seen=seen)
-    assert "was tried 4 times" in caught.value.__notes__[-1]
-    assert "name its step" in caught.value.__notes__[-1]
+    assert "failed 4 times" in caught.value.__notes__[-1]
+    assert "pass its step" in caught.value.__notes__[-1]
     assert seen.events == []
 
 
@@ -288,7 +288,7 @@ def test_a_step_that_vanishes_under_the_reader_is_no_damage(tmp_path: Path) -> N
     root.store(1).add(Fault("open_read", name="*.distcp", hook=overtake))
     restored = resume(root.url, state := version_state(0), seen=seen)
     assert restored is not None and restored.step == version_of(state) == 2
-    assert restored.skipped == ((1, "it is not there any more"),)
+    assert restored.skipped == ((1, "it was deleted"),)
     assert seen.steps("verify_failed") == []
 
 

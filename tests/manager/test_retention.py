@@ -166,7 +166,7 @@ def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogC
             manager.save(step, state_at(step))
             manager.wait()
             assert manager.all_steps() == [step, 8, 9]
-        assert "newer steps, up to 9" in caplog.text
+        assert "newer steps exist, up to 9" in caplog.text
         manager.delete(8)
         manager.delete(9)
         manager.save(5, state_at(5))
@@ -185,7 +185,7 @@ def test_damaged_notes_count_as_a_pin(tmp_path: Path, caplog: pytest.LogCaptureF
         manager.wait()
         assert command("rm", manager.checkpoint_id(1), "--yes").status != 0
         assert manager.all_steps() == [1, 2]
-        assert "as if it were pinned" in caplog.text
+        assert "like a pinned one" in caplog.text
         manager.unpin(1)
         manager.save(3, state_at(3))
     assert manager.all_steps() == [3]

@@ -203,7 +203,7 @@ def test_files_that_are_replaced_one_by_one_are_noticed(
     wanted = {"m": module, "n": other}
     rename = {"^n$": "m.a"}
     if kind == "safetensors":  # one file with each attempt
-        with pytest.raises(CheckpointConflictError, match="was replaced while it was being read"):
+        with pytest.raises(CheckpointConflictError, match="was replaced during the load"):
             dcp.load(wanted, checkpoint_id=tmp_path / "current", planner=planner(), rename=rename)
     report = dcp.load(wanted, checkpoint_id=tmp_path / "current", planner=planner(), rename=rename)
     assert report.attempts == 2
