@@ -137,7 +137,7 @@ def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: PartialRu
         restored = manager.restore(state)
         assert restored is not None and (restored.step, state["app"].version) == (1, 1.0)
         ((step, why),) = restored.skipped
-        assert (step, "has only app.net.model" in why, restored.skipped_partial) == (2, True, (2,))
+        assert (step, "with app.net.model only" in why, restored.skipped_partial) == (2, True, (2,))
         assert seen.kinds("skipped_damaged", "skipped_partial") == [("skipped_partial", 2)]
         loose = manager.restore(state_of(0), allow_partial_load=True)
         assert loose is not None and loose.step == 1
@@ -292,7 +292,7 @@ def _resumed(rank: int, world_size: int, root: str) -> bool:
         weights = {"model": _ranked(rank, 0.0)["model"]}
         newest = manager.restore(weights, only="model")
         assert newest is not None
-        with pytest.raises(CorruptCheckpointError, match="has only model"):
+        with pytest.raises(CorruptCheckpointError, match="with model only"):
             manager.restore(_ranked(rank, 0.0))
         return bool(newest.step == weights["model"][f"w{rank}"][0].item())
 

@@ -256,6 +256,6 @@ def test_a_closed_manager_refuses_all_but_listing(tmp_path: Path) -> None:
         lambda: manager.restore(state_at(0)),
         manager.request_stop,
     ):
-        with pytest.raises(dcp.CheckpointError, match="is closed; make another one"):
+        with pytest.raises(dcp.CheckpointError, match="is closed; make a new manager"):
             call()
     assert manager.all_steps() == [1]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +333,60 @@ def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
     exec(compile(renamed, "renamed", "exec"), {"dcp": dcp, "model": model, "optimizer": new})
     assert torch.equal(new.state[model.qkv.weight]["exp_avg"], old.state[model.qkv.weight]["exp_avg"])
     assert [group["lr"] for group in new.param_groups] == [0.5, 0.25]
+
+
+def failing_loads(folder: Path) -> Iterator[tuple[str, dict[str, object], dict[str, Any]]]:
+    """Checkpoint ids, state dicts and options of loads that fail."""
+    good = str(folder / "run" / "step-00001000")
+    state = {"model": {"weight": torch.rand(3, 4), "bias": torch.rand(4)}}
+    dcp.save({**state, "rng": dcp.PerRank(torch.get_rng_state())}, checkpoint_id=good)
+    dcp.save({"config": ErrorOnLoad()}, checkpoint_id=folder / "objects")
+    bfloat16 = {"model": {**state["model"], "weight": state["model"]["weight"].bfloat16()}}
+    yield good, {"module.model": {"weight": torch.rand(3, 4)}}, {}
+    yield good, {"model": {"weight": torch.rand(3, 4)}}, {}
+    yield good, state, {"only": "modle"}
+    yield good, {"model": {**state["model"], "weight": torch.rand(4, 4)}}, {}
+    yield good, bfloat16, {}
+    yield str(folder / "run"), state, {}
+    yield str(folder / "objects"), {"config": None}, {}
+    (data,) = Path(good).glob("*.distcp")
+    for name in ("half", "flipped", "short", "gone"):
+        shutil.copytree(good, folder / name)
+    for index in ("manifest.msgpack", ".metadata"):
+        (folder / "half" / index).unlink()
+    flipped = bytearray(data.read_bytes())
+    flipped[1500] ^= 1
+    (folder / "flipped" / data.name).write_bytes(flipped)
+    (folder / "short" / data.name).write_bytes(flipped[:100])
+    (folder / "gone" / data.name).unlink()
+    for name in ("half", "flipped", "short", "gone"):
+        yield str(folder / name), {**state, "rng": dcp.PerRank(torch.get_rng_state())}, {}
+
+
+class ErrorOnLoad:
+    """An object outside of the allow-list."""
+
+
+def test_the_messages_of_failed_loads_are_real(tmp_path: Path) -> None:
+    """Each listed message occurs, but for those that need several ranks or S3."""
+    page = (ROOT / "docs/how-to/find-out-why-a-load-fails.md").read_text()
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    listed = re.findall(r"^\w+Error: .*?(?=^\w+Error: |\Z)", "".join(blocks), re.MULTILINE | re.DOTALL)
+    raised = []
+    for checkpoint_id, state, options in failing_loads(tmp_path):
+        with pytest.raises(dcp.CheckpointError) as caught:
+            dcp.load(state, checkpoint_id=checkpoint_id, no_dist=True, **options)
+        raised.append(f"{type(caught.value).__name__}: {caught.value}")
+    apart = (
+        "StorageError",
+        "CollectiveTimeoutError",
+        "PlanError: the ranks",
+        "MissingKeyError: Missing key in checkpoint state_dict: 'rng",
+    )
+    for message in listed:
+        if not message.startswith(apart):
+            pattern = ".*".join(map(re.escape, message.strip().split("...")))
+            assert any(re.match(pattern, text, re.DOTALL) for text in raised), (message, raised)
 
 
 @pytest.mark.exhaustive
