@@ -62,7 +62,7 @@ def upsert_checkpoints(
     roots = {name: root_id(connection, name) for name in sorted({one.root for one in facts})}
     by_place = {(roots[one.root], one.key): one for one in facts}
     if len(by_place) != len(facts):
-        raise InvalidQueryError("key", "the same checkpoint twice in one call")
+        raise InvalidQueryError("key", "the checkpoint occurs twice in one call")
     batch = _Batch(connection, now, actor, roots)
     places = sorted(by_place)
     for start in range(0, len(places), _CHUNK):
@@ -111,7 +111,7 @@ class _Batch:
             if not left:
                 break  # otherwise another process inserted them meanwhile
         else:
-            raise AssertionError("a row is there and is not")
+            raise AssertionError("the row exists and does not exist")
         self._add_labels(facts, runs)
 
     def finish(self) -> None:

@@ -41,13 +41,13 @@ def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
         data = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars="-_", validate=True))
         version, found_mark, *values = data
     except (ValueError, TypeError, binascii.Error, RecursionError):
-        raise InvalidQueryError("cursor", "not one of this service") from None
+        raise InvalidQueryError("cursor", "not a cursor of this service") from None
     if version != _VERSION or found_mark != mark:
         raise InvalidQueryError(
-            "cursor", "it belongs to another query, or to another version of this service"
+            "cursor", "the cursor belongs to another query or another version of the service"
         )
     if len(values) != len(types) or not all(map(_is_of, values, types)):
-        raise InvalidQueryError("cursor", "not one of this service")
+        raise InvalidQueryError("cursor", "not a cursor of this service")
     return tuple(values)
 
 

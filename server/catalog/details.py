@@ -148,14 +148,14 @@ class CheckpointName:
 
     def __post_init__(self) -> None:
         if (self.key is None) == (self.run is None):
-            raise InvalidQueryError("key", "one of key and run is needed")
+            raise InvalidQueryError("key", "give either key or run")
         if self.key is not None and (self.step is not None or self.alias is not None):
-            raise InvalidQueryError("key", "a key needs no step and no alias; those are of a run")
+            raise InvalidQueryError("key", "step and alias require run, not key")
         if self.step is not None and self.alias is not None:
-            raise InvalidQueryError("step", "one of step and alias at most")
+            raise InvalidQueryError("step", "give step or alias, not both")
         for field in ("root", "key", "run", "alias"):
             if "\x00" in (getattr(self, field) or ""):
-                raise InvalidQueryError(field, "there is a NUL in it")
+                raise InvalidQueryError(field, "it contains NUL")
 
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in self.__slots__}

@@ -53,7 +53,7 @@ class MetricCondition:
     def __post_init__(self) -> None:
         check_label("metric", self.name)
         if self.comparison not in get_args(Comparison) or not math.isfinite(self.value):
-            raise InvalidQueryError("metric", "a comparison with a finite number is needed, as in loss<2.5")
+            raise InvalidQueryError("metric", "expected a comparison with a finite number, such as loss<2.5")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -65,7 +65,9 @@ class MetricCondition:
             comparison = "=" if found[2] == "==" else found[2]
             return cls(found[1], comparison, float(found[3]))  # type: ignore[arg-type]  # __post_init__ checks
         except ValueError:
-            raise InvalidQueryError("metric", "name, comparison and number are needed: loss<2.5") from None
+            raise InvalidQueryError(
+                "metric", "expected name, comparison and number, such as loss<2.5"
+            ) from None
 
 
 _Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -74,7 +76,7 @@ SortText = Annotated[
     Field(
         max_length=140,
         pattern=r"^-?(time|step|bytes|name|metric:[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*)$",
-        description="time, step, bytes, name or metric:NAME, the greatest first with a minus.",
+        description="time, step, bytes, name or metric:NAME; a minus means descending.",
     ),
 ]
 RootName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
@@ -94,11 +96,11 @@ class CheckpointFilter(Query):
     run_glob: _Pattern | None = None
     min_step: Step | None = None
     max_step: Step | None = None
-    since: Annotated[Time | None, Field(description="Committed from this time on.")] = None
-    until: Annotated[Time | None, Field(description="Committed before this time.")] = None
+    since: Annotated[Time | None, Field(description="Commit time, inclusive.")] = None
+    until: Annotated[Time | None, Field(description="Commit time, exclusive.")] = None
     format: Annotated[tuple[FormatName, ...], Field(max_length=8)] = ()
     state: Annotated[
-        tuple[State | Literal["any"], ...], Field(max_length=8, description="Committed ones, if not given.")
+        tuple[State | Literal["any"], ...], Field(max_length=8, description="Default: committed.")
     ] = ()
     verification: Annotated[tuple[Verdict, ...], Field(max_length=8)] = ()
     tag: Annotated[tuple[Name, ...], Field(max_length=8)] = ()
@@ -108,7 +110,9 @@ class CheckpointFilter(Query):
         Field(max_length=8, description="Comparisons such as loss<2.5.", examples=[["loss<2.5"]]),
     ] = ()
     dtype: Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
-    tensor: Annotated[_Pattern, Field(description="Has a tensor of this name or glob.")] | None = None
+    tensor: (
+        Annotated[_Pattern, Field(description="The checkpoint has a tensor with this name or glob.")] | None
+    ) = None
     name_contains: _Pattern | None = None
     name_glob: _Pattern | None = None
     pinned: bool | None = None
@@ -372,7 +376,7 @@ def notes_of(connection: Connection, root: str | None, visible: frozenset[str] |
         if root not in (None, row.name) or not row.is_configured:
             continue
         if _is_new(row):
-            notes.append(f"the first scan of root {row.name} has not ended: what is in it may be missing")
+            notes.append(f"the first scan of root {row.name} has not ended: checkpoints may be missing")
         elif row.scan_error is not None:
             notes.append(f"the last scan of root {row.name}: {row.scan_error}")
     return notes

@@ -63,11 +63,11 @@ class Query(BaseModel):
 class Paged(Query):
     """Page size and cursor."""
 
-    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Maximum rows of a page.")] = 50
     cursor: (
         Annotated[
             str,
-            Field(min_length=1, max_length=4096, description="The next_cursor of the page before."),
+            Field(min_length=1, max_length=4096, description="The next_cursor of the previous page."),
         ]
         | None
     ) = None
@@ -121,7 +121,7 @@ def _check_plain(value: Any, depth: int) -> None:
         raise ValueError(f"nested more than {_MAX_DEPTH} deep")
     if isinstance(value, str):
         if UNSTORABLE.search(value):
-            raise ValueError("text with a NUL or half a surrogate pair")
+            raise ValueError("text with NUL or a lone surrogate")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError("numbers are finite")
@@ -143,11 +143,11 @@ Plain = Annotated[Any, AfterValidator(_plain)]
 
 def _seconds(text: Any) -> float:
     if not isinstance(text, str) or not _TIME.fullmatch(text):
-        raise ValueError("a time is such as 2026-01-31T12:00:00Z")
+        raise ValueError("expected a time such as 2026-01-31T12:00:00Z")
     try:
         return datetime.fromisoformat(text.upper()).timestamp()
     except (ValueError, OverflowError):
-        raise ValueError("there is no such time") from None
+        raise ValueError("the time does not exist") from None
 
 
 Time = Annotated[
@@ -227,7 +227,7 @@ def check_key(key: str) -> str:
     """Return ``key`` if it is a clean relative key. Raises `InvalidQueryError`, also for ""."""
     parts = key.split("/")
     if not key or any(part in ("", ".", "..") for part in parts) or "\\" in key or UNSTORABLE.search(key):
-        raise InvalidQueryError("key", "a relative path of non-empty parts is needed, without . and ..")
+        raise InvalidQueryError("key", "expected a relative path of non-empty parts, without . and ..")
     if len(key.encode()) > MAX_KEY_BYTES:
         raise InvalidQueryError("key", f"longer than {MAX_KEY_BYTES} bytes")
     return key
@@ -238,7 +238,7 @@ def check_label(field: str, name: str) -> str:
     if not _LABEL.fullmatch(name):
         raise InvalidQueryError(
             field,
-            "1 to 128 letters, digits and _ . / : @ + = - are taken, the first a letter, digit or _",
+            "expected 1 to 128 letters, digits and _ . / : @ + = -, the first a letter, digit or _",
         )
     return name
 

@@ -51,7 +51,7 @@ class Facet:
 
     name: Annotated[str, OneOf(FacetName)]
     values: tuple[FacetValue, ...]
-    is_cut: Annotated[bool, Shown("There are more values than are shown.")]
+    is_cut: Annotated[bool, Shown("There are further values.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def check_pattern(field: str, pattern: str) -> str:
     check_text(field, pattern)
     sets = [text for kind, text in _tokens(pattern) if kind in ("of", "not of")]
     if any(found[0] > found[2] for text in sets for found in re.findall(r"\w-\w", text)):
-        raise InvalidQueryError(field, "a range in brackets is the wrong way round")
+        raise InvalidQueryError(field, "a range in brackets is reversed")
     if re.sub(r"\*+", "*", pattern).count("*") > _MAX_STARS:
         raise InvalidQueryError(field, f"{_MAX_STARS} stars at most")
     return pattern

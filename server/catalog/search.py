@@ -41,9 +41,9 @@ class SearchHit:
     the tag, or tensors of one structure whose names differ only by numbers.
     """
 
-    kind: Annotated[str, OneOf(HitKind), Shown("Features of other packages may find further kinds.")]
-    text: Annotated[str, Shown("The name that was found.")]
-    rank: Annotated[int, Shown("0: the same name; 1: begins with it; 2: at a word's beginning; 3: anywhere.")]
+    kind: Annotated[str, OneOf(HitKind), Shown("Plug-ins may find further kinds.")]
+    text: Annotated[str, Shown("The matching name.")]
+    rank: Annotated[int, Shown("0: equal; 1: prefix; 2: start of a word; 3: elsewhere.")]
     root: str | None = None
     run: str | None = None
     run_id: int | None = None
@@ -51,7 +51,7 @@ class SearchHit:
     key: str | None = None
     step: int | None = None
     count: int = 1
-    href: Annotated[str | None, Shown("The page of this service that shows it.", may_be_absent=True)] = None
+    href: Annotated[str | None, Shown("The page of the object.", may_be_absent=True)] = None
 
 
 @dataclass(frozen=True, slots=True)

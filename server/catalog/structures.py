@@ -61,7 +61,7 @@ class TreeNode:
     tensors: int
     objects: int
     bytes: int
-    entry: Annotated[Tensor | None, Shown("Set where the name itself is a tensor or a value.")] = None
+    entry: Annotated[Tensor | None, Shown("Set if the name itself is a tensor or a value.")] = None
 
     @property
     def is_optimizer(self) -> bool:

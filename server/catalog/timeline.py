@@ -28,7 +28,7 @@ from dcp.storage.near_names import listed
 class BinValues:
     """Aggregates of the values in a bin; ``last`` belongs to the highest step."""
 
-    name: Annotated[str, Shown("What is summed up: bytes, save_seconds, or a metric's name.")]
+    name: Annotated[str, Shown("bytes, save_seconds, or the name of a metric.")]
     count: int
     min: float
     max: float
@@ -44,11 +44,11 @@ class TimelineBin:
     ``save_seconds`` is the slowest rank of each phase, for saves with timings.
     """
 
-    checkpoint_id: Annotated[int, Shown("The last committed one, or the last of all.")]
+    checkpoint_id: Annotated[int, Shown("The last committed checkpoint, or else the last.")]
     first_step: int
     last_step: int
     first_at: datetime
-    last_at: Annotated[datetime, Shown("When the newest was committed.")]
+    last_at: Annotated[datetime, Shown("Commit time of the newest checkpoint.")]
     count: int
     states: Annotated[Mapping[str, int], Shown("Checkpoints by state.")]
     verifications: Annotated[Mapping[str, int], Shown("Committed checkpoints by verification.")]
@@ -65,7 +65,7 @@ class RunTimeline:
 
     run_id: int
     count: Annotated[int, Shown("Checkpoints with a step, within the requested steps.")]
-    metric_names: Annotated[tuple[str, ...], Shown("What the newest checkpoint that has metrics has.")]
+    metric_names: Annotated[tuple[str, ...], Shown("The metrics of the newest checkpoint with metrics.")]
     bins: tuple[TimelineBin, ...]
 
 
@@ -73,10 +73,10 @@ class RunTimeline:
 class SeriesPoint:
     """``count`` neighbouring checkpoints of a run; ``checkpoint_id`` is one of them."""
 
-    checkpoint_id: Annotated[int, Shown("Of one of them.")]
+    checkpoint_id: Annotated[int, Shown("The id of one of these checkpoints.")]
     first_step: int
     last_step: int
-    last_at: Annotated[datetime, Shown("When the newest was committed.")]
+    last_at: Annotated[datetime, Shown("Commit time of the newest checkpoint.")]
     count: int
     min: float
     max: float
@@ -92,7 +92,7 @@ class Series:
     count: Annotated[int, Shown("Checkpoints with a step and this metric.")]
     points: tuple[SeriesPoint, ...]
     nonfinite_count: Annotated[
-        int, Shown("Checkpoints with a step of which it is NaN or infinite.", may_be_absent=True)
+        int, Shown("Checkpoints with a step and a NaN or infinite value.", may_be_absent=True)
     ] = 0
     first_nonfinite_step: Annotated[int | None, Shown("The first of these.", may_be_absent=True)] = None
     last_nonfinite_step: Annotated[int | None, Shown("The last of these.", may_be_absent=True)] = None
@@ -181,7 +181,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
         said = listed(problems, most=_MAX_LISTED, show=str)
         raise StateError(f"run {run_id}: {said}; give the checkpoints as sources", state="damaged steps")
     if len(newest) < last:
-        said = f"there are {len(newest)} committed steps, and {last} are asked for"
+        said = f"{last} committed steps are required, and {len(newest)} exist"
         raise StateError(f"run {run_id}: {said}", state="too few steps")
     return [rows[0].id for _, rows in newest]
 
@@ -194,7 +194,7 @@ def _problem(rows: Sequence[Any]) -> str:
     if row.state != "committed":
         return "is damaged"
     if row.verification == "damaged":
-        return "was found damaged when it was verified"
+        return "was found damaged by a verification"
     partial = partial_of(row.user_metadata if isinstance(row.user_metadata, dict) else {})
     return f"has only {', '.join(partial)}" if partial else ""
 

@@ -201,9 +201,9 @@ def bytes_warning(subject: LimitSubject, allowance: Allowance, used: int) -> str
     size = partial(_amount, "bytes_kept")
     most, warned = allowance.bytes_kept, allowance.bytes_kept_warning
     if most is not None and used > most:
-        said = f"more than the {size(most)} that it may have: registrations that add to them are refused"
+        said = f"more than the limit of {size(most)}: further registrations are refused"
     elif warned is not None and used > warned:
-        said = f"more than {size(warned)}" + ("" if most is None else f"; it may have {size(most)}")
+        said = f"more than {size(warned)}" + ("" if most is None else f"; the limit is {size(most)}")
     else:
         return None
     return f"bytes_kept: {_named(subject)} has {size(used)} of checkpoints, {said}"

@@ -33,29 +33,31 @@ class Problem(BaseModel):
     title: str
     status: int
     detail: str
-    instance: str | None = Field(default=None, description="The path that was asked for.")
-    request_id: str | None = Field(default=None, description="Names the request in the log of the service.")
+    instance: str | None = Field(default=None, description="The requested path.")
+    request_id: str | None = Field(
+        default=None, description="The id of the request in the log of the service."
+    )
 
 
 _TITLES: Final = {
-    400: "The request is not one.",
-    401: "No key, or one that is not valid.",
-    403: "The key has not the scope that this needs.",
-    404: "There is none, or none that this key may see.",
-    405: "Not with this method.",
+    400: "The request is malformed.",
+    401: "The key is missing or invalid.",
+    403: "The key lacks the required scope.",
+    404: "The object does not exist or is not visible to the key.",
+    405: "The method is not supported.",
     408: "The request did not arrive in time.",
-    409: "Not in this state.",
-    410: "It was there; its bytes are not any more.",
-    412: "It changed since (If-Match).",
+    409: "The current state does not allow the operation.",
+    410: "The files no longer exist.",
+    412: "The object was changed (If-Match).",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    416: "The range is not in it.",
-    421: "Not a name of this host.",
-    422: "Well-formed, but it cannot be meant.",
+    416: "The range is outside of the content.",
+    421: "The host name is not in allowed_hosts.",
+    422: "The request is well-formed but invalid.",
     428: "If-Match is needed.",
     429: "Too many requests.",
-    500: "A bug; the log has more under the request's id.",
-    503: "Database or storage are away, full or locked; ask again later.",
+    500: "An internal error; see the log for the request id.",
+    503: "The database or storage is unreachable, full or locked; retry later.",
 }
 
 

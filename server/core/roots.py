@@ -86,14 +86,14 @@ def fault_of_key(key: str) -> str | None:
         if decoded == text:
             return None
         text = decoded
-    return "it is percent-encoded again and again"
+    return "it is percent-encoded repeatedly"
 
 
 def _fault_of_text(text: str) -> str | None:
     if any(unicodedata.category(char) in _UNPRINTABLE for char in text):
-        return "it has control characters, or is no Unicode text"
+        return "it contains control characters or invalid Unicode"
     if "::" in text or "://" in text:
-        return "URLs and chains of them are no keys"
+        return "URLs are not keys"
     for part in text.split("/"):
         try:
             check_name(part)
@@ -286,7 +286,7 @@ class Roots:
         }
 
     def names(self) -> list[str]:
-        """The sorted names."""
+        """Return the sorted names."""
         return sorted(self._roots)
 
     def get(self, name: str) -> StorageRoot:
@@ -322,7 +322,7 @@ def storage_problem(
     where = "" if root is None else f" of root {root.name}"
     if isinstance(error, CheckpointNotFoundError):
         if is_known:
-            return GoneError(f"the checkpoint's files are not in the storage{where} any more")
+            return GoneError(f"the files of the checkpoint are no longer in the storage{where} any more")
         return NotFoundError(f"there is no checkpoint in the storage{where} under that key")
     if isinstance(error, StorageFullError):
         return UnavailableError(f"the storage{where} is full", retry_seconds=60)

@@ -272,7 +272,7 @@ class Settings(BaseSettings):
                 "`dcp keys create`), or listen on 127.0.0.1"
             )
         if self.webhook_key_before is not None and self.webhook_key is None:
-            raise ValueError("webhook_key_before is for secrets that are to be sealed anew: set webhook_key")
+            raise ValueError("webhook_key_before requires webhook_key")
         return self
 
     @property

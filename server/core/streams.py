@@ -148,7 +148,7 @@ class Feed(ABC, Generic[F]):
                     has_more |= self._look_for(followers[begin : begin + _AT_ONCE])
             except Exception as error:  # noqa: BLE001 - followers must not wait for ever
                 if not isinstance(error, DatabaseUnavailableError):
-                    _log.exception("events cannot be followed")
+                    _log.exception("the database cannot be polled for events")
                 for one in followers:  # clients reconnect, and are refused meanwhile
                     one.tell(OVER)
             if not has_more:
@@ -237,8 +237,8 @@ class _Stream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            _log.info("answer broken off", path=scope["path"], error="the client takes no events")
-            raise BrokenBodyError("the client takes no events") from None
+            _log.info("answer broken off", path=scope["path"], error="the client does not read events")
+            raise BrokenBodyError("the client does not read events") from None
         finally:
             streams[who] -= 1
             if not streams[who]:

@@ -140,7 +140,7 @@ def ensure_document(connection: Connection, content: Mapping[str, Any], prepared
         return write_document(connection, content)
     published = update(documents).where(documents.c.id == prepared).values(name=None)
     if connection.execute(published).rowcount != 1:
-        raise LookupError(f"document {prepared} has not been used for so long that it was removed")
+        raise LookupError(f"document {prepared} expired and was removed")
     return prepared
 
 

@@ -183,7 +183,7 @@ class Database:
             yield
             return
         if not self._turns.acquire(timeout=2 * _BUSY_SECONDS):
-            raise DatabaseUnavailableError("another thread has been writing for too long")
+            raise DatabaseUnavailableError("another thread has held the write lock for too long")
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ class AuditEntry:
     detail: Mapping[str, Any] | None
     request_id: str | None
     address: str | None
-    root: Annotated[str | None, Shown("In which it was; null: in none, or in several.")]
+    root: Annotated[str | None, Shown("The root of the target; null: none or several.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,16 @@ class ApiKey:  # not Key: schemathesis would link key_id to answers of this name
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
-    used_at: Annotated[datetime | None, Shown("Within a minute or so.")]
+    used_at: Annotated[datetime | None, Shown("Exact to about a minute.")]
     account_id: Annotated[
-        int | None, Shown("The account that it belongs to; its rights bound those of the key.")
+        int | None, Shown("The account of the key; its rights bound the rights of the key.")
     ]
     account: Annotated[str | None, Shown("The account's name in the audit log.")]
     maker: Annotated[
         str | None,
         Shown(
-            "The account or key that made it, such as account#3; null: the command line. A key of no account "
-            "that an account made works only in roots where that account still is an admin."
+            "The account or key that made the key, such as account#3; null: the command line. A key without "
+            "account works only in roots where the account that made it is still an admin."
         ),
     ]
 
@@ -60,11 +60,11 @@ class Whoami:
     """The caller. ``scopes`` includes scopes implied by "admin"; ``roots`` None: all roots."""
 
     name: str
-    key_id: Annotated[int | None, Shown("null: no key is needed here.")]
-    scopes: Annotated[tuple[str, ...], OneOf(Scope), Shown("All, also those that others imply.")]
+    key_id: Annotated[int | None, Shown("null: the service needs no key.")]
+    scopes: Annotated[tuple[str, ...], OneOf(Scope), Shown("All scopes, including implied ones.")]
     roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
     expires_at: Annotated[datetime | None, Shown("Of the key.")] = None
-    account_id: Annotated[int | None, Shown("Of the person or service account.")] = None
+    account_id: Annotated[int | None, Shown("The account of the caller.")] = None
     rights: Annotated[Mapping[str, Any], Shown("The scopes by root; `*` is all roots.")] = field(
         default_factory=dict
     )
@@ -74,4 +74,4 @@ class Whoami:
 class CreatedKey(ApiKey):
     """A new key with its secret, which no later answer and no repr contains."""
 
-    key: Annotated[str, Shown("Shown now and never again.")] = field(repr=False)
+    key: Annotated[str, Shown("Shown only in this answer.")] = field(repr=False)

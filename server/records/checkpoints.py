@@ -36,7 +36,7 @@ class Checkpoint:
     root: Annotated[str, JoinedColumn("roots", "name")]
     run_id: Annotated[int, OwnColumn("reference", refers="runs.id")]
     run: Annotated[
-        str, JoinedColumn("runs", "key"), Shown("Key of the folder that holds it; empty: the root itself.")
+        str, JoinedColumn("runs", "key"), Shown("Key of the folder of the checkpoint; empty: the root.")
     ]
     key: Annotated[str, OwnColumn("name")]  # relative to the root
     name: Annotated[str, OwnColumn("name")]  # the last part of the key
@@ -58,7 +58,7 @@ class Checkpoint:
     updated_at: Annotated[datetime, OwnColumn("seconds")]
     deleted_at: Annotated[datetime | None, OwnColumn("seconds")] = None
     purge_after: Annotated[
-        datetime | None, OwnColumn("seconds"), Shown("From then on a deleted one cannot be restored.")
+        datetime | None, OwnColumn("seconds"), Shown("A deleted checkpoint can be restored until this time.")
     ] = None
     bytes: Annotated[int, OwnColumn("large", default=0), Found()]
     file_count: Annotated[int, OwnColumn("integer", default=0), Found()]
@@ -77,7 +77,10 @@ class Checkpoint:
     ]
     verified_at: Annotated[datetime | None, OwnColumn("seconds")] = None
     problem: Annotated[
-        str | None, OwnColumn("text"), Found(), Shown("Why it cannot be read, or what verification found.")
+        str | None,
+        OwnColumn("text"),
+        Found(),
+        Shown("The reason why the checkpoint is unreadable, or the findings of the verification."),
     ] = None
     is_pinned: Annotated[bool, OwnColumn("flag", default=False), Found("always"), AnyOf("pinned")]
     registered_by: Annotated[
@@ -85,17 +88,16 @@ class Checkpoint:
         OwnColumn("code", 128),
         Found("the first"),
         AnyOf("registered_by"),
-        Shown("The key or person that registered it; null: found by a scan."),
+        Shown("The key or person that registered the checkpoint; null: found by a scan."),
     ] = None
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     nonfinite_metrics: Annotated[
-        Mapping[str, str], Shown('By name "nan", "inf" or "-inf", which JSON has no numbers for.')
+        Mapping[str, str],
+        Shown('Metrics with the values "nan", "inf" or "-inf", which JSON cannot express as numbers.'),
     ] = field(default_factory=dict)
-    partial: Annotated[
-        tuple[str, ...], Shown("What was saved of a state that was not saved whole; empty: all of it.")
-    ] = ()
+    partial: Annotated[tuple[str, ...], Shown("The saved parts of a partial save; empty: complete.")] = ()
     version: Annotated[int, OwnColumn("integer", default=1)]  # counts every change
     etag: str
 
@@ -109,7 +111,7 @@ class CheckpointDetail(Checkpoint):
         str | None,
         OwnColumn("code", 64),
         Found("of the same content"),
-        Shown("The save id of the checkpoint that its training went on from."),
+        Shown("The save id of the checkpoint from which training resumed."),
     ] = None
     owner: Annotated[str | None, OwnColumn("code", 192), Found("the first"), Hidden()] = None  # its account
     # fingerprint of the commit objects: the scanner skips unchanged ones
@@ -117,13 +119,13 @@ class CheckpointDetail(Checkpoint):
         str | None,
         OwnColumn("code", 64),
         Found("of the same content"),
-        Shown("Of its commit: another one is another content."),
+        Shown("Fingerprint of the commit; it changes with the content."),
     ] = None
     content_digest: Annotated[
         str | None,
         OwnColumn("code", 32),
         Found("of the same content"),
-        Shown("Of the names and digests of all tensors; null without a manifest or a verification."),
+        Shown("Digest of the names and digests of all tensors; null without a manifest or a verification."),
     ] = None
     user_metadata: Annotated[Any, OwnColumn("json"), Found("always")] = None
     # run, framework and library versions, timings from the manifest
@@ -150,7 +152,7 @@ class Registered:
     save_id: str | None = None
     warnings: Annotated[
         tuple[str, ...],
-        Shown("Of an account or a root that keeps more than it should.", may_be_absent=True),
+        Shown("Warnings about byte limits of the account or root.", may_be_absent=True),
     ] = ()
 
 
@@ -160,7 +162,7 @@ class Run:
 
     id: Annotated[int, OwnColumn("id")]
     root: Annotated[str, JoinedColumn("roots", "name")]
-    key: Annotated[str, OwnColumn("name"), Shown("Relative to the root; empty: the root itself.")]
+    key: Annotated[str, OwnColumn("name"), Shown("Relative to the root; empty: the root.")]
     checkpoint_count: Annotated[int, OwnColumn("integer", default=0)]
     latest_step: Annotated[int | None, OwnColumn("large")]
     latest_at: Annotated[datetime | None, OwnColumn("seconds")]  # commit time of the newest
@@ -179,8 +181,8 @@ class Root:
 
     name: str
     description: str = ""
-    url: Annotated[str | None, Shown("Where it is; only for keys with the scope admin.")] = None
-    is_configured: Annotated[bool, Shown("False: the settings name it no more; its rows are kept.")] = True
+    url: Annotated[str | None, Shown("The place of the root; only for keys with the scope admin.")] = None
+    is_configured: Annotated[bool, Shown("False: removed from the settings; its rows stay.")] = True
     readonly: bool = False
     scan_every_seconds: Annotated[float | None, Shown("None: only on request.")] = None
     scanned_at: datetime | None = None
@@ -188,15 +190,15 @@ class Root:
     lost: Annotated[
         int,
         Shown(
-            "Checkpoints that the last scan did not find and kept as they were, because they are too many at "
-            "once. If they are gone for good: a job scan with accept_lost.",
+            "Checkpoints that the last scan missed but kept, because too many were missing at once. "
+            "Confirm a real loss with a scan job and accept_lost.",
             may_be_absent=True,
         ),
     ] = 0
     last_scan: Annotated[
         Any,
         Shown(
-            "What the last scan did that came to its end: found, opened, new, vanished, trouble, ...",
+            "The report of the last complete scan: found, opened, new, vanished, trouble, ...",
             may_be_absent=True,
         ),
     ] = None

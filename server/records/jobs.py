@@ -25,10 +25,10 @@ class JobProgress:
     total_bytes: int = 0
 
 
-_IsRetryable = Annotated[bool, Shown("Whether the same may work at another time.")]
+_IsRetryable = Annotated[bool, Shown("True if a repetition may succeed.")]
 _IsEnvironment = Annotated[
     bool,
-    Shown("A machine, a network or a storage is at fault, and not the job's data.", may_be_absent=True),
+    Shown("A machine, network or storage failed, not the data of the job.", may_be_absent=True),
 ]
 _FailedTask = Annotated[int | None, Shown("The number of the task that failed.", may_be_absent=True)]
 
@@ -56,9 +56,9 @@ class JobWaiting:
 
     type: str
     detail: str
-    since: Annotated[datetime, Shown("The first such failure in a row.")]
-    next_attempt_at: Annotated[datetime, Shown("Or as soon as the job is retried by hand.")]
-    count: Annotated[int, Shown("How many have failed so.")]
+    since: Annotated[datetime, Shown("The time of the first consecutive failure.")]
+    next_attempt_at: Annotated[datetime, Shown("A manual retry runs the job earlier.")]
+    count: Annotated[int, Shown("The number of consecutive failures.")]
     is_retryable: _IsRetryable = False
     is_environment: _IsEnvironment = False
     task: _FailedTask = None
@@ -80,23 +80,24 @@ class Job:
     checkpoint_id: int | None = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
-    not_before: Annotated[datetime | None, Shown("When it is tried again.")] = None
+    not_before: Annotated[datetime | None, Shown("The time of the next attempt.")] = None
     cancel_requested_at: datetime | None = None
-    attempt: Annotated[int, Shown("Of the present phase: how many have failed.")] = 0
+    attempt: Annotated[int, Shown("Failed attempts of the present phase.")] = 0
     max_attempts: int = 0
     progress: JobProgress | None = None
     result: Mapping[str, Any] | None = None
     is_result_whole: Annotated[
         bool,
         Shown(
-            "In lists false for a large one: this is what is short of it. Ask for the job.",
+            "False in lists for a large result, reduced to its short members. Get the job for all of it.",
             may_be_absent=True,
         ),
     ] = True
     error: JobFailure | None = None
     waiting: Annotated[JobWaiting | None, Shown(may_be_absent=True)] = None
     is_unserved: Annotated[
-        bool, Shown("It has not ended, and no worker that runs does jobs of its kind.", may_be_absent=True)
+        bool,
+        Shown("True if the job has not ended and no running worker supports its kind.", may_be_absent=True),
     ] = False
     document_id: Annotated[int | None, Hidden()] = None  # document with the complete large result
     dedup_key: Annotated[str | None, Hidden()] = None
@@ -156,6 +157,8 @@ class JobThroughput:
     state: Annotated[str, OneOf(JobState)]
     done_bytes: int
     total_bytes: int
-    seconds: Annotated[float | None, Shown("Since the tasks were begun, to the end of the job.")]
+    seconds: Annotated[
+        float | None, Shown("Time from the start of the tasks to now or to the end of the job.")
+    ]
     bytes_per_second: float | None
-    seconds_left: Annotated[float | None, Shown("At this rate; null once the job has ended.")]
+    seconds_left: Annotated[float | None, Shown("Estimate at this rate; null once the job has ended.")]

@@ -25,7 +25,7 @@ class Page(Generic[T]):
     next_cursor: str | None
 
 
-_WHY = "Why something may be missing: a root's first scan has not ended, its last one failed."
+_WHY = "Reasons for missing entries, such as an unfinished first scan or a failed last scan of a root."
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,15 @@ class Account:
 
     id: int
     kind: Annotated[str, OneOf(AccountKind)]
-    name: Annotated[str, Shown("Unique among those of its kind, and never changed.")]
+    name: Annotated[str, Shown("Unique among accounts of the kind, and never changed.")]
     actor: Annotated[str, Shown("The name in the audit log.", examples=("person:alice@example.org",))]
-    title: Annotated[str, Shown("The full name, as the provider says; a description of a service account.")]
-    email: Annotated[str | None, Shown("As the provider says, if it has verified it.")]
+    title: Annotated[str, Shown("The full name from the provider, or the description of a service account.")]
+    email: Annotated[str | None, Shown("The verified address from the provider.")]
     issuer: Annotated[str | None, Shown("The provider of a person.")]
-    groups: Annotated[tuple[str, ...], Shown("As of the last sign-in.")]
+    groups: Annotated[tuple[str, ...], Shown("Groups at the last sign-in.")]
     created_at: datetime
     seen_at: Annotated[datetime | None, Shown("The last sign-in of a person.")]
-    disabled_at: Annotated[datetime | None, Shown("Its sessions and keys do not work from then on.")]
+    disabled_at: Annotated[datetime | None, Shown("Disabled since; its sessions and keys do not work.")]
     etag: Annotated[str, Shown("For If-Match.")]
 
 
@@ -36,9 +36,9 @@ class Grant:
     """A role in a root for an account, or for the members of a group."""
 
     id: int
-    account_id: Annotated[int | None, Shown("null: it is for a group.")]
+    account_id: Annotated[int | None, Shown("null: the grant is for a group.")]
     account: Annotated[str | None, Shown("The account's name in the audit log.")]
-    group: Annotated[str | None, Shown("null: it is for an account.")]
+    group: Annotated[str | None, Shown("null: the grant is for an account.")]
     role: Annotated[str, OneOf(Role)]
     root: Annotated[str | None, Shown("null: all.")]
     created_by: str

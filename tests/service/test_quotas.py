@@ -177,7 +177,7 @@ def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None
     run = site.rows()["run/step-1"]["run_id"]
     for path in ("/roots", f"/runs/{run}"):
         page = bob.get(path, headers={"Accept": "text/html"}).text
-        assert "has 768 B of checkpoints, more than the 700 B that it may have" in page
+        assert "has 768 B of checkpoints, more than the limit of 700 B" in page
     site.http.delete(f"{API}/quotas/{root['id']}")
     assert register(5, bob).status_code == 201
 
@@ -352,7 +352,7 @@ def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
     number = client.post(f"{API}/jobs", json={"kind": "convert", "params": job}).json()["id"]
     if change == "revoked":
         assert catalog.status("DELETE", f"/keys/{made['id']}") == 200
-        said = ("ForbiddenError", "service-account:robots/key:one submitted the job, and is revoked")
+        said = ("ForbiddenError", "service-account:robots/key:one submitted the job and is now revoked")
     elif change == "role":
         tag = {"If-Match": catalog.http.get(f"{API}/grants/{role}").headers["ETag"]}
         less = {"role": "contributor"}

@@ -176,7 +176,7 @@ class SharedValues(Generic[K, V]):
 
 _GONE: Final = {
     "deleted": "it was deleted; restore it first",
-    "purged": "it was deleted, and its files are gone",
+    "purged": "it was deleted and its files are purged",
 }
 _NOT_YET: Final = {
     "incomplete": "its save has not been committed",
@@ -254,7 +254,7 @@ class OpenCheckpoint(Stamped):
             row = next((at for at, name in enumerate(self.index.fqns) if short_name(name) == fqn), None)
         if row is None:
             is_value = fqn in self.index.objects.position
-            what = "a value, and no tensor" if is_value else "not in the checkpoint"
+            what = "a value, not a tensor" if is_value else "not in the checkpoint"
             raise NotFoundError(f"{fqn[:200]!r} is {what}")
         return row
 
@@ -279,7 +279,7 @@ class _OpenCheckpoints:
         if known is not None:
             return known
         if found.is_large and self._values.waiting >= _MAX_WAITING:
-            raise UnavailableError("many wait for large checkpoints to be opened", retry_seconds=5)
+            raise UnavailableError("too many requests wait for large checkpoints", retry_seconds=5)
         return self._values.get(found.state, lambda: self._read(found))
 
     def _read(self, found: FoundCheckpoint) -> OpenCheckpoint:
@@ -429,7 +429,7 @@ class Data:
         if row.state in _NOT_YET:
             raise ConflictError(f"checkpoint {checkpoint_id}: {_NOT_YET[row.state]}", state=row.state)
         if row.root not in self._service.roots:
-            raise GoneError(f"the root {row.root} is not configured any more")
+            raise GoneError(f"the root {row.root} is no longer configured")
         return row, self._service.roots.get(row.root)
 
 

@@ -34,9 +34,7 @@ from dcp.server.core.roots import storage_problem
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError
 from dcp.storage.stores.base import Store
 
-NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {
-    304: {"description": "Nothing has changed (If-None-Match)."}
-}
+NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {304: {"description": "Not modified (If-None-Match)."}}
 """``responses=`` of routes that call `Ask.tag`."""
 
 CACHE: Final = "private, no-cache"
@@ -69,7 +67,7 @@ def binary(description: str) -> dict[int | str, dict[str, Any]]:
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {
         200: {"description": description, "content": content},
-        206: {"description": "The range that was asked for.", "content": content},
+        206: {"description": "The requested range.", "content": content},
         **NOT_MODIFIED,
     }
 
@@ -167,7 +165,7 @@ def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
     differs."""
     wanted = headers.get("if-match")
     if wanted is not None and not _names(wanted, etag, is_weak=False):
-        raise PreconditionFailedError("the content is not the one that If-Match names")
+        raise PreconditionFailedError("If-Match names another content")
     known = headers.get("if-none-match")
     return known is not None and _names(known, etag, is_weak=True)
 
@@ -282,7 +280,7 @@ class BodyResponse(Response):
             if not has_begun:
                 raise self._problem(error) from error
             _log.warning("answer broken off", path=scope["path"], left_bytes=left, error=str(error))
-            raise BrokenBodyError("the source cannot be read any further") from error
+            raise BrokenBodyError("the source cannot be read") from error
         finally:
             reader.close()
 
@@ -371,7 +369,7 @@ async def _unless(gone: asyncio.Future[None], plan: Coroutine[Any, Any, BodyResp
         if not planning.done():
             planning.cancel()
     if not planning.done():
-        raise UnavailableError("the client has gone away")
+        raise UnavailableError("the client disconnected")
     return planning.result()
 
 
@@ -390,10 +388,10 @@ class _PartsReader:
     async def part(self) -> memoryview:
         """Return the part being read. Raises read errors, and CorruptCheckpointError at the end."""
         if self._ahead is None:
-            raise RuntimeError("nothing is being read")
+            raise RuntimeError("no read is in progress")
         part = await asyncio.wrap_future(self._ahead)
         if part is None:
-            raise CorruptCheckpointError("the source is shorter than it was")
+            raise CorruptCheckpointError("the source became shorter")
         return part
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class Streams:
         with self._lock:
             if self._running >= self.max_downloads:
                 raise UnavailableError(
-                    f"{self.max_downloads} downloads are under way, and no more at a time are allowed",
+                    f"{self.max_downloads} downloads are running, the maximum",
                     retry_seconds=_RETRY_SECONDS,
                 )
             for subject, allowance in allowances.items():

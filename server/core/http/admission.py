@@ -69,20 +69,18 @@ class HostMiddleware:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1:
-            return BadRequestError("there is to be one Host")
+            return BadRequestError("exactly one Host header is required")
         host = _HOST.fullmatch(hosts[0].strip())
         if host is None:
-            return BadRequestError("Host is to be a name or an address, with a port or without")
+            return BadRequestError("Host must be a name or an address, optionally with a port")
         if not self._is_allowed((host["address"] or host["name"] or "").lower()):
-            return MisdirectedError(
-                "this host is not called so; allowed_hosts of the settings lists its names"
-            )
+            return MisdirectedError("this host name is not in allowed_hosts of the settings")
         if "\0" in scope["path"] or b"%00" in scope.get("query_string", b""):
-            return BadRequestError("a NUL in the address")
+            return BadRequestError("the address contains NUL")
         if scope["method"] not in SAFE and _is_foreign(headers, hosts[0]):
-            return ForbiddenError("a page of another site may not do this")
+            return ForbiddenError("refused: the request comes from a page of another site")
         if self._is_keyless and headers.get("sec-fetch-site", "") in FOREIGN and not _is_link(headers, scope):
-            return ForbiddenError("a page of another site may not read this")
+            return ForbiddenError("refused: a page of another site may not read this")
         return None
 
     def _is_allowed(self, name: str) -> bool:
@@ -169,7 +167,7 @@ class AuthenticationMiddleware:
             looking = to_thread.run_sync(self._look, find, secret, abandon_on_cancel=True)
             return await asyncio.wait_for(looking, seconds)
         except TimeoutError:
-            raise UnavailableError(f"the database does not answer within {seconds:g} s") from None
+            raise UnavailableError(f"the database did not answer within {seconds:g} s") from None
 
     def _look(self, find: Callable[[str], Principal | None], secret: str) -> Principal | None:
         self._service.allowances.refresh(self._service.database)
@@ -198,5 +196,5 @@ def _secret_of(headers: Headers) -> str | None:
         return None
     scheme, _, secret = values[0].partition(" ")
     if len(values) > 1 or scheme.lower() != "bearer":
-        raise UnauthorizedError("Authorization is to be: Bearer dcp_...")
+        raise UnauthorizedError("Authorization must be: Bearer dcp_...")
     return secret.strip()

@@ -167,7 +167,7 @@ class Precondition:
             match = re.fullmatch(rf'"{re.escape(prefix)}-([0-9]{{1,9}})"', tag.strip(" \t"))
             if match is not None:
                 return int(match[1])
-        raise PreconditionFailedError("If-Match names no state of this resource; read it again")
+        raise PreconditionFailedError("If-Match names no version of this resource; read it again")
 
     def nothing(self, detail: str) -> None:
         """Raise `PreconditionFailedError` for any tag, since the resource does not exist."""
@@ -177,13 +177,13 @@ class Precondition:
     def required(self) -> None:
         """Raise `PreconditionRequiredError` without ``If-Match``."""
         if not self.is_given:
-            raise PreconditionRequiredError("send If-Match with the ETag of what you have read, or *")
+            raise PreconditionRequiredError("send If-Match with the ETag of the object, or *")
 
 
 async def _precondition(
     if_match: Annotated[
         str | None,
-        Header(max_length=1024, description='An ETag such as "c12-3", or *; 412 if it changed since.'),
+        Header(max_length=1024, description='An ETag such as "c12-3", or *; 412 after a change.'),
     ] = None,
 ) -> Precondition:
     return Precondition(if_match)
@@ -201,10 +201,10 @@ class PageParams:
 
 
 async def _page(
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Maximum rows of a page.")] = 50,
     cursor: Annotated[
         str | None,
-        Query(min_length=1, max_length=2048, description="The next_cursor of the page before."),
+        Query(min_length=1, max_length=2048, description="The next_cursor of the previous page."),
     ] = None,
 ) -> PageParams:
     return PageParams(limit, cursor)

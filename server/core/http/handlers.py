@@ -83,11 +83,11 @@ def problem_of(error: Exception) -> ProblemError:
         return _catalog_problem(error)
     if isinstance(error, DatabaseUnavailableError):
         _log.warning("database unavailable", error=str(error))
-        return UnavailableError("the database cannot be reached, is full or locked; it may be asked again")
+        return UnavailableError("the database is unreachable, full or locked; retry later")
     if isinstance(error, CheckpointError | OSError):
         _log.warning("storage failed", error=repr(error))
         return storage_problem(error)
-    return ProblemError("an error of the service; its log has more under this request's id")
+    return ProblemError("internal error; see the log of the service for this request id")
 
 
 def _catalog_problem(error: CatalogError) -> ProblemError:
@@ -166,7 +166,7 @@ def _http_problem(error: HTTPException) -> ProblemError:
     if error.status_code == 400:
         return BadRequestError(str(error.detail))
     if error.status_code == 404:
-        return NotFoundError("there is nothing at this path")
+        return NotFoundError("nothing exists at this path")
     problem = _FrameworkProblem(error)
     problem.status = error.status_code  # type: ignore[misc]
     return problem

@@ -108,7 +108,7 @@ def begin(
 
 def _at_work() -> ConflictError:
     later = {"Retry-After": str(_ASK_AGAIN_SECONDS)}
-    detail = "a request with this Idempotency-Key is being worked on; ask again for its answer"
+    detail = "a request with this Idempotency-Key is still running; retry for its answer"
     return ConflictError(detail, headers=later, state="working")
 
 
@@ -120,7 +120,9 @@ def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -
     values = {"status_code": answer.status, "headers": dict(answer.headers), "body": answer.body}
     changed = connection.execute(update(idempotency).where(*_unanswered(reservation)).values(values))
     if changed.rowcount != 1:
-        raise ConflictError("this took too long: another request with this Idempotency-Key continues it")
+        raise ConflictError(
+            "the request took too long: another request with this Idempotency-Key replaced it"
+        )
 
 
 def settle(database: Database, reservation: Reservation, answer: KeptAnswer | None) -> None:
@@ -205,7 +207,7 @@ class IdempotencyMiddleware:
             return
         try:
             if not _KEY.fullmatch(key):
-                raise BadRequestError("Idempotency-Key has 1 to 128 visible ASCII characters")
+                raise BadRequestError("Idempotency-Key must have 1 to 128 visible ASCII characters")
             message = await receive()  # complete, since an outer middleware enforces the limits
             reservation = Reservation(principal.identity, key, self._service.clock())
             answer = await self._begin(scope, reservation, message.get("body", b""))

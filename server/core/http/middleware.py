@@ -235,7 +235,7 @@ class LimitMiddleware:
         try:
             body = await asyncio.wait_for(self._body(scope, receive), self._seconds)
         except TimeoutError:
-            problem: ProblemError = _SlowRequestError(f"its body took more than {self._seconds:g} s")
+            problem: ProblemError = _SlowRequestError(f"the body took more than {self._seconds:g} s")
         except ProblemError as error:
             problem = error
         else:
@@ -300,7 +300,7 @@ class LimitMiddleware:
         task.cancel()
         task.add_done_callback(_retrieve)
         _log.warning("request took too long", path=scope["path"], seconds=self._seconds)
-        problem = UnavailableError(f"no answer within {self._seconds:g} s; it may be asked again")
+        problem = UnavailableError(f"no answer within {self._seconds:g} s; retry later")
         await problem_response(problem, scope)(scope, receive, send)
 
 

@@ -34,10 +34,8 @@ _FRESH_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 5.0
 _EMPTY: Final = "empty"
 """State of an empty root: fine unless the catalog knows checkpoints in it."""
-_NOT_MOUNTED: Final = "it is empty, and the catalog knows checkpoints in it: is its disk mounted?"
-_OTHER_PLACE: Final = (
-    "none of the checkpoints that the catalog knows was found in it; dcp roots list says more"
-)
+_NOT_MOUNTED: Final = "the folder is empty, but the catalog knows checkpoints in it: is its disk mounted?"
+_OTHER_PLACE: Final = "none of the known checkpoints was found; see dcp roots list"
 _NO_ANSWER: Final = "does not answer"
 _NAME: Final = ".dcp-readiness"
 """Name of a nonexistent file: asking for it is the cheapest request to a storage."""
@@ -97,7 +95,7 @@ class Readiness:
             return self.prepare() or OK
         except DatabaseUnavailableError as error:
             _log.warning("database unavailable", error=str(error))
-            return "cannot be reached, is full or locked"
+            return "is unreachable, full or locked"
 
     def _look_at_catalog(self) -> str:
         doubts = {}

@@ -157,7 +157,7 @@ class LargeBodies:
         who = principal.owner if isinstance(principal, Principal) else ""
         if self._of[who] >= _OF_KEY:
             raise TooManyRequestsError(
-                f"{_OF_KEY} large bodies of this account are being read, and no more at a time are taken",
+                f"{_OF_KEY} large bodies of this account are being read, the maximum",
                 headers={"Retry-After": str(_RETRY_SECONDS)},
             )
         self._of[who] += 1
@@ -249,7 +249,7 @@ async def get_redoc() -> HTMLResponse:
 async def get_docs_file(name: str) -> FileResponse:
     """Return a script or style of the documentation pages."""
     if name not in _TYPES:
-        raise NotFoundError("there is nothing at this path")
+        raise NotFoundError("nothing exists at this path")
     return FileResponse(
         _STATIC / name, media_type=_TYPES[name], headers={"Cache-Control": "public, max-age=86400"}
     )

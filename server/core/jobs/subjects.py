@@ -117,7 +117,7 @@ def roots_of_committed(
 def open_place(context: JobContext, subject: Subject) -> tuple[StorageRoot, SourcePlace]:
     """Return the root and the place of the checkpoint. Raises PermanentJobError for a removed root."""
     if subject.root not in context.roots:
-        raise PermanentJobError(f"root {subject.root} is not configured any more")
+        raise PermanentJobError(f"root {subject.root} is no longer configured")
     root = context.roots.get(subject.root)
     with storage_errors(root):
         return root, root.place(subject.key)
@@ -171,7 +171,7 @@ def open_database(context: JobContext) -> Iterator[Database]:
     try:
         yield database
     except DatabaseUnavailableError as error:
-        raise UnavailableJobError("the database cannot be reached, is full or locked") from error
+        raise UnavailableJobError("the database is unreachable, full or locked") from error
     finally:
         database.close()
 
@@ -249,7 +249,7 @@ class SimpleKind(Kind[P]):
         subjects = [Subject(**one) for one in payload["subjects"]]
         found = self.run(context, self.params.model_validate(payload["params"]), subjects, report_progress)
         if not isinstance(found, Mapping):
-            raise PermanentJobError(f"the kind {self.name} returned {type(found).__name__}, and no dict")
+            raise PermanentJobError(f"the kind {self.name} returned {type(found).__name__}, not dict")
         return found
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:

@@ -288,7 +288,7 @@ class Worker:
             return
         (caller,) = self._callers.of_numbers(connection, [(job.key_id, account_id)])
         if caller is None:
-            raise ForbiddenError(f"{job.created_by} submitted the job, and is revoked or disabled since")
+            raise ForbiddenError(f"{job.created_by} submitted the job and is now revoked or disabled")
         if not caller.may(kind.scope, job.root):
             where = "" if job.root is None else f" in root {job.root}"
             raise ForbiddenError(
@@ -296,7 +296,7 @@ class Worker:
             )
         for root in other_roots(connection, job.id):
             if not (caller.may("read", root) or caller.may(kind.scope, root)):
-                raise ForbiddenError(f"{job.created_by} submitted the job, and may not read root {root} now")
+                raise ForbiddenError(f"{job.created_by} submitted the job and may not read root {root} now")
         if kind.scope == "convert" and self._limits.allowances is not None:  # the job writes checkpoints
             subjects = subjects_of(caller.owner, job.key_id, job.root)
             check_room(connection, self._limits.allowances, subjects)

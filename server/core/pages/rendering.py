@@ -90,7 +90,7 @@ async def get_asset(digest: str, name: str, request: Request) -> Response:
     """Return a file. An outdated address returns the current file, without caching."""
     asset = request.app.state.assets.find(name)
     if asset is None:
-        raise NotFoundError("there is nothing at this path")
+        raise NotFoundError("nothing exists at this path")
     kept = _FOR_EVER if digest == asset.digest else "no-cache"
     return Response(asset.body, media_type=asset.media_type, headers={"Cache-Control": kept})
 

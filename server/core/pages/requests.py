@@ -114,11 +114,11 @@ async def _form(request: Request) -> Form:
         body = (await request.body()).decode()
         fields = parse_qs(body, keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
     except ValueError:  # also for invalid encodings
-        raise BadRequestError("this is no form") from None
+        raise BadRequestError("the body is not a form") from None
     form = Form(fields)
     visit = request.cookies.get(VISIT_COOKIE, "")
     if not is_visit(visit) or not _is_token(form.text("token"), request, visit):
-        raise ForbiddenError("this form was not made for this browser, or is too old: load its page again")
+        raise ForbiddenError("the form belongs to another browser or is too old: reload the page")
     request.state.sent_form = fields
     return form
 

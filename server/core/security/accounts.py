@@ -48,7 +48,7 @@ class RoleSettings:
 
 
 NO_ROLES: Final = RoleSettings()
-NOT_ADMIN: Final = "the account that made it is no admin of its roots any more"
+NOT_ADMIN: Final = "the account that made it is no longer an admin of its roots"
 """Reason for disabling objects of former admins; another admin may enable them."""
 _MAX_NAMED: Final = 500
 """Maximum groups named in one statement."""

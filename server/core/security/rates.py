@@ -88,7 +88,7 @@ class RateLimits:
         """
         who = f"{network_of(address)} {prefix}"
         if not self._refused.count(who, self._login_rate):
-            raise self._refused.refusal(who, self._login_rate, "keys that are not valid")
+            raise self._refused.refusal(who, self._login_rate, "invalid keys")
         self.count_address(address)
 
 

@@ -370,7 +370,7 @@ def test_names_that_there_are_not_are_errors_with_the_next_best(named: Catalog) 
 
 def test_lists_say_that_the_first_scan_is_running(catalog: Catalog) -> None:
     """A run that is not known yet is no mistake until it has ended."""
-    note = "the first scan of root main has not ended: what is in it may be missing"
+    note = "the first scan of root main has not ended: checkpoints may be missing"
     for path in ("/checkpoints", "/runs"):
         assert note in catalog.get(path)["notes"]
     assert catalog.get("/checkpoints", run="coming")["items"] == []

@@ -366,7 +366,7 @@ def test_all_tasks_of_a_job_wait_together(steps: Steps) -> None:
 def test_by_hand_it_goes_on_at_once(steps: Steps) -> None:
     """Lets whoever has made space not wait, nor for what failed in passing, nor to cancel."""
     job_id = steps.planned(2)
-    with pytest.raises(ConflictError, match="those that wait"):
+    with pytest.raises(ConflictError, match="waiting jobs"):
         steps.retry(job_id, NOW, "me")
     for error in (FULL, BROKEN):
         made = steps.taken("task")

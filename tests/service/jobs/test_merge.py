@@ -151,11 +151,11 @@ def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=words):
             site.submit("merge", last=last, **given | {"target_key": "run/other"})
 
-    refused(3, "there are 2 committed steps, and 3 are asked for")
+    refused(3, "3 committed steps are required, and 2 exist")
     (data,) = (tmp_path / "main/run/step-0").glob("*.distcp")
     data.write_bytes(b"x" * data.stat().st_size)
     site.result("verify", checkpoint_id=site.id("main", "run/step-0"))
-    refused(2, "step 0 was found damaged when it was verified")
+    refused(2, "step 0 was found damaged by a verification")
     add_checkpoint(database, "run/step-7", user_metadata={"partial": ["model"]})
     refused(1, "step 7 has only model")
     add_checkpoint(database, "run/again-7")

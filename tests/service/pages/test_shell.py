@@ -223,7 +223,7 @@ def test_every_form_needs_its_token(keyed: App) -> None:
             place = re.sub(r"\{root\}", "main", re.sub(r"\{\w+_id\}", "1", path))
             answer = browser.client.post(place, data={"x": "1", **fields})
             assert answer.status_code == 403, path
-            assert "load its page again" in PageText(answer.text).text
+            assert "reload the page" in PageText(answer.text).text
 
 
 def test_forms_of_other_sites(app: App, browser: Browser) -> None:

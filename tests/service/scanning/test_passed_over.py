@@ -27,9 +27,9 @@ def test_names_are_counted_with_reasons(catalog: Catalog) -> None:
     assert list(catalog.states()) == ["run/step-1"]
     found = {line.removeprefix("passed over: ").partition(", such as ")[0] for line in report["trouble"]}
     assert found == {
-        "names invalid as keys: it has control characters, or is no Unicode text: 3",
+        "names invalid as keys: it contains control characters or invalid Unicode: 3",
         "names invalid as keys: each part between its slashes must be a plain name of up to 255 bytes: 2",
-        "names invalid as keys: URLs and chains of them are no keys: 1",
+        "names invalid as keys: URLs are not keys: 1",
         "names invalid as keys: no part may end in ':' or begin with '~': 1",
         f"more than {MAX_DEPTH} folders deep: 1",
         "keys of more than 1024 characters: 1",

@@ -97,7 +97,7 @@ class Messages:
         while len(self._data) - place >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data, place)
             if length > _MAX_BYTES:
-                raise ValueError("a message is longer than any may be")
+                raise ValueError("the message is too long")
             end = place + _LENGTH.size + length
             if len(self._data) < end:
                 break

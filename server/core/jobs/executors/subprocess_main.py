@@ -65,7 +65,7 @@ class Setup:
     kinds: str
 
     def settings_for(self, *kinds: Kind[Any]) -> Settings:
-        """Return the settings without secrets of others: database URL, webhook keys, and settings of other
+        """Return the settings without foreign secrets: the database URL, webhook keys, and settings of other
         features."""
         owners = {kind.feature for kind in kinds}
         kept: dict[str, Any] = {"webhook_key": None, "webhook_key_before": None}
@@ -111,7 +111,7 @@ def _prepare_s3() -> None:
 def _receive_fd(control: socket.socket) -> int:
     _, fds, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1)
     if not fds:
-        raise EOFError("no socket came with the setup")
+        raise EOFError("the setup message has no socket")
     return fds[0]
 
 
@@ -226,9 +226,7 @@ def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]
         answer: dict[str, Any] = {"result": _carry_out(connection, order, setup, kinds)}
         send_message(connection, answer)
     except SystemExit as error:
-        said = (
-            f"the kind {order.kind} called sys.exit({error.code!r}); it has to return, or to raise an error"
-        )
+        said = f"the kind {order.kind} called sys.exit({error.code!r}); it must return or raise an error"
         failure = JobFailure(type="SystemExit", detail=said[:_MAX_DETAIL_CHARACTERS], is_retryable=False)
         send_message(connection, {"error": asdict(failure)})
     except Exception as error:  # noqa: BLE001 - it is the answer

@@ -36,7 +36,7 @@ from dcp.server.records.jobs import Job, JobFailure, JobTask, JobWaiting
 
 DEFAULT_BACKOFF: Final = Backoff()
 _MOST_EXPIRED: Final = 1000
-_LOST: Final = JobFailure(type="WorkerLostError", detail="the worker that had it was not heard of any more")
+_LOST: Final = JobFailure(type="WorkerLostError", detail="the worker stopped responding")
 
 
 def fail(
@@ -162,7 +162,7 @@ def _is_tried_again(job: Job, error: JobFailure, attempt: int) -> bool:
 def give_up(connection: Connection, job: Job, now: float) -> None:
     """End the job after its clean-up."""
     if not job.is_ending:
-        raise StaleFenceError(f"job {job.id} was not given up")
+        raise StaleFenceError(f"job {job.id} was not abandoned")
     finish(connection, job, "cancelled" if job.error is None else "failed", now)
 
 

@@ -202,7 +202,7 @@ def _locked(connection: Connection, held: Held) -> Job:
     try:
         return lock_job(connection, held.job_id)
     except NotFoundError as error:
-        raise StaleFenceError(f"job {held.job_id} is not there any more") from error
+        raise StaleFenceError(f"job {held.job_id} no longer exists") from error
 
 
 def held_job(connection: Connection, held: Held) -> Job:
@@ -268,7 +268,7 @@ def finish(
 ) -> None:
     """End the job and cancel its remaining tasks. ``document``: the prepared large result."""
     if state not in FINAL_STATES:
-        raise ValueError(f"{state} is no end")
+        raise ValueError(f"{state} is not a final state")
     connection.execute(
         update(tasks)
         .where(tasks.c.job_id == job.id, tasks.c.state.in_(("queued", "running")))

@@ -77,7 +77,7 @@ def submit_behind(connection: Connection, spec: JobSpec, now: float) -> int:
 def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[int, bool]:
     """Return the id, and True for a new job. Raises NotFoundError for an unknown root."""
     if spec.dedup_key is not None and len(spec.dedup_key) > MAX_DEDUP_KEY_CHARACTERS:
-        raise ValueError(f"a dedup_key has at most {MAX_DEDUP_KEY_CHARACTERS} characters")
+        raise ValueError(f"a dedup_key may have at most {MAX_DEDUP_KEY_CHARACTERS} characters")
     root_id = _root_id(connection, spec.root)
     owner = spec.owner or f"{SERVICE}{spec.created_by}"
     values = {
@@ -279,7 +279,7 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
         raise ConflictError(f"job {job_id} has {job.state} already", state=job.state)
     lease = connection.execute(select(jobs.c.lease_owner).where(jobs.c.id == job_id)).scalar_one()
     if job.state == "publishing" and (lease is not None or job.attempt > 0):
-        raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
+        raise ConflictError(f"job {job_id} is being published and cannot be cancelled", state=job.state)
     soon = {"is_ending": True, "cancel_requested_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
     set_job(connection, job_id, **soon)
     emit(connection, job_id, "cancel_requested", now, actor=actor)
@@ -300,7 +300,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
         return _hasten(connection, job, job.waiting, now, actor)
     if job.state not in ("failed", "cancelled"):
         raise ConflictError(
-            f"job {job_id} is {job.state}; only failed and cancelled ones are retried, and those that wait"
+            f"job {job_id} is {job.state}; only failed, cancelled and waiting jobs can be retried"
         )
     if job.dedup_key is not None:
         other = unfinished_job(connection, job.dedup_key)
