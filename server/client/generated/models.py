@@ -16,22 +16,22 @@ class Account:
     id: int
     kind: str
     name: str
-    """Unique among those of its kind, and never changed."""
+    """Unique among accounts of the kind, and never changed."""
     actor: str
     """The name in the audit log."""
     title: str
-    """The full name, as the provider says; a description of a service account."""
+    """The full name from the provider, or the description of a service account."""
     email: str | None = None
-    """As the provider says, if it has verified it."""
+    """The verified address from the provider."""
     issuer: str | None = None
     """The provider of a person."""
     groups: tuple[str, ...]
-    """As of the last sign-in."""
+    """Groups at the last sign-in."""
     created_at: datetime
     seen_at: datetime | None = None
     """The last sign-in of a person."""
     disabled_at: datetime | None = None
-    """Its sessions and keys do not work from then on."""
+    """Disabled since; its sessions and keys do not work."""
     etag: str
     """For If-Match."""
 
@@ -62,7 +62,7 @@ class AuditEntry:
     request_id: str | None = None
     address: str | None = None
     root: str | None = None
-    """In which it was; null: in none, or in several."""
+    """The root of the target; null: none or several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class BinValues:
     """Aggregates of the values in a bin; ``last`` belongs to the highest step."""
 
     name: str
-    """What is summed up: bytes, save_seconds, or a metric's name."""
+    """bytes, save_seconds, or the name of a metric."""
     count: int
     min: float
     max: float
@@ -86,7 +86,7 @@ class Checkpoint:
     root: str
     run_id: int
     run: str
-    """Key of the folder that holds it; empty: the root itself."""
+    """Key of the folder of the checkpoint; empty: the root."""
     key: str
     name: str
     step: int | None = None
@@ -97,7 +97,7 @@ class Checkpoint:
     updated_at: datetime
     deleted_at: datetime | None = None
     purge_after: datetime | None = None
-    """From then on a deleted one cannot be restored."""
+    """A deleted checkpoint can be restored until this time."""
     bytes: int
     file_count: int
     world_size: int | None = None
@@ -107,17 +107,17 @@ class Checkpoint:
     verification: str
     verified_at: datetime | None = None
     problem: str | None = None
-    """Why it cannot be read, or what verification found."""
+    """The reason why the checkpoint is unreadable, or the findings of the verification."""
     is_pinned: bool
     registered_by: str | None = None
-    """The key or person that registered it; null: found by a scan."""
+    """The key or person that registered the checkpoint; null: found by a scan."""
     tags: tuple[str, ...]
     aliases: tuple[str, ...]
     metrics: Mapping[str, float]
     nonfinite_metrics: Mapping[str, str]
-    """By name "nan", "inf" or "-inf", which JSON has no numbers for."""
+    """Metrics with the values "nan", "inf" or "-inf", which JSON cannot express as numbers."""
     partial: tuple[str, ...]
-    """What was saved of a state that was not saved whole; empty: all of it."""
+    """The saved parts of a partial save; empty: complete."""
     version: int
     etag: str
 
@@ -269,7 +269,7 @@ class Facet:
     name: str
     values: tuple[FacetValue, ...]
     is_cut: bool
-    """There are more values than are shown."""
+    """There are further values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,11 +299,11 @@ class Grant:
 
     id: int
     account_id: int | None = None
-    """null: it is for a group."""
+    """null: the grant is for a group."""
     account: str | None = None
     """The account's name in the audit log."""
     group: str | None = None
-    """null: it is for an account."""
+    """null: the grant is for an account."""
     role: str
     root: str | None = None
     """null: all."""
@@ -353,19 +353,19 @@ class Job:
     started_at: datetime | None = None
     finished_at: datetime | None = None
     not_before: datetime | None = None
-    """When it is tried again."""
+    """The time of the next attempt."""
     cancel_requested_at: datetime | None = None
     attempt: int
-    """Of the present phase: how many have failed."""
+    """Failed attempts of the present phase."""
     max_attempts: int
     progress: JobProgress | None = None
     result: Mapping[str, Any] | None = None
     is_result_whole: bool = True
-    """In lists false for a large one: this is what is short of it. Ask for the job."""
+    """False in lists for a large result, reduced to its short members. Get the job for all of it."""
     error: JobFailure | None = None
     waiting: JobWaiting | None = None
     is_unserved: bool = False
-    """It has not ended, and no worker that runs does jobs of its kind."""
+    """True if the job has not ended and no running worker supports its kind."""
 
     @property
     def is_final(self) -> bool:
@@ -380,9 +380,9 @@ class JobFailure:
     type: str
     detail: str
     is_retryable: bool
-    """Whether the same may work at another time."""
+    """True if a repetition may succeed."""
     is_environment: bool = False
-    """A machine, a network or a storage is at fault, and not the job's data."""
+    """A machine, network or storage failed, not the data of the job."""
     task: int | None = None
     """The number of the task that failed."""
 
@@ -431,10 +431,10 @@ class JobThroughput:
     done_bytes: int
     total_bytes: int
     seconds: float | None = None
-    """Since the tasks were begun, to the end of the job."""
+    """Time from the start of the tasks to now or to the end of the job."""
     bytes_per_second: float | None = None
     seconds_left: float | None = None
-    """At this rate; null once the job has ended."""
+    """Estimate at this rate; null once the job has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,15 +444,15 @@ class JobWaiting:
     type: str
     detail: str
     since: datetime
-    """The first such failure in a row."""
+    """The time of the first consecutive failure."""
     next_attempt_at: datetime
-    """Or as soon as the job is retried by hand."""
+    """A manual retry runs the job earlier."""
     count: int
-    """How many have failed so."""
+    """The number of consecutive failures."""
     is_retryable: bool
-    """Whether the same may work at another time."""
+    """True if a repetition may succeed."""
     is_environment: bool = False
-    """A machine, a network or a storage is at fault, and not the job's data."""
+    """A machine, network or storage failed, not the data of the job."""
     task: int | None = None
     """The number of the task that failed."""
 
@@ -470,14 +470,14 @@ class Key:
     expires_at: datetime | None = None
     revoked_at: datetime | None = None
     used_at: datetime | None = None
-    """Within a minute or so."""
+    """Exact to about a minute."""
     account_id: int | None = None
-    """The account that it belongs to; its rights bound those of the key."""
+    """The account of the key; its rights bound the rights of the key."""
     account: str | None = None
     """The account's name in the audit log."""
     maker: str | None = None
-    """The account or key that made it, such as account#3; null: the command line. A key of no account
-    that an account made works only in roots where that account still is an admin."""
+    """The account or key that made the key, such as account#3; null: the command line. A key without
+    account works only in roots where the account that made it is still an admin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -701,7 +701,7 @@ class Registered:
     is_present: bool
     save_id: str | None = None
     warnings: tuple[str, ...] = ()
-    """Of an account or a root that keeps more than it should."""
+    """Warnings about byte limits of the account or root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -785,19 +785,19 @@ class Root:
     name: str
     description: str
     url: str | None = None
-    """Where it is; only for keys with the scope admin."""
+    """The place of the root; only for keys with the scope admin."""
     is_configured: bool
-    """False: the settings name it no more; its rows are kept."""
+    """False: removed from the settings; its rows stay."""
     readonly: bool
     scan_every_seconds: float | None = None
     """None: only on request."""
     scanned_at: datetime | None = None
     scan_error: str | None = None
     lost: int = 0
-    """Checkpoints that the last scan did not find and kept as they were, because they are too many at
-    once. If they are gone for good: a job scan with accept_lost."""
+    """Checkpoints that the last scan missed but kept, because too many were missing at once. Confirm a
+    real loss with a scan job and accept_lost."""
     last_scan: Any = None
-    """What the last scan did that came to its end: found, opened, new, vanished, trouble, ..."""
+    """The report of the last complete scan: found, opened, new, vanished, trouble, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -834,7 +834,7 @@ class Run:
     id: int
     root: str
     key: str
-    """Relative to the root; empty: the root itself."""
+    """Relative to the root; empty: the root."""
     checkpoint_count: int
     latest_step: int | None = None
     latest_at: datetime | None = None
@@ -914,7 +914,7 @@ class RunTimeline:
     count: int
     """Checkpoints with a step, within the requested steps."""
     metric_names: tuple[str, ...]
-    """What the newest checkpoint that has metrics has."""
+    """The metrics of the newest checkpoint with metrics."""
     bins: tuple[TimelineBin, ...]
 
 
@@ -953,11 +953,11 @@ class SearchHit:
     """A match. ``rank``: 0 equal, 1 prefix, 2 start of a word, 3 elsewhere."""
 
     kind: str
-    """Features of other packages may find further kinds."""
+    """Plug-ins may find further kinds."""
     text: str
-    """The name that was found."""
+    """The matching name."""
     rank: int
-    """0: the same name; 1: begins with it; 2: at a word's beginning; 3: anywhere."""
+    """0: equal; 1: prefix; 2: start of a word; 3: elsewhere."""
     root: str | None = None
     run: str | None = None
     run_id: int | None = None
@@ -966,7 +966,7 @@ class SearchHit:
     step: int | None = None
     count: int
     href: str | None = None
-    """The page of this service that shows it."""
+    """The page of the object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -979,7 +979,7 @@ class Series:
     """Checkpoints with a step and this metric."""
     points: tuple[SeriesPoint, ...]
     nonfinite_count: int = 0
-    """Checkpoints with a step of which it is NaN or infinite."""
+    """Checkpoints with a step and a NaN or infinite value."""
     first_nonfinite_step: int | None = None
     """The first of these."""
     last_nonfinite_step: int | None = None
@@ -991,11 +991,11 @@ class SeriesPoint:
     """``count`` neighbouring checkpoints of a run; ``checkpoint_id`` is one of them."""
 
     checkpoint_id: int
-    """Of one of them."""
+    """The id of one of these checkpoints."""
     first_step: int
     last_step: int
     last_at: datetime
-    """When the newest was committed."""
+    """Commit time of the newest checkpoint."""
     count: int
     min: float
     max: float
@@ -1253,12 +1253,12 @@ class TimelineBin:
     """Neighbouring checkpoints of a run by step, ``count`` in all states."""
 
     checkpoint_id: int
-    """The last committed one, or the last of all."""
+    """The last committed checkpoint, or else the last."""
     first_step: int
     last_step: int
     first_at: datetime
     last_at: datetime
-    """When the newest was committed."""
+    """Commit time of the newest checkpoint."""
     count: int
     states: Mapping[str, int]
     """Checkpoints by state."""
@@ -1280,7 +1280,7 @@ class TreeNode:
     objects: int
     bytes: int
     entry: Tensor | None = None
-    """Set where the name itself is a tensor or a value."""
+    """Set if the name itself is a tensor or a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1358,15 +1358,15 @@ class Whoami:
 
     name: str
     key_id: int | None = None
-    """null: no key is needed here."""
+    """null: the service needs no key."""
     scopes: tuple[str, ...]
-    """All, also those that others imply."""
+    """All scopes, including implied ones."""
     roots: tuple[str, ...] | None = None
     """null: all."""
     expires_at: datetime | None = None
     """Of the key."""
     account_id: int | None = None
-    """Of the person or service account."""
+    """The account of the caller."""
     rights: Mapping[str, Any]
     """The scopes by root; `*` is all roots."""
 
@@ -1378,11 +1378,11 @@ class CheckpointDetail(Checkpoint):
 
     save_id: str | None = None
     resumed_from: str | None = None
-    """The save id of the checkpoint that its training went on from."""
+    """The save id of the checkpoint from which training resumed."""
     fingerprint: str | None = None
-    """Of its commit: another one is another content."""
+    """Fingerprint of the commit; it changes with the content."""
     content_digest: str | None = None
-    """Of the names and digests of all tensors; null without a manifest or a verification."""
+    """Digest of the names and digests of all tensors; null without a manifest or a verification."""
     user_metadata: Any = None
     provenance: Any = None
     structure_digest: str | None = None
@@ -1396,7 +1396,7 @@ class CreatedKey(Key):
     """A new key with its secret, which no later answer and no repr contains."""
 
     key: str = field(repr=False)
-    """Shown now and never again."""
+    """Shown only in this answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1417,12 +1417,12 @@ class CheckpointQuery(TypedDict, total=False):
     min_step: int | None
     max_step: int | None
     since: datetime | None
-    """Committed from this time on."""
+    """Commit time, inclusive."""
     until: datetime | None
-    """Committed before this time."""
+    """Commit time, exclusive."""
     format: str | Sequence[str] | None
     state: str | Sequence[str] | None
-    """Committed ones, if not given."""
+    """Default: committed."""
     verification: str | Sequence[str] | None
     tag: str | Sequence[str] | None
     alias: str | None
@@ -1435,7 +1435,7 @@ class CheckpointQuery(TypedDict, total=False):
     pinned: bool | None
     registered_by: str | None
     sort: str | None
-    """time, step, bytes, name or metric:NAME, the greatest first with a minus."""
+    """time, step, bytes, name or metric:NAME; a minus means descending."""
 
 
 class RegistrationOptions(TypedDict, total=False):
@@ -1461,12 +1461,12 @@ class FacetQuery(TypedDict, total=False):
     min_step: int | None
     max_step: int | None
     since: datetime | None
-    """Committed from this time on."""
+    """Commit time, inclusive."""
     until: datetime | None
-    """Committed before this time."""
+    """Commit time, exclusive."""
     format: str | Sequence[str] | None
     state: str | Sequence[str] | None
-    """Committed ones, if not given."""
+    """Default: committed."""
     verification: str | Sequence[str] | None
     tag: str | Sequence[str] | None
     alias: str | None
