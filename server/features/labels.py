@@ -94,7 +94,7 @@ def _changed(
 
 @feature.get("/runs/{run_id}/aliases", tag="labels")
 def list_aliases(run_id: IdPath, ask: Ask) -> Items[Alias]:
-    """All aliases of a run, by name."""
+    """List all aliases of a run by name."""
     with ask.reading() as connection:
         get_run(connection, run_id, ask.visible)
         return Items(tuple(labels.list_aliases(connection, run_id, ask.visible)))

@@ -226,7 +226,7 @@ class Methods:
 
     @Listing
     def rank_shares(self, checkpoint_id: int, *, page_size: int = 500) -> PagedCall[models.RankShare]:
-        """Files, bytes, chunks and tensors of each rank."""
+        """List files, bytes, chunks, and tensors of each rank."""
         return PagedCall(page_size, f"/checkpoints/{checkpoint_id}/shards/ranks", one(models.RankShare))
 
     @Operation
@@ -265,7 +265,7 @@ class Methods:
     def tensors(
         self, checkpoint_id: int, *, page_size: int = 500, **options: Unpack[models.TensorQuery]
     ) -> PagedCall[models.Tensor]:
-        """Tensors and values by name, as they were when the checkpoint was found; nothing is read."""
+        """List tensors and values by name from the catalog, without reading storage."""
         path = f"/checkpoints/{checkpoint_id}/tensors"
         return PagedCall(page_size, path, one(models.Tensor), query(**options))
 
@@ -595,7 +595,7 @@ class Methods:
 
     @Operation
     def aliases(self, run_id: int) -> Call[list[models.Alias]]:
-        """All aliases of a run, by name."""
+        """List all aliases of a run by name."""
         return Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
 
     @Operation

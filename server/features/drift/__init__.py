@@ -261,7 +261,7 @@ def _carry_nonfinite(results: Sequence[Json]) -> None:
 
 
 def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One layer, or several adjacent layers, by step."""
+    """Return the row of a layer, or of several adjacent layers, by step."""
     found = [_joined([layers[name] for name in names if name in layers]) for layers in steps]
     columns = {
         "relative_l2": [one and _relative_l2(one) for one in found],

@@ -53,7 +53,8 @@ class Graph:
 
 
 def graph_of(nodes: Sequence[Any], edges: Sequence[Any]) -> Graph:
-    """``nodes`` have ``id`` and ``distance``, their column; ``edges`` have ``parent_id`` and ``child_id``."""
+    """Lay out the graph. ``nodes`` have ``id`` and ``distance`` (the column); ``edges`` have ``parent_id``
+    and ``child_id``."""
     columns = _columns(nodes, edges)
     rows = max(map(len, columns.values()), default=0)
     boxes = {
@@ -105,7 +106,7 @@ def _mean_place(of: Iterable[int], places: Mapping[int, float]) -> float:
 
 
 def _y(row: int, count: int, rows: int) -> int:
-    """In the middle of the highest column."""
+    """Return the vertical position, centred on the highest column."""
     return round((row + (rows - count) / 2) * (BOX_HEIGHT + _BETWEEN_ROWS))
 
 

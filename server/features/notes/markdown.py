@@ -113,7 +113,7 @@ def _adapt(state: Any) -> None:
 
 
 def _with_links(tokens: Sequence[Token]) -> Iterator[Token]:
-    """Addresses in plain text as links."""
+    """Turn addresses in plain text into links."""
     from markdown_it.token import Token
 
     depth = 0

@@ -148,7 +148,7 @@ class RunListFilter(Paged):
         return tuple(map(MetadataCondition.parse, self.metadata))
 
     def apply(self, connection: Connection, query: Select[Any]) -> Select[Any]:
-        """``query``, which has `runs` and `roots`, of these only."""
+        """Restrict ``query``, which has `runs` and `roots`, to the filtered runs."""
         query = RunFilter(root=self.root, contains=self.contains, glob=self.glob).apply(connection, query)
         tests = [condition.test() for condition in self.conditions]
         tests += [_has(run_metrics, run_metrics.c.name == name) for name in sorted({*self.has_metric})]

@@ -154,7 +154,7 @@ def _y_ticks(up: _Range, scale: Scale) -> Iterator[tuple[float, str]]:
 
 
 def _round(of: _Range, *, whole: bool = False) -> Iterator[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within the range, about `_TICKS` of them."""
+    """Return multiples of 1, 2, or 5 times a power of ten within the range, about `_TICKS` of them."""
     span = of.high - of.low
     if not 0 < span < math.inf:
         yield of.low

@@ -287,7 +287,7 @@ def list_shards(
 
 @feature.get(_SHARDS + "/ranks", tag="data", errors=_ERRORS)
 def list_rank_shares(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Page[RankShare]:
-    """Files, bytes, chunks and tensors of each rank."""
+    """List files, bytes, chunks, and tensors of each rank."""
     from dcp.server.features.shards.chunks import rank_shares
 
     opened = ask.data.open(checkpoint_id).opened

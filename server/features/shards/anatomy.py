@@ -141,7 +141,7 @@ class Cell:
 
 @feature.page("/checkpoints/{checkpoint_id}/anatomy", "anatomy.html")
 def anatomy_page(checkpoint_id: IdPath, view: Annotated[AnatomyView, Query()], ask: Ask) -> dict[str, Any]:
-    """Totals by phase, and a heat map of ranks and phases, which is a table."""
+    """Show totals by phase, and a heat map of ranks and phases as a table."""
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     waits = is_late(ask, found, waits=view.wait)
     provenance = {} if waits else ask.service.own(KeptChunks).get(ask, checkpoint_id).provenance

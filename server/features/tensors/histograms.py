@@ -108,7 +108,7 @@ def _is_free(edge: float, edges: Sequence[float]) -> bool:
 
 
 def _gathered(edges: Sequence[float], own: Sequence[float], counts: Sequence[int]) -> list[int]:
-    """``counts`` between the edges ``own``, in the wider bins of ``edges``."""
+    """Merge ``counts`` between the edges ``own`` into the wider bins of ``edges``."""
     found = [0] * (len(edges) - 1)
     for place, count in enumerate(counts):
         low, high = own[place], own[place + 1]

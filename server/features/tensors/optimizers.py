@@ -78,7 +78,7 @@ class OptimizerStates:
         return [kept for kept in self if fqn in kept.weights or fqn in kept.states.values()]
 
     def __iter__(self) -> Iterator[KeptState]:
-        """All states, by optimizer."""
+        """Yield all states by optimizer."""
         for prefix, parameters in self._kept.items():
             in_order, betas = self._weights_by_order(prefix), _betas(self._groups[prefix])
             for parameter, states in parameters.items():

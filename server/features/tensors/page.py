@@ -164,7 +164,7 @@ def _snippets(named: NamedTensor, ask: Ask) -> list[Snippet]:
 
 
 def _values(named: NamedTensor, ask: Ask, most_bytes: int) -> dict[str, Any]:
-    """Statistics, histogram and panels, as far as they are kept or not too large to be read."""
+    """Return statistics, histogram, and panels that are stored or small enough to read."""
     from dcp.server.features.tensors.optimizers import OptimizerStates, panel_of
 
     def values_of(fqn: str, may_read: bool) -> Mapping[str, Any] | None:

@@ -114,7 +114,7 @@ def list_tensors(
     kind: Literal["tensor", "object"] | None = None,
     dtype: Annotated[str | None, Query(max_length=32, examples=["bfloat16"])] = None,
 ) -> Page[Tensor]:
-    """Tensors and values by name, as they were when the checkpoint was found; nothing is read."""
+    """List tensors and values by name from the catalog, without reading storage."""
     row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     if row.structure_id is None:
         return Page((), None)

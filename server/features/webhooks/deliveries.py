@@ -126,7 +126,7 @@ def _wants(hook: Hook, event: CatalogEvent) -> bool:
 
 @feature.schedule("webhooks-clean-up", 600.0)
 def clean_up(context: ScheduleContext) -> None:
-    """Forget old deliveries and rotated secrets, and seal secrets with the current key."""
+    """Delete old deliveries and rotated secrets, and encrypt secrets with the current key."""
     context.database.transact(partial(forget_previous_secrets, now=context.now))
     sealer = Sealer.from_settings(context.settings)
     if sealer.keys:
@@ -232,7 +232,7 @@ def _update(connection: Connection, delivery_id: int, claimed: int, **values: An
 
 
 def _retry_pause(attempt: int) -> float:
-    """Seconds until the next attempt after ``attempt`` failed, a little different each time."""
+    """Return the seconds until the next attempt after ``attempt`` failed, with random variation."""
     return RETRY_SECONDS[min(attempt, len(RETRY_SECONDS)) - 1] * random.uniform(0.9, 1.1)
 
 
