@@ -43,6 +43,43 @@ def run_page(page: str, names: dict[str, object], count: int) -> None:
         exec(compile(block, page, "exec"), names)
 
 
+RUN: dict[str, tuple[int, str]] = {
+    "README.md": (1, "project/test_pages.py"),
+    "docs/compare/index.md": (1, "project/test_pages.py"),
+    "docs/how-to/compare-by-digest.md": (2, "project/test_pages.py"),
+    "docs/how-to/convert.md": (1, "project/test_pages.py"),
+    "docs/how-to/find-the-best-and-export.md": (2, "service/client/test_client_docs.py"),
+    "docs/how-to/manage-a-run.md": (4, "project/test_pages.py"),
+    "docs/how-to/map-weights.md": (4, "project/test_pages.py"),
+    "docs/how-to/merge.md": (1, "project/test_pages.py"),
+    "docs/how-to/save-and-load.md": (4, "project/test_pages.py"),
+    "docs/how-to/save-asynchronously.md": (1, "project/test_pages.py"),
+    "docs/how-to/test-your-parallelism.md": (1, "conformance/test_parallelism.py"),
+    "docs/how-to/use-a-trainer.md": (4, "project/test_pages.py"),
+    "docs/how-to/use-an-object-store.md": (2, "project/test_pages.py"),
+    "docs/how-to/use-the-client.md": (9, "service/client/test_client_docs.py"),
+    "docs/how-to/write-a-plug-in.md": (7, "examples/test_extensions.py"),
+    "docs/how-to/write-a-training-script.md": (3, "project/test_pages.py"),
+    "docs/reference/rest-conventions.md": (2, "service/operations/test_documented.py"),
+    "docs/tutorial/catalog.md": (1, "service/operations/test_pages_of_service.py"),
+    "docs/tutorial/first-run.md": (1, "project/test_pages.py"),
+}
+"""Blocks of Python of each page, and the test that runs them: a new block needs a test, then a new number."""
+
+
+def test_every_block_of_python_is_run_by_a_test() -> None:
+    """Pages with blocks are in the table with their number, and the test reads the page."""
+    pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+    counts = {
+        page: len(re.findall(r"^ *```python$", (ROOT / page).read_text(), re.MULTILINE)) for page in pages
+    }
+    assert {page: count for page, count in counts.items() if count} == {
+        page: count for page, (count, _) in RUN.items()
+    }
+    for page, (_, test) in RUN.items():
+        assert Path(page).name in (ROOT / "tests" / test).read_text(), (page, test)
+
+
 def test_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every 100th of 1000 steps is saved, three stay, and the next run has nothing left to do."""
     monkeypatch.chdir(tmp_path)
@@ -90,6 +127,12 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     run_page("docs/how-to/use-an-object-store.md", names, 1)
     assert dcp.open_index("s3://my-bucket/runs/by-hand").tensor_count == 2
     assert newest_checkpoint("s3://my-bucket/runs/first") == "step-00000010"
+    options = blocks_of("docs/how-to/use-an-object-store.md")[1]
+    options = options.replace("https://minio.example.com:9000", s3_server.endpoint_url)
+    options = options.replace('"key": "..."', f'"key": "{s3_server.access_key}"')
+    options = options.replace('"secret": "..."', f'"secret": "{s3_server.secret_key}"')
+    exec(compile(options, "use-an-object-store.md", "exec"), names)
+    assert dcp.open_index("s3://my-bucket/step-100").fqns
 
     run_page("docs/how-to/convert.md", names, 1)
     torch_state = torch.load(tmp_path / "model.pt", weights_only=True)
