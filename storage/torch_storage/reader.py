@@ -196,7 +196,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         if self._listed is not None and self._files() != self._listed:
             raise CorruptCheckpointError(
                 f"{self.store.url}: files were replaced while they were read, so what was loaded may be of "
-                "two checkpoints; load again when nobody writes there",
+                "two checkpoints; load again when no process writes there",
                 path=self.store.url,
             )
 

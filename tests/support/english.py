@@ -80,7 +80,8 @@ def pages() -> list[Path]:
 
 def words_of(page: Path) -> int:
     """Count the words of a page outside of code blocks; tables count."""
-    return len(re.sub(r"(?ms)^[ \t]*```.*?^[ \t]*```", "", page.read_text(encoding="utf-8")).split())
+    text = re.sub(r"(?ms)^[ \t]*```.*?^[ \t]*```", "", page.read_text(encoding="utf-8"))
+    return sum(bool(re.search(r"\w", token)) for token in text.split())  # the lines of tables are no words
 
 
 def page_problems(page: Path) -> Iterator[tuple[int, str]]:

@@ -189,7 +189,7 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
     known = FIELDS.get(kind)
     if known is not None and not state.keys() <= known:
         new = [name for name in state.keys() - known if state[name]]
-        if new:  # an unknown field may change the meaning of others
+        if new:  # an unknown field may change the meaning of known ones
             raise UnsupportedFormatError(
                 f"{where}: the field {str(new[0])[:80]!a} of a {kind} is not known here; a newer torch has "
                 "written it, or a package that extends torch: load the checkpoint with that"
