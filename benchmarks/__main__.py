@@ -272,7 +272,7 @@ class _Suite:
         say = self._say("device")
         device = accelerator()
         if device is None:
-            say("torch sees no accelerator here, so nothing is measured; run this where there is one")
+            say("torch finds no accelerator: nothing is measured; run this workload on a machine with a GPU")
             return
         with self._own_folder() as name:
             spec = DeviceSpec("W1", self._options.scale, self._options.rounds, Path(name), device)

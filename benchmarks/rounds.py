@@ -74,7 +74,7 @@ class Timings:
         self.others.setdefault(name, []).append(sample.others)
 
     def take(self, number: int, contenders: Mapping[str, Callable[[], Sample]]) -> None:
-        """Round ``number``: one of each."""
+        """Add one sample of each contender for round ``number``."""
         for name in rotated(list(contenders), number):
             self.note(name, contenders[name]())
 

@@ -130,7 +130,8 @@ class _StagingRounds:
             results["kernels while staging"].note(name, self._kernels_beside(way))
 
     def _save(self, way: Callable[[Path], Any]) -> tuple[float, float, Any]:
-        """Seconds until the call returned and until the state may change, and what the call gave."""
+        """Return seconds until the call returned and until the state may change, and the result of the
+        call."""
         folder = self._fresh_folder()
         gc.collect()
         self._synchronize()
@@ -145,7 +146,7 @@ class _StagingRounds:
         return returned, staged, response
 
     def _kernels_beside(self, way: Callable[[Path], Any]) -> Sample:
-        """Seconds of the kernels, launched as soon as the call of a save has returned."""
+        """Return seconds of kernels that are launched as soon as the save call has returned."""
         folder = self._fresh_folder()
         gc.collect()
         self._synchronize()

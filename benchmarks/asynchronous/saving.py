@@ -155,7 +155,8 @@ class _Life:
         return timing
 
     def _timed_save(self, side: AsyncSide, folder: Path) -> _Timing:
-        """Seconds of the slowest rank. No rank talks to another meanwhile but for the save itself."""
+        """Return seconds of the slowest rank. During the save, ranks exchange only the messages of the
+        save."""
         gc.collect()
         synchronize()
         busy, own, begun = busy_seconds(), cpu_seconds(), time.perf_counter()

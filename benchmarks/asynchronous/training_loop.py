@@ -94,7 +94,7 @@ class _Trainer:
         self._optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer as torch's tutorial for DCP hands them over."""
+        """Return model and optimizer as in torch's DCP tutorial."""
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 

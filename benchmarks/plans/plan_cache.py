@@ -84,7 +84,7 @@ class _Planning:
         )
 
     def run(self) -> list[Measurement]:
-        """Rounds of all contenders, after one that is not counted, in which plans are made that are kept."""
+        """Run rounds of all contenders after one round that fills the plan caches and does not count."""
         contenders = {
             "ours first": (self._first, "ours", self._ours_first),
             "stock first": (self._first, "stock", self._stock_first),
@@ -101,17 +101,18 @@ class _Planning:
                         self._note_phases()
             if number >= 0:
                 again = self._again.samples
-                told = ", ".join(f"{side} {values[-1] * 1e3:.1f} ms" for side, values in again.items())
-                self._progress(f"round {number + 1}/{self._spec.rounds}: again {told}")
+                text = ", ".join(f"{side} {values[-1] * 1e3:.1f} ms" for side, values in again.items())
+                self._progress(f"round {number + 1}/{self._spec.rounds}: again {text}")
         if self._rank == 0:
             medians = {phase: statistics.median(values) for phase, values in self._phases.items()}
             self._again.facts.update({f"{phase}_seconds": value for phase, value in medians.items()})
-            told = ", ".join(f"{phase} {value * 1e3:.1f} ms" for phase, value in medians.items())
-            self._progress(f"ours again, slowest rank, median: {told}")
+            text = ", ".join(f"{phase} {value * 1e3:.1f} ms" for phase, value in medians.items())
+            self._progress(f"ours again, slowest rank, median: {text}")
         return [self._first, self._again]
 
     def _timed(self, save: Callable[[dict[str, Any], Path], float]) -> Sample:
-        """Seconds of planning that ``save`` tells of, begun together with no garbage waiting."""
+        """Return the planning seconds that ``save`` reports; ranks start together after a garbage
+        collection."""
         self._saves += 1
         folder, state = self._spec.folder / f"{self._spec.layout}-{self._saves}", self._state_dict()
         gc.collect()
