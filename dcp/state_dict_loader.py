@@ -129,8 +129,8 @@ def load(
         OptionError: An option has an invalid value.
         CollectiveTimeoutError: Other ranks did not answer in time.
 
-        All ranks raise the same error. After an error, tensors may be partly filled; values and `Stateful`
-        objects are unchanged, unless a custom planner, a custom storage or a ``load_state_dict()`` failed.
+    All ranks raise the same error. After an error, tensors may be partly filled; values and `Stateful`
+    objects are unchanged, unless a custom planner, a custom storage or a ``load_state_dict()`` failed.
 
     Examples:
         ```python

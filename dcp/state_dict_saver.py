@@ -120,8 +120,8 @@ def save(
         StorageError: The storage failed; `StorageFullError` if the storage is full.
         CollectiveTimeoutError: Other ranks did not answer in time.
 
-        All ranks raise the same error. The error of several ranks is a `RankFailedError` and also has the
-        class of the cause.
+    All ranks raise the same error. The error of several ranks is a `RankFailedError` and also has the
+    class of the cause.
 
     Examples:
         ```python

@@ -244,9 +244,9 @@ def watch(
     Raises:
         OptionError: An argument is invalid.
 
-        The iterator raises CheckpointConflictError if another process is the consumer, OptionError if
-        ``root`` is a checkpoint, CheckpointFormatError for an invalid cursor, and StorageError if the cursor
-        cannot be written.
+    The iterator raises CheckpointConflictError if another process is the consumer, OptionError if
+    ``root`` is a checkpoint, CheckpointFormatError for an invalid cursor, and StorageError if the cursor
+    cannot be written.
 
     Examples:
         ```python
