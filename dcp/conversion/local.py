@@ -550,8 +550,8 @@ def refusal_to_put_back(work: Path) -> str | None:
     for old, target in only_copies(work):
         if _is_taken(target):
             return (
-                f"{target} has come into being while a conversion was replacing what was there before, which "
-                f"is in {old} now: move that to where you want it, or delete it"
+                f"{target} was created by another process while a conversion was replacing it; the replaced "
+                f"files are in {old}: move them to another place, or delete them"
             )
     return None
 
