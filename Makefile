@@ -40,7 +40,7 @@ help:
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make sbom      wheel, sdist and SBOM (CycloneDX) of the extra all, in dist/; checks licences"
 	@echo "make format    what ruff can repair by itself"
-	@echo "make pictures  the screenshots of docs/tutorial/pages.md, of what the demo trains"
+	@echo "make pictures  the pictures of docs/: pages of the demo, and a plan"
 	@echo "make client    write the generated parts of the typed client"
 	@echo "make reference write docs/reference/generated: command line, REST API, settings, metrics, errors"
 	@echo "make clean     remove .venv and the caches"
@@ -155,6 +155,7 @@ format: $(STAMP)
 
 pictures: $(STAMP) browser
 	$(BIN)/python -m tests.support.pictures
+	$(BIN)/python -m tests.support.plan_picture
 
 client: $(STAMP)
 	$(BIN)/python -m tools.client
