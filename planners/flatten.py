@@ -93,9 +93,8 @@ def check_facts(fqn: str, own: Mapping[str, Any], stored: Any) -> None:
     if differs:
         pairs = [f"{name} {stored.get(name)!r:.200}, not {own[name]!r:.200}" for name in differs]
         raise PlanError(
-            f"tensor {fqn.removesuffix('.' + FACTS)!r}: the checkpoint has another one, and its parts would "
-            f"be read as other values: {'; '.join(pairs)}. Make the model as it was when it was saved, "
-            "quantised alike",
+            f"tensor {fqn.removesuffix('.' + FACTS)!r}: the checkpoint has a tensor of another kind: "
+            f"{'; '.join(pairs)}. Create the model as at the time of the save, with the same quantization",
             fqn=fqn,
         )
 
@@ -129,7 +128,7 @@ def _divided(fqn: str, name: str, part: Any, outer: DTensor) -> Any:
 def _refused(fqn: str, tensor: torch.Tensor, why: str) -> PlanError:
     return PlanError(
         f"tensor {fqn!r} is a {type(tensor).__name__}, a subclass made of inner tensors, and {why}. Store "
-        "these under names of their own, or dequantise it first",
+        "the inner tensors under their own names, or dequantize it first",
         fqn=fqn,
     )
 
@@ -314,8 +313,8 @@ class Flat:
 def _too_deep(fqn: str) -> PlanError:
     name = fqn if len(fqn) <= _MAX_SHOWN else f"{fqn[:_MAX_SHOWN]}..."
     return PlanError(
-        f"{name!r} is nested deeper than {MAX_NESTING} levels, as a dict or list that contains itself is: "
-        "keep it out of the state dict, or flat",
+        f"{name!r} is nested deeper than {MAX_NESTING} levels, or contains itself: keep it out of the "
+        "state dict, or flatten it",
         fqn=name,
     )
 
@@ -343,9 +342,9 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     if flat.duplicates:
         names = sorted(set(flat.duplicates))
         raise PlanError(
-            f"duplicated flatten key {listed(names, most=_MAX_LISTED)}: more than one entry of the state "
-            "dict has it; rename one of them (a dict key with a dot in it can collide with nesting, and the "
-            "key 0 with '0')",
+            f"duplicated flatten key {listed(names, most=_MAX_LISTED)}: several entries of the state dict "
+            "have it; rename one of them (a dict key with a dot can collide with nesting, and the key 0 "
+            "with '0')",
             fqns=names[:_MAX_LISTED],
         )
     return flat
@@ -377,8 +376,8 @@ def _put(container: Any, key: str | int, value: Any) -> None:
         container[key] = value
     except TypeError as error:
         raise PlanError(
-            f"the state dict holds a {type(container).__name__} where a value has to be put under {key!r}; "
-            "use a dict or a list there",
+            f"the state dict holds a {type(container).__name__} in place of a container for {key!r}; use "
+            "a dict or a list there",
             key=key,
         ) from error
 

@@ -62,14 +62,14 @@ def rescaled_value(name: str, rule: RescaleRule, states: list[Any], rank: int, w
     except Exception as error:  # whatever a user's function raises is raised with the name of the value
         raise CheckpointError(
             f"{name!r} was saved by {len(states)} ranks, and its rule {getattr(rule, '__name__', rule)!r} "
-            f"cannot make it for {world_size}: {type(error).__name__}: {error}",
+            f"fails for {world_size} ranks: {type(error).__name__}: {error}",
             fqn=name,
         ) from error
 
 
 def _same(states: list[Any], rank: int, world_size: int) -> Any:
     if not all(_is_equal(states[0], state) for state in states[1:]):
-        raise PlanError('a value with the rule "same" differs between the ranks that saved it')
+        raise PlanError('a value with the rule "same" differs between the saving ranks')
     return states[0]
 
 
@@ -119,7 +119,7 @@ def _by_key(
     rule: Callable[[list[Any], int, int], Any], states: Sequence[Any], rank: int, world_size: int
 ) -> dict[Any, Any]:
     if any(not isinstance(state, Mapping) or state.keys() != states[0].keys() for state in states):
-        raise PlanError("the ranks that saved it have dicts of other keys; give a function as the rule")
+        raise PlanError("the saving ranks have dicts with different keys; give a function as the rule")
     return {key: rule([state[key] for state in states], rank, world_size) for key in states[0]}
 
 

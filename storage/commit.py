@@ -66,8 +66,8 @@ _DATA_FILES = [one.data_files.pattern for one in (DCP, TORCH_DCP) if one.data_fi
 _DELETABLE = re.compile("|".join((*_DATA_FILES, f"{re.escape(TEMPORARY_PREFIX)}.+")), re.DOTALL)
 _NAME = attrgetter("name")
 _CONFLICT = (
-    "{}: another writer published here while this save ran; nothing of this save is kept. Give each save "
-    "its own id, or let one job write to an id."
+    "{}: another writer published here during this save; nothing of this save is kept. Give each save "
+    "its own id, or use one writer per id."
 )
 _DOUBT = "may not outlast a power cut, so that what it replaced is kept"
 
@@ -185,7 +185,7 @@ def _tolerate(what: str, store: Store) -> Iterator[None]:
         raise
     except CheckpointError as error:
         logger.warning(
-            "the %s being replaced in %s cannot be read (%s); its data files stay behind for `dcp gc`",
+            "the %s being replaced in %s cannot be read (%s); its data files remain for `dcp gc`",
             what,
             store.url,
             error,
@@ -265,10 +265,10 @@ def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> 
     if previous.manifest is not None and store.version(MANIFEST_NAME) != previous.manifest:
         raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
     raise CheckpointConflictError(
-        f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are not there, and "
-        "nothing of it is kept. Either ranks write to different places: give them all the same id, on "
-        "storage that they share. Or another save to the id, or a clean-up, took the files for what a "
-        "killed save had left: save again, to an id of its own",
+        f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are missing, and nothing "
+        "of it is kept. Either ranks write to different places: give them the same id on shared storage. "
+        "Or another save or a clean-up removed the files as remains of a killed save: save again with a "
+        "unique id",
         path=store.url,
     )
 
@@ -373,7 +373,7 @@ def _remove_stale(store: Store, names: Names, there: Version | None, *, durable:
             store.sync()
     except Exception as error:  # noqa: BLE001 - as said
         return f", nor the one before be removed ({error}), which stock torch loads"
-    return "; the one before was removed, so that stock torch loads nothing instead of that"
+    return "; the previous one was removed, to keep stock torch from loading it"
 
 
 def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
@@ -413,8 +413,8 @@ def _mend_metadata(
         return
     except Exception as error:  # noqa: BLE001 - as said
         logger.warning(
-            "%s: another save committed at the same moment, and %s may not be of it, so that stock torch "
-            "cannot load it (%s)",
+            "%s: another save committed at the same time, and %s may belong to it; stock torch cannot "
+            "load it (%s)",
             store.url,
             names.metadata,
             error,

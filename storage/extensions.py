@@ -52,5 +52,5 @@ def loaded_extension(group: str, name: str) -> Any:
         return same_name[0].load()
     except (Exception, SystemExit) as error:  # whatever another package's module does when it is imported
         raise UnsupportedFormatError(
-            f"{what} cannot be loaded: {type(error).__name__}: {error}. Mend that package, or uninstall it"
+            f"{what} cannot be loaded: {type(error).__name__}: {error}. Fix or uninstall the package"
         ) from error

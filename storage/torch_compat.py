@@ -56,7 +56,7 @@ def warn_if_untested(version: str) -> None:
         return
     warnings.warn(
         f"torch {version} was not tested with this dcphub, torch {oldest[0]}.{oldest[1]} to "
-        f"{newest[0]}.{newest[1]} were: load what you have saved once before you rely on it",
+        f"{newest[0]}.{newest[1]} were: test a load of your checkpoints before you rely on them",
         UntestedTorchWarning,
         stacklevel=2,
     )

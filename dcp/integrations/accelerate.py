@@ -106,8 +106,8 @@ class AcceleratorCheckpoints:
             taken = shared.on_first_rank(lambda: iteration in manager.all_steps())
             if taken and iteration not in self._replaceable:
                 raise ValueError(
-                    f"Checkpoint directory {place} ({iteration}) already exists. Call load_state() first, or "
-                    "set project_configuration.iteration to what to start with."
+                    f"Checkpoint directory {place} ({iteration}) already exists. Call load_state() first, "
+                    "or set project_configuration.iteration to the next number."
                 )
             save = partial(manager.save, iteration, force=True)
         elif output_dir is None:
@@ -186,7 +186,7 @@ class AcceleratorCheckpoints:
             root = self._root()
             if shared.on_first_rank(lambda: any(root.glob(f"*/{_OF_ACCELERATE}"))):
                 return "", None
-            message = f"{root} holds no checkpoint: begin without one"
+            message = f"{root} holds no checkpoint: start without load_state()"
             raise dcp.CheckpointNotFoundError(message, path=str(root))
         self._replaceable = {step for step, _ in restored.skipped}
         project.iteration = max(project.iteration, restored.step + 1)
@@ -282,7 +282,7 @@ def _is_dcps(place: str) -> bool:
     if "://" not in place and (not Path(place).is_dir() or any(Path(place).glob(_OF_ACCELERATE))):
         return False  # Accelerate's own, or its error
     newest = "".join(f"; the newest beside it is {one}" for one in shared.committed_beside(place)[:1])
-    raise dcp.CheckpointNotFoundError(f"{place} holds no checkpoint: no save there has ended{newest}")
+    raise dcp.CheckpointNotFoundError(f"{place} holds no checkpoint: no save was completed{newest}")
 
 
 def _generator_of(loader: Any) -> Any:

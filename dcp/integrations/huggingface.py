@@ -95,7 +95,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
                 except dcp.CheckpointError as error:
                     if error is not self._dcp_unusable or number == len(sources):
                         raise
-                    logger.warning("%s cannot be used, and the one before is: %s", path, error)
+                    logger.warning("%s cannot be used; trying the checkpoint before: %s", path, error)
                 finally:
                     self._dcp_source, self._dcp_rest = None, {}
         raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
@@ -130,7 +130,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             step = self._step_of(path)
             if is_dcps or step is None or (path / "trainer_state.json").exists():
                 return [(str(path), is_dcps)]  # otherwise the Trainer's folder, or its error
-            logger.warning("%s was never committed: resuming from the newest that was, if any", path)
+            logger.warning("%s was never committed: resuming from the newest committed one, if any", path)
             before = step
         theirs = [self._step_of(file.parent) for file in self._folder().glob("*/trainer_state.json")]
         ours = {step: False for step in theirs if step is not None}

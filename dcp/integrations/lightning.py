@@ -44,7 +44,7 @@ SHARDS: Final = "meta.pt"  # the file that marks Lightning's sharded checkpoints
 
 _BYPASSED: Final = (
     "ModelParallelStrategy and FSDPStrategy never ask a CheckpointIO for sharded checkpoints: "
-    "DcpCheckpointIO does nothing here. Use Trainer(strategy=DcpModelParallelStrategy(...)) without it"
+    "DcpCheckpointIO does nothing here. Use Trainer(strategy=DcpModelParallelStrategy(...)) instead"
 )
 _FORM: Final = "dcp_form"  # the key of a note of containers that are no plain dicts and lists
 _Path = str | os.PathLike[str]
@@ -198,8 +198,8 @@ class DcpStrategyMixin:
         for name, value in rest.items():
             if shared.has_shards(value):
                 raise OptionError(
-                    f"checkpoint[{name!r}] has a DTensor, which can be saved as a part of the model or of an "
-                    "optimizer only: keep it there, or save its full_tensor()"
+                    f"checkpoint[{name!r}] has a DTensor outside of model and optimizer state: move it "
+                    "there, or save its full_tensor()"
                 )
         return state | {"rest": _sealed(rest)} if self.is_global_zero else state
 
@@ -277,8 +277,8 @@ class RankStates(Callback):
         if not (self._has_warned or trainer.is_last_batch) and _is_shuffled(trainer):
             self._has_warned = True
             rank_zero_warn(
-                "saved within an epoch of a data loader with shuffle=True, whose order is not saved: a run "
-                "that resumes here may see other samples. Give StatefulDataLoader "
+                "saved within an epoch of a data loader with shuffle=True, whose order is not saved: a "
+                "resumed run may see other samples. Give StatefulDataLoader "
                 "sampler=dcp.integrations.torchdata.RescalableSampler(dataset, seed=...)"
             )
         own = {"loops": checkpoint["loops"], "random": RandomState().get()}
@@ -291,8 +291,8 @@ class RankStates(Callback):
             return
         if len(states) != trainer.world_size:
             rank_zero_warn(
-                f"the checkpoint is of {len(states)} ranks, not of {trainer.world_size}: random generators "
-                "stay as they are, and the positions of data loaders are those of rank 0"
+                f"the checkpoint is of {len(states)} ranks, not of {trainer.world_size}: random "
+                "generators keep their state, and data loaders get the positions of rank 0"
             )
             return
         own = states[trainer.global_rank]
@@ -362,7 +362,10 @@ def _newest_good(
             refused = error
     if isinstance(refused, CorruptCheckpointError):
         raise refused
-    rank_zero_warn(f"the save to {path} was never committed, and no other is beside it: training begins anew")
+    rank_zero_warn(
+        f"the save to {path} was never committed, and no other checkpoint is beside it: "
+        "training starts from the beginning"
+    )
     return _NothingYet({VERSION: lightning.__version__})
 
 

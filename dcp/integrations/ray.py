@@ -45,8 +45,8 @@ class RayCheckpointManager(CheckpointManager):
         wrong = [name for name in ("root", "keep") if options.get(name) is not None]
         if wrong:
             raise OptionError(
-                f"{' and '.join(wrong)}: Ray finds and deletes what was reported to it: "
-                "RunConfig(storage_path=...) says where, CheckpointConfig(num_to_keep=...) what stays"
+                f"{' and '.join(wrong)}: not supported, because Ray finds and deletes reported "
+                "checkpoints: set RunConfig(storage_path=...) and CheckpointConfig(num_to_keep=...)"
             )
         storage = ray.train.get_context().get_storage()
         super().__init__(_folder_of_the_run(storage), **options)

@@ -45,9 +45,9 @@ _MODES: Final[dict[str, Literal["sync", "thread", "process"]]] = {
     "async_with_pinned_mem": "process",
 }
 _DATALOADER = (
-    "If the key is the data loader's: with another data-parallel degree torchtitan's cannot resume where "
-    "it was; leave it out by exclude_from_loading=['dataloader']. If all keys but the model's are missing: "
-    "the checkpoint is the last of a finished run, saved with last_save_model_only: name an older load_step."
+    "If the key is the data loader's: torchtitan's data loader cannot resume with another data-parallel "
+    "degree; set exclude_from_loading=['dataloader']. If all keys but the model's are missing: the "
+    "checkpoint is the last of a finished run, saved with last_save_model_only: set an older load_step."
 )
 
 

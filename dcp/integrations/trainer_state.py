@@ -119,8 +119,9 @@ class TrainedOptimizers:
             groups = [group["params"] for group in optimizer.param_groups]
             if any(parameter not in names for parameter in chain(*groups)):
                 raise PlanError(
-                    f"{type(optimizer).__name__} has parameters that are none of the model's, so there are "
-                    "no names to save them by: make their module a part of the model, or prepare it as well"
+                    f"{type(optimizer).__name__} has parameters that are none of the model's, and no "
+                    "names to save them by: make their module a part of the model, or pass it to "
+                    "prepare()"
                 )
             found.append((optimizer, [[names[parameter] for parameter in group] for group in groups]))
         return found
@@ -219,7 +220,7 @@ def check_private(package: str, holder: Any, names: Iterable[str] | Mapping[str,
         if there is None or (wanted and tuple(inspect.signature(there).parameters) != wanted):
             raise RuntimeError(
                 f"{package} {version(package)} has no {name}{wanted or ''}, which dcp needs; "
-                "docs/how-to/use-a-trainer.md has the version that was tried"
+                "docs/how-to/use-a-trainer.md lists the tested version"
             )
 
 

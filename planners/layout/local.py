@@ -231,8 +231,8 @@ class _Builder:
             is_fixed = is_read_only(facts.pointers[numbers]) if len(numbers) else np.zeros(0, np.bool_)
             for row in rows[numbers[is_fixed]].tolist():
                 text = (
-                    f"{self.fqns[row]!r}: its memory is read-only, as that of a numpy memory map of mode 'r' "
-                    "is; load into a clone(), or open the map with mode 'r+' or 'c'"
+                    f"{self.fqns[row]!r}: its memory is read-only, like a numpy memory map of mode 'r'; "
+                    "load into a clone(), or open the map with mode 'r+' or 'c'"
                 )
                 self.problems.append((row, text))
         if self.problems or facts is None or (facts.is_cut | facts.is_nowhere | (facts.codes == 0)).any():
@@ -269,8 +269,8 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
     if not facts.codes[0]:
         if tensor.is_quantized:
             return (
-                f"{fqn!r}: {tensor.dtype} has a scale and a zero point, which a checkpoint has no place for "
-                "(stock torch loads the integers alone, as other values): store int_repr(), q_scale() and "
+                f"{fqn!r}: {tensor.dtype} has a scale and a zero point, which a checkpoint cannot hold "
+                "(stock torch would load only the integers): store int_repr(), q_scale() and "
                 "q_zero_point(), or dequantize it first"
             )
         return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; convert it to a supported dtype first"
@@ -282,8 +282,8 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
         return f"{fqn!r}: on the meta device, there are no values; materialise it with to_empty() first"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"{fqn!r}: a {type(tensor).__name__} has no memory of its own and no __tensor_flatten__ with "
-            "its parts; dequantise it, or store its parts under names of their own"
+            f"{fqn!r}: a {type(tensor).__name__} has no memory of its own and no __tensor_flatten__; "
+            "dequantize it, or store its parts under their own names"
         )
     return f"{fqn!r}: its memory was freed (resized storage) or never was (a fake tensor); reshard first"
 

@@ -31,7 +31,7 @@ _SHOWN: Final = 3
 """Maximum number of problems of a kind in a message."""
 
 _ADVICE: Final[Mapping[type[PlanError], str]] = {
-    ShapeMismatchError: "Build the state dict with the shapes that were saved.",
+    ShapeMismatchError: "Use the saved shapes in the state dict.",
     DtypeMismatchError: 'To convert while loading: dtype="cast".',
 }
 
@@ -39,12 +39,12 @@ _KINDS: Final = (MissingKeyError, ShapeMismatchError, DtypeMismatchError, PlanEr
 """Kinds of problems, in the order of messages."""
 
 _OTHER_KINDS: Final = (
-    "Give the state dict what was saved there (dcp show lists it), or leave it out with exclude=[...]."
+    "Use the saved kind of value in the state dict (dcp show lists it), or leave it out with exclude=[...]."
 )
 
 _PER_RANK_ADVICE: Final = (
-    "Some of these are PerRank values, which each rank has of its own: where another number of ranks saved "
-    'them, per_rank="keep" leaves them as they are.'
+    'Some of these are PerRank values, saved by another number of ranks: per_rank="keep" leaves them '
+    "unchanged."
 )
 
 
@@ -324,8 +324,8 @@ _PREFIXES: Final = 8
 """Maximum number of tried prefixes."""
 
 OTHER_GROUPS: Final = (
-    "Groups of an optimizer are numbered: where some were added or removed, others may get their state. Save "
-    "and load by the names of parameters, get_optimizer_state_dict() with "
+    "Groups of an optimizer are numbered: after adding or removing groups, states may go to the wrong "
+    "ones. Save and load by the names of parameters, get_optimizer_state_dict() with "
     "StateDictOptions(flatten_optimizer_state_dict=True)"
 )
 """Advice for options that would omit a parameter group."""
@@ -381,7 +381,7 @@ def hint_for_missing(
     several = {name.partition(".")[0] for name in unused if "." in name}
     tops = [f"{top}.* ({count:,})" if top in several else repr(top) for top, count in counts.items()]
     there = f"It has {listed(tops, show=str)} besides; dcp show lists all. " if unused else ""
-    return f"{there}What it lacks may stay as it is with allow_partial_load=True."
+    return f"{there}Set allow_partial_load=True to leave missing entries unchanged."
 
 
 def is_group(name: str) -> bool:

@@ -169,8 +169,8 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
         for row in np.flatnonzero(opaque & ~differs).tolist():
             fqn, ranks = found.fqns[row], rank_list(found.holders(row))
             why = (
-                "pickle gets no state of it, or it contains itself: keep it out of the state dict, "
-                "or give what describes it as plain data"
+                "it has no pickle state, or contains itself: keep it out of the state dict, or convert "
+                "it to plain data"
             )
             found.mismatches.append((fqn, f"object {fqn!r} of {ranks} cannot be compared ({why})"))
     return found
@@ -288,8 +288,8 @@ def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]])
     message = f"Failed to validate global plan: {len(texts)} problem{plural}: {'; '.join(shown)}{more}"
     if mismatches:
         message += (
-            ". Only one of the differing values would be stored: synchronise them, "
-            "or wrap state that is meant to differ by rank in dcp.PerRank"
+            ". Only one of the differing values would be stored: synchronize them, or wrap state that is "
+            "meant to differ by rank in dcp.PerRank"
         )
         if any(text.startswith("tensor ") for _, text in mismatches):
             message += (

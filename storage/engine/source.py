@@ -421,7 +421,7 @@ class OpenFiles:
         except CheckpointNotFoundError as error:
             path = error.path or self._store.url
             raise CorruptCheckpointError(
-                f"{self._store.url}: data file {path.rpartition('/')[2]} is missing, though the checkpoint "
-                "refers to it; restore the file or take another checkpoint",
+                f"{self._store.url}: data file {path.rpartition('/')[2]} of the checkpoint is missing; "
+                "restore the file or use another checkpoint",
                 path=path,
             ) from error

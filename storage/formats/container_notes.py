@@ -98,8 +98,8 @@ def structure_of_notes(notes: Sequence[ContainerNote]) -> dict[str, Any]:
     structure = {"version": STRUCTURE_VERSION, "containers": [dict(note) for note in notes], "values": {}}
     if encode_plain(structure, limit_bytes=_MAX_NOTES_BYTES) is None:
         logger.warning(
-            "the state dict has so many keys that are no strings that their types are not stored: they are "
-            "found again in a state dict that has them, and are strings in any other"
+            "the state dict has too many keys other than strings; their types are not stored. Loading "
+            "into a state dict with such keys restores them; elsewhere they become strings"
         )
         return {}
     return {"structure": structure}

@@ -111,6 +111,6 @@ class Format:
             return self.begins is not None and self.begins(begin)
         except Exception as error:  # whatever another package's format does
             raise UnsupportedFormatError(
-                f"the format {self.name!r} cannot tell whether a file is of it: "
-                f"{type(error).__name__}: {error}. Mend its package, or uninstall it"
+                f"the format {self.name!r} failed to recognize a file: {type(error).__name__}: {error}. "
+                "Fix or uninstall its package"
             ) from error

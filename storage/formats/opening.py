@@ -208,9 +208,9 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 if store.stat(manifest_name) is not None:
                     continue
                 logger.warning(
-                    "%s is missing, although dcp saved this checkpoint: it is read by %s alone, without "
-                    "types of keys (they are strings now), empty dicts, digests, user metadata, provenance. "
-                    "Restore the manifest from a copy, or load the checkpoint and save it again",
+                    "%s is missing from a checkpoint of dcp: reading %s alone, without key types (keys "
+                    "become strings), empty dicts, digests, user metadata and provenance. Restore the "
+                    "manifest from a copy, or load the checkpoint and save it again",
                     store.path_of(manifest_name),
                     metadata_name,
                 )
@@ -230,8 +230,8 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
             continue
         if _is_ours(index, metadata):
             logger.warning(
-                "%s differs from what was committed with the manifest beside it: it is damaged. dcp reads "
-                "the manifest; stock torch would read the damaged file. Save again, or restore it.",
+                "%s differs from the file committed with the manifest: it is damaged. dcp reads the "
+                "manifest; stock torch would read the damaged file. Save again, or restore the file.",
                 store.path_of(metadata_name),
             )
             return index
@@ -348,7 +348,7 @@ def _not_found(store: Store) -> CheckpointNotFoundError:
             data_files=len(data_files),
         )
     return CheckpointNotFoundError(
-        f"{store.url} holds no checkpoint: no {looked_for} is there. Check the path.",
+        f"{store.url} holds no checkpoint: no {looked_for} found. Check the path.",
         path=store.url,
         data_files=0,
     )
@@ -441,9 +441,10 @@ def _explain_links(place: SourcePlace) -> None:
     links = [path.name for path in folder.glob("*") if path.is_symlink()] if folder.is_dir() else []
     if any(name.endswith(file_suffixes()) for name in links):
         raise CheckpointNotFoundError(
-            f"{folder}: its weights are symbolic links, as in the cache of a model hub, and could point at "
-            "any file of yours. If you trust the folder: dcp.load(..., storage_reader=dcp.FileSystemReader("
-            "folder, open_store=functools.partial(dcp.storage.stores.PosixStore, follow_links=True)))",
+            f"{folder}: its weights are symbolic links, as in the cache of a model hub, and could point "
+            "at any of your files. If you trust the folder: dcp.load(..., "
+            "storage_reader=dcp.FileSystemReader(folder, "
+            "open_store=functools.partial(dcp.storage.stores.PosixStore, follow_links=True)))",
             path=str(folder),
         )
 
@@ -457,8 +458,7 @@ def index_of_file(store: Store, name: str) -> CheckpointIndex:
     with store.open_read(name) as handle:
         if name.endswith(DATA_SUFFIX):
             raise CheckpointNotFoundError(
-                f"{store.path_of(name)} is a data file of a checkpoint, and no checkpoint: give its folder, "
-                f"{store.url}",
+                f"{store.path_of(name)} is a data file of a checkpoint: give its folder, {store.url}",
                 path=store.path_of(name),
             )
         one = _format_of_file(name, handle.pread(min(BEGIN_BYTES, handle.size_bytes), 0))

@@ -126,8 +126,8 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
     worlds = {part.provenance.get("world_size") for part in parts} - {None}
     if len(worlds) > 1:
         raise CheckpointFormatError(
-            f"the ranks' parts are of saves by {' and by '.join(sorted(map(str, worlds)))} ranks: an older "
-            "save left its own behind; remove those, and give each save its own id"
+            f"the parts come from saves by {' and by '.join(sorted(map(str, worlds)))} ranks: an older "
+            "save left its parts behind; remove those, and give each save its own id"
         )
     whole = concatenated(parts)
     rank_of = np.repeat(ranks, [part.tensor_count for part in parts]).tolist()
@@ -139,9 +139,9 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
             if rank_of[first] == own_rank:
                 continue
             raise CheckpointFormatError(
-                f"{fqn} is {whole.dtype(first).name} {whole.shape(first)} in what rank "
-                f"{rank_of[first]} saved, and {whole.dtype(row).name} {whole.shape(row)} in rank "
-                f"{rank_of[row]}'s: they are not one checkpoint; load with as many ranks as saved",
+                f"{fqn} is {whole.dtype(first).name} {whole.shape(first)} in the part of rank "
+                f"{rank_of[first]}, and {whole.dtype(row).name} {whole.shape(row)} in the part of rank "
+                f"{rank_of[row]}: they do not form one checkpoint; load with as many ranks as saved",
                 fqn=fqn,
                 rank=rank_of[row],
             )
@@ -173,8 +173,8 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
 
 def _mismatch(fqn: str, first_rank: int, rank: int) -> ReplicaMismatchError:
     return ReplicaMismatchError(
-        f"ranks {first_rank} and {rank} each saved {fqn} on their own, with different data: one state dict "
-        "has room for one of them; load with as many ranks as saved",
+        f"ranks {first_rank} and {rank} each saved {fqn} on their own, with different data; load with as "
+        "many ranks as saved",
         fqn=fqn,
         rank=rank,
     )

@@ -156,8 +156,8 @@ def _check_map(store: Store, mapped: Mapping[str, str], indexes: Mapping[str, Ch
         known = fqn in index.position or fqn in index.objects.position
         if not known and fqn not in index.provenance.get("refused_objects", {}):
             raise CorruptCheckpointError(
-                f"{store.url}: {fqn[:200]!r} is not in {file}, where the weight_map says it is; the files "
-                "are of different versions, fetch the folder again",
+                f"{store.url}: {fqn[:200]!r} is not in {file}, as stated by the weight_map; the files are "
+                "of different versions, download the folder again",
                 path=store.path_of(file),
                 fqn=fqn,
             )
@@ -174,14 +174,14 @@ def _joined(store: Store, indexes: list[CheckpointIndex], *, are_parts: bool) ->
             files = ", ".join(indexes[number].files[0] for number in numbers[:_LISTED])
             if not are_parts:
                 raise CheckpointNotFoundError(
-                    f"{store.url} is no checkpoint as a whole: {fqn[:200]!r} is in {len(numbers)} files "
+                    f"{store.url} is not a single checkpoint: {fqn[:200]!r} is in {len(numbers)} files "
                     f"({files}), each a checkpoint of its own; give one of them",
                     path=store.url,
                     fqn=fqn,
                 )
             raise CheckpointFormatError(
-                f"{store.url}: {fqn[:200]!r} is in {len(numbers)} files ({files}), and nothing says which of "
-                "them counts",
+                f"{store.url}: {fqn[:200]!r} is in {len(numbers)} files ({files}), without an index that "
+                "selects one",
                 path=store.url,
                 fqn=fqn,
             )

@@ -575,8 +575,8 @@ class Store(ABC):
     def conflict(self, name: str) -> CheckpointConflictError:
         """Return the error of `publish` for unexpected content."""
         return CheckpointConflictError(
-            f"{self.path_of(name)} was published by another writer since this save began, and is untouched; "
-            "save under another id, or load what is there first",
+            f"{self.path_of(name)} was published by another writer since this save began, and is "
+            "unchanged; save under another id, or load it first",
             path=self.path_of(name),
         )
 

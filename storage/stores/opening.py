@@ -97,14 +97,14 @@ def _refuse_mangled(text: str) -> None:
         slashes = "///" if mangled[1].lower() == "file" else "//"
         meant = f"{mangled[1]}:{slashes}{(mangled[2] or '').lstrip('/')}"
         raise StorageError(
-            f"{text!r} is a URL that lost a slash, as pathlib.Path and os.path.normpath take one from it: "
-            f"give {meant!r}, as a string",
+            f"{text!r} is a URL that lost a slash, as with pathlib.Path or os.path.normpath: pass "
+            f"{meant!r} as a string",
             path=text,
             op="open",
         )
     if "://" in text:
         raise StorageError(
-            f"{text!r}: URLs that are chained or have anything before their scheme are not supported",
+            f"{text!r}: chained URLs and prefixes before the scheme are not supported",
             path=text,
             op="open",
         )

@@ -87,8 +87,8 @@ class NoFileSystem:
     @fs.setter
     def fs(self, value: object) -> None:
         raise PlanError(
-            f"{type(self).__name__} would go past the fs that it is given, a {type(value).__name__}: give a "
-            "store of your own by open_store=, or torch's own storage to dcp.save or dcp.load"
+            f"{type(self).__name__} would bypass the given fs, a {type(value).__name__}: pass your own "
+            "store by open_store=, or torch's storage to dcp.save or dcp.load"
         )
 
 
@@ -304,8 +304,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.store.make_root()
         if not self.use_collectives and any(map(self.store.stat, vars(commit.Names()).values())):
             raise CheckpointConflictError(
-                f"{self.store.url} holds a checkpoint that ranks saved together, which readers would still "
-                "load instead of what each rank saves on its own; save to another id",
+                f"{self.store.url} holds a checkpoint of all ranks, which readers would load instead of "
+                "the rank's own; save to another id",
                 path=self.store.url,
             )
         self._previous = commit.previous_state(self.store, self.names)

@@ -118,7 +118,7 @@ def test_a_commit_demands_its_data_files(tmp_path: Path) -> None:
         for info in inner.list():
             inner.delete(info.name)
 
-    with pytest.raises(CheckpointConflictError, match="are not there"):
+    with pytest.raises(CheckpointConflictError, match="are missing"):
         _save(FaultInjectingStore(inner, Fault("lock", hook=clean_up)), 1)
     with pytest.raises(CheckpointNotFoundError):
         _value(tmp_path)

@@ -189,7 +189,7 @@ def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how
     assert listing(folder)["data"] == 2
     assert how == "damaged" or seen_by_dcp(folder) == NEW
     if how.endswith("published"):
-        assert caught.value.committed and "the one before was removed" in str(caught.value)
+        assert caught.value.committed and "the previous one was removed" in str(caught.value)
         assert not (folder / METADATA_NAME).exists()
 
 

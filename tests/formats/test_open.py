@@ -136,7 +136,7 @@ def test_saves_of_stocks_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -
     ("kind", "error", "said"),
     [
         ("differ", ReplicaMismatchError, "ranks 0 and 1 each saved same"),
-        ("shapes", CheckpointFormatError, r"same is .* rank 0 saved, and .* rank 1's"),
+        ("shapes", CheckpointFormatError, r"same is .* in the part of rank 0, and .* rank 1:"),
     ],
 )
 def test_saves_that_contradict_each_other_are_not_merged(

@@ -128,5 +128,5 @@ def test_problems_of_several_kinds_make_one_error(tmp_path: Path) -> None:
             dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
         assert sorted(caught.value.fqns) == names
     assert "'o' is a tensor in the state dict, but another value in the checkpoint" in str(caught.value)
-    assert "Give the state dict what was saved there" in str(caught.value)
+    assert "Use the saved kind of value in the state dict" in str(caught.value)
     assert "Size mismatch between saved (2, 3) and current: (3, 2) for 'a'" in str(caught.value)

@@ -146,7 +146,7 @@ def test_another_order_is_an_error() -> None:
     taken(begun[0], 1)
     for options in ({"shuffle": False}, {"size": 13}):
         size = int(options.pop("size", 12))
-        with pytest.raises(CheckpointError, match="would skip others"):
+        with pytest.raises(CheckpointError, match="would skip the wrong samples"):
             resumed(begun, loaders(size, 2, **options))
     begun[1].sampler.set_epoch(2)
     with pytest.raises(CheckpointError, match="epoch differs"):

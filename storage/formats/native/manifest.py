@@ -93,8 +93,7 @@ def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator
         if found <= known or isinstance(error, UnsupportedFormatError):
             raise
         raise UnsupportedFormatError(
-            f"{text}: it was written by a newer dcphub, and not all of it is known here ({error}); use a "
-            "newer one",
+            f"{text}: it was written by a newer dcphub with unknown features ({error}); upgrade dcphub",
             **(error.facts | {"version": version}),
         ) from error
 
@@ -180,7 +179,7 @@ class _ColumnEncoder:
         encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
         if encoded is None:
             raise PlanError(
-                f"{what} cannot be stored in the manifest: it holds something else than None, bool, int, "
+                f"{what} cannot be stored in the manifest: it holds values other than None, bool, int, "
                 "float, complex, str, bytes, list, tuple and dict, or more than "
                 f"{MAX_PLAIN_SECTION_BYTES >> 20} MiB"
             )
@@ -420,7 +419,7 @@ class _Section:
         self.budget[0] -= size_bytes
         if self.budget[0] < 0:
             raise CheckpointFormatError(
-                "the manifest claims to hold far more than its size can; it is hostile or damaged"
+                "the manifest decodes to far more than its size permits; it is hostile or damaged"
             )
 
     def _integers(self, encoded: Any) -> Int64:

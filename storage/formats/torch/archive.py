@@ -242,8 +242,8 @@ class TorchZip:
         text = self.content(b"version", _FACT_BYTES).strip()
         if text.isdigit() and len(text) < 10 and int(text) > _NEWEST_VERSION:
             raise UnsupportedFormatError(
-                f"the zip of torch.save has version {int(text)}, and {_NEWEST_VERSION} is the newest known "
-                "here: it was written by a newer torch; load it with that, and save it again"
+                f"the zip of torch.save has version {int(text)}, newer than the supported "
+                f"{_NEWEST_VERSION}: load it with a newer torch, and save it again"
             )
 
     def check_byte_order(self) -> None:
@@ -261,9 +261,10 @@ class TorchZip:
             return b""
         if entry.size > limit_bytes:
             raise CheckpointFormatError(
-                f"{name.decode('ascii', 'replace')} of the zip, where all is that is no tensor, has "
-                f"{entry.size} bytes, more than the {limit_bytes} that are read; load the file with "
-                "torch.load(weights_only=True), and save large lists, texts and bytes apart, or as tensors"
+                f"{name.decode('ascii', 'replace')} of the zip, with all objects of the file, has "
+                f"{entry.size} bytes, more than the limit of {limit_bytes}; load the file with "
+                "torch.load(weights_only=True), and save large lists, texts and bytes separately, or as "
+                "tensors"
             )
         header = self.window.get(entry.header_at, _LOCAL_BYTES)
         start = _start(entry, header, self._ends.get(entry.header_at, self.window.length))

@@ -184,9 +184,8 @@ def _elsewhere(bucket: str, text: str, region: object = None, endpoint: object =
     setting = f'client_kwargs={{"region_name": "{region or "..."}"}}'
     return RequestError(
         Failure.FINAL,
-        f"the bucket {bucket!r} was asked for in the wrong place, it belongs to {there} ({text}): set its "
-        f"region (AWS_DEFAULT_REGION, or storage_options {setting}) and endpoint (AWS_ENDPOINT_URL, or "
-        "endpoint_url)",
+        f"the bucket {bucket!r} belongs to {there} ({text}): set its region (AWS_DEFAULT_REGION, or "
+        f"storage_options {setting}) and endpoint (AWS_ENDPOINT_URL, or endpoint_url)",
     )
 
 

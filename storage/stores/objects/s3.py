@@ -433,8 +433,8 @@ class PartsWriteHandle(WriteHandle):
     def _ended(self) -> CheckpointConflictError:
         """Return the error of an upload aborted by the save that won."""
         return CheckpointConflictError(
-            f"the upload of {self._path} was ended by another: a writer that has finished at this place, or "
-            "a clean-up that removed what it took for remains of a killed one; nothing of this one is kept",
+            f"the upload of {self._path} was aborted: another writer has committed to this place, or a "
+            "clean-up removed it as remains of a killed save; nothing of it is kept",
             path=self._path,
         )
 

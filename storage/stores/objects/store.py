@@ -457,9 +457,9 @@ class ObjectStore(Store):
         if not known:
             what = "create a file only if it is absent" if creates else "compare before it replaces a file"
             raise StorageError(
-                f"{self.url}: {self.place} cannot {what}, so two writers to one id could mix their "
-                "checkpoints. If only one job ever writes there, pass "
-                'storage_options={"conditional_writes": "off"}',
+                f"{self.url}: {self.place} cannot {what}, and two writers to one id could mix their "
+                'checkpoints. If only one job writes there, pass storage_options={"conditional_writes": '
+                '"off"}',
                 path=self.url,
                 op="publish",
             )

@@ -54,9 +54,9 @@ NO_EXCHANGE: Final = NO_OPERATION | {errno.EACCES, errno.EPERM}
 """Errnos of unsupported renameat2 with RENAME_EXCHANGE on folders: NFS, FUSE, SMB."""
 
 WITHOUT_LOCKS: Final = (
-    "a file system without locks, so that two jobs which replace one checkpoint, or convert to one target, "
-    "at the same time are not kept apart: let one job write to a place, or mount it with locks (Lustre: "
-    "-o flock)"
+    "a file system without locks: two jobs that replace one checkpoint, or convert to one target, at the "
+    "same time do not exclude each other. Use one writer per place, or mount with locks (Lustre: -o "
+    "flock)"
 )
 
 _warned: set[tuple[int, str]] = set()
@@ -84,8 +84,8 @@ def sync_folder(folder: Path) -> None:
         warn_once(
             folder,
             error,
-            "a file system that cannot sync folders: a power cut of the storage may take the last changes of "
-            "names, so that a checkpoint is missing or the one before it is back",
+            "a file system that cannot sync folders: a power cut may undo the last commit, and lose the "
+            "checkpoint or bring back the previous one",
         )
 
 
@@ -123,8 +123,8 @@ _NO_SYNC: Final = (
     "which does not wait for the disk, or to another file system"
 )
 _NO_RENAME: Final = (
-    "; this file system cannot rename a file, which is how a checkpoint is published: save to the URL of the "
-    "store behind it, such as s3://bucket/prefix, or to another file system"
+    "; this file system cannot rename files, which a commit needs: save to the URL of the store behind "
+    "it, such as s3://bucket/prefix, or to another file system"
 )
 _NO_CUT: Final = (
     ": save with FileSystemWriter(path, open_store=functools.partial(dcp.storage.stores.PosixStore, "
@@ -391,8 +391,8 @@ class PosixWriteHandle(WriteHandle):
             raise self._failure
         if self._process_id != os.getpid():
             raise StorageError(
-                f"{self._path} was opened in process {self._process_id} and cannot be written in its child: "
-                "open files in the process that writes them",
+                f"{self._path} was opened in process {self._process_id} and cannot be written in a child "
+                "process: open files in the process that writes them",
                 path=self._path,
                 op="write",
             )

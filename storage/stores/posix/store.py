@@ -99,8 +99,8 @@ class PosixStore(Store):
             self._root = Path(text).absolute()
         except OSError as error:  # the current folder was removed
             raise StorageError(
-                f"{text!r} is relative to the current folder, which is not there any more: give a whole "
-                "path, or change to another folder",
+                f"{text!r} is relative to the current folder, which was removed: give an absolute path, "
+                "or change to another folder",
                 path=text,
                 op="open",
                 errno=error.errno,
@@ -211,8 +211,8 @@ class PosixStore(Store):
                 if fault := broken_link(self._root):
                     raise CheckpointNotFoundError(fault, path=self.url) from error
                 raise CheckpointFormatError(
-                    f"{path} is a symbolic link, which could point at any file of yours; "
-                    "if you trust the folder, open it with follow_links=True",
+                    f"{path} is a symbolic link, which could point at any of your files; if you trust the "
+                    "folder, open it with follow_links=True",
                     path=str(path),
                 ) from error
             raise storage_error(error, "open", path) from error
@@ -287,8 +287,8 @@ class PosixStore(Store):
         descriptor = self._acquire(path, time.monotonic() + timeout_seconds)
         if descriptor is None:
             raise StorageError(
-                f"{self.url} is locked by another writer, still after {timeout_seconds:g} seconds; "
-                "wait for it to end, or stop it: the lock ends with its process",
+                f"{self.url} is still locked by another writer after {timeout_seconds:g} seconds; wait "
+                "for that process to end, or stop it",
                 path=str(path),
                 op="lock",
                 timeout_seconds=timeout_seconds,
