@@ -187,6 +187,7 @@ def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
     assert is_empty(diff(a, b, *rename, "--exclude", "optim", "--exclude", "*.b"))
     for options, words in (
         (("--only", "nothing"), "select nothing"),
+        ((*rename, "--only", "model"), "they select names after the renaming"),
         (("--rename", r"^model\..=>x"), "gives 'x' for both 'model.a' and 'model.b'"),
     ):
         refused = run("diff", a, b, *options)

@@ -177,7 +177,8 @@ def diff(
         objects = _names(_object_names(first.index), _object_names(second.index), selection, renamed)
         if not tensors and not objects and selection is not None:  # patterns are easily mistyped
             where = f"{first.name}, {second.name}: the patterns ({selection})"
-            raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'")
+            after = "; they select names after the renaming" if rename else ""
+            raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'{after}")
         first.check_files(name for name, _ in (*tensors, *objects) if name is not None)
         second.check_files(name for _, name in (*tensors, *objects) if name is not None)
         found = _compare_tensors(first, second, tensors, progress, values=values)
