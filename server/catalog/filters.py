@@ -89,34 +89,54 @@ class CheckpointFilter(Query):
     of a column are declared at its field in `dcp.server.records.checkpoints`.
     """
 
-    root: RootName | None = None
-    run_id: Id | None = None
-    run: Annotated[Text, Field(max_length=1024, description="The key of a run.")] | None = None
-    run_contains: _Pattern | None = None
-    run_glob: _Pattern | None = None
-    min_step: Step | None = None
-    max_step: Step | None = None
+    root: Annotated[RootName | None, Field(description="Name of a root.")] = None
+    run_id: Annotated[Id | None, Field(description="The `id` of a run.")] = None
+    run: Annotated[
+        Annotated[Text, Field(max_length=1024)] | None,
+        Field(description="Key of a run: its path in the root."),
+    ] = None
+    run_contains: Annotated[_Pattern | None, Field(description="Part of the key of the run.")] = None
+    run_glob: Annotated[_Pattern | None, Field(description="Glob for the key of the run.")] = None
+    min_step: Annotated[Step | None, Field(description="Lowest step, inclusive.")] = None
+    max_step: Annotated[Step | None, Field(description="Highest step, inclusive.")] = None
     since: Annotated[Time | None, Field(description="Commit time, inclusive.")] = None
     until: Annotated[Time | None, Field(description="Commit time, exclusive.")] = None
-    format: Annotated[tuple[FormatName, ...], Field(max_length=8)] = ()
-    state: Annotated[
-        tuple[State | Literal["any"], ...], Field(max_length=8, description="Default: committed.")
+    format: Annotated[
+        tuple[FormatName, ...],
+        Field(max_length=8, description="Formats of the files; any of them matches."),
     ] = ()
-    verification: Annotated[tuple[Verdict, ...], Field(max_length=8)] = ()
-    tag: Annotated[tuple[Name, ...], Field(max_length=8)] = ()
-    alias: Name | None = None
+    state: Annotated[
+        tuple[State | Literal["any"], ...],
+        Field(max_length=8, description="States; any of them matches. Default: committed."),
+    ] = ()
+    verification: Annotated[
+        tuple[Verdict, ...],
+        Field(max_length=8, description="Results of the last verification; any of them matches."),
+    ] = ()
+    tag: Annotated[
+        tuple[Name, ...], Field(max_length=8, description="Tags; the checkpoint has all of them.")
+    ] = ()
+    alias: Annotated[Name | None, Field(description="Alias of the checkpoint, such as best.")] = None
     metric: Annotated[
         tuple[_Pattern, ...],
         Field(max_length=8, description="Comparisons such as loss<2.5.", examples=[["loss<2.5"]]),
     ] = ()
-    dtype: Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
-    tensor: (
-        Annotated[_Pattern, Field(description="The checkpoint has a tensor with this name or glob.")] | None
-    ) = None
-    name_contains: _Pattern | None = None
-    name_glob: _Pattern | None = None
-    pinned: bool | None = None
-    registered_by: Annotated[Text, Field(min_length=1, max_length=128)] | None = None
+    dtype: Annotated[
+        Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None,
+        Field(description="The checkpoint has a tensor of this dtype, such as bfloat16."),
+    ] = None
+    tensor: Annotated[
+        _Pattern | None, Field(description="The checkpoint has a tensor with this name or glob.")
+    ] = None
+    name_contains: Annotated[_Pattern | None, Field(description="Part of the name of the checkpoint.")] = None
+    name_glob: Annotated[
+        _Pattern | None, Field(description="Glob for the name of the checkpoint; * matches any characters.")
+    ] = None
+    pinned: Annotated[bool | None, Field(description="true: only pinned; false: only without a pin.")] = None
+    registered_by: Annotated[
+        Annotated[Text, Field(min_length=1, max_length=128)] | None,
+        Field(description="Account or key that registered the checkpoint, such as key:alice."),
+    ] = None
 
     def model_post_init(self, context: Any) -> None:
         """Check patterns and comparisons. Raises InvalidQueryError."""

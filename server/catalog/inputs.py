@@ -64,13 +64,10 @@ class Paged(Query):
     """Page size and cursor."""
 
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Maximum rows of a page.")] = 50
-    cursor: (
-        Annotated[
-            str,
-            Field(min_length=1, max_length=4096, description="The next_cursor of the previous page."),
-        ]
-        | None
-    ) = None
+    cursor: Annotated[
+        Annotated[str, Field(min_length=1, max_length=4096)] | None,
+        Field(description="The next_cursor of the previous page."),
+    ] = None
 
 
 def is_clean(text: str) -> bool:

@@ -36,12 +36,14 @@ _PAGES: Final = {
 def list_audit(
     ask: Ask,
     page: PageQuery,
-    actor: Annotated[Text | None, Query()] = None,
-    action: Annotated[Text | None, Query()] = None,
-    target: Annotated[Text | None, Query()] = None,
-    root: Annotated[Text | None, Query()] = None,
-    since: Annotated[Time | None, Query(description="From this time on.")] = None,
-    until: Annotated[Time | None, Query(description="To before this time.")] = None,
+    actor: Annotated[Text | None, Query(description="Account or key, such as key:alice.")] = None,
+    action: Annotated[Text | None, Query(description="Action, such as checkpoint.state.")] = None,
+    target: Annotated[
+        Text | None, Query(description="Kind and `id` of the changed object, such as checkpoint:12.")
+    ] = None,
+    root: Annotated[Text | None, Query(description="Name of the root of the target.")] = None,
+    since: Annotated[Time | None, Query(description="Time of the entry, inclusive.")] = None,
+    until: Annotated[Time | None, Query(description="Time of the entry, exclusive.")] = None,
 ) -> Page[AuditEntry]:
     """List audit entries, newest first. Filters compare for equality."""
     return ask.find(

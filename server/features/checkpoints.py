@@ -86,18 +86,21 @@ class LookupQuery(Query):
     """Checkpoint by ``key`` or ``uri``, or by ``run`` and ``step`` or ``alias``; a run alone means its latest
     step. ``root`` selects a root if several match."""
 
-    root: RootName | None = None
-    key: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
-    run: Annotated[Text, Field(max_length=1024, description="The key of a run.")] | None = None
-    step: Step | None = None
-    alias: Name | None = None
-    uri: (
-        Annotated[
-            Text,
-            Field(min_length=1, max_length=4096, description="Path or URL used by the trainer."),
-        ]
-        | None
-    ) = None
+    root: Annotated[RootName | None, Field(description="Name of a root.")] = None
+    key: Annotated[
+        Annotated[Text, Field(min_length=1, max_length=1024)] | None,
+        Field(description="Path of the checkpoint in its root."),
+    ] = None
+    run: Annotated[
+        Annotated[Text, Field(max_length=1024)] | None,
+        Field(description="Key of a run: its path in the root."),
+    ] = None
+    step: Annotated[Step | None, Field(description="Step in the run.")] = None
+    alias: Annotated[Name | None, Field(description="Alias in the run, such as best.")] = None
+    uri: Annotated[
+        Annotated[Text, Field(min_length=1, max_length=4096)] | None,
+        Field(description="Path or URL used by the trainer."),
+    ] = None
 
 
 @feature.get("/checkpoints/lookup", tag="checkpoints")
@@ -147,7 +150,9 @@ _NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {304: {"description": "T
 def get_checkpoint(
     checkpoint_id: IdPath,
     ask: Ask,
-    if_none_match: Annotated[str | None, Header(max_length=1024)] = None,
+    if_none_match: Annotated[
+        str | None, Header(max_length=1024, description="ETags; 304 without a body if one matches.")
+    ] = None,
 ) -> CheckpointDetail:
     """Return all facts about a checkpoint."""
     found = ask.find(details.get_checkpoint, checkpoint_id, ask.visible)

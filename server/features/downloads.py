@@ -157,7 +157,9 @@ _BYTES = problems(412, 416, *_ERRORS)
 _PRESIGNED_SECONDS: Final = 300
 """Time to follow a redirect; running downloads continue."""
 
-FileName = Annotated[str, Path(min_length=1, max_length=255)]
+FileName = Annotated[
+    str, Path(min_length=1, max_length=255, description="Name of a file, as listed for the checkpoint.")
+]
 
 
 FileRole = Literal["data", "commit", "other"]

@@ -43,6 +43,10 @@ class MetricsChange(Request):
     metrics: Annotated[dict[Name, Finite | None], Field(min_length=1, max_length=256)]
 
 
+TagPath = Annotated[NamePath, Field(description="Name of the tag.")]
+AliasPath = Annotated[NamePath, Field(description="Name of the alias.")]
+
+
 class AliasChange(Request):
     """Checkpoint of the run for the alias; ``is_protected`` needs the scope admin."""
 
@@ -51,13 +55,13 @@ class AliasChange(Request):
 
 
 @feature.put(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
-def add_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
+def add_tag(checkpoint_id: IdPath, tag: TagPath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
     """Add a tag. Adding an existing tag changes nothing."""
     return _changed(ask, if_match, checkpoint_id, labels.add_tags, [tag])
 
 
 @feature.delete(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
-def remove_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
+def remove_tag(checkpoint_id: IdPath, tag: TagPath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
     """Remove a tag. Removing a missing tag changes nothing."""
     return _changed(ask, if_match, checkpoint_id, labels.remove_tags, [tag])
 
@@ -101,13 +105,13 @@ def list_aliases(run_id: IdPath, ask: Ask) -> Items[Alias]:
 
 
 @feature.get(_ALIAS, tag="labels")
-def get_alias(run_id: IdPath, name: NamePath, ask: Ask) -> Alias:
+def get_alias(run_id: IdPath, name: AliasPath, ask: Ask) -> Alias:
     """Return the checkpoint of the alias."""
     return ask.tagged(ask.find(labels.get_alias, run_id, name, ask.visible))
 
 
 @feature.put(_ALIAS, tag="labels", scope="write", errors=(404, 409, 412, 428))
-def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_match: IfMatch) -> Alias:
+def set_alias(run_id: IdPath, name: AliasPath, body: AliasChange, ask: Ask, if_match: IfMatch) -> Alias:
     """Point the alias at this checkpoint of the run. Without If-Match, the alias must be new."""
 
     def act(connection: Connection) -> Alias:
@@ -128,7 +132,7 @@ def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_ma
 
 
 @feature.delete(_ALIAS, tag="labels", scope="write", status=204, errors=(404, 409, 412, 428))
-def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) -> None:
+def delete_alias(run_id: IdPath, name: AliasPath, ask: Ask, if_match: IfMatch) -> None:
     """Remove an alias; the checkpoint stays. Needs If-Match."""
 
     def act(connection: Connection) -> None:

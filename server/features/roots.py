@@ -23,7 +23,10 @@ from dcp.server.records.lists import Items
 
 feature: Final = Feature("roots", __name__)
 
-RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+RootName = Annotated[
+    str,
+    Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$", description="Name of the root."),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,17 @@ class SearchQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    q: Annotated[Text, Field(min_length=1, max_length=256, examples=["q_proj"])]
-    kind: Annotated[list[_Kind], Field(max_length=8, description="All, if not given.")] = []
-    limit: Annotated[int, Field(ge=1, le=50, description="Hits of each kind at most.")] = 10
+    q: Annotated[
+        Text,
+        Field(
+            min_length=1,
+            max_length=256,
+            description="Part of a name or of a note, a step, or a path `run/name`.",
+            examples=["q_proj"],
+        ),
+    ]
+    kind: Annotated[list[_Kind], Field(max_length=8, description="Kinds of hits; default: all.")] = []
+    limit: Annotated[int, Field(ge=1, le=50, description="Maximum hits of each kind.")] = 10
 
 
 @feature.get("/search", tag="search", errors=())

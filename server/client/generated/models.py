@@ -1410,30 +1410,47 @@ class CheckpointQuery(TypedDict, total=False):
     """Options of GET /checkpoints."""
 
     root: str | None
+    """Name of a root."""
     run_id: int | None
+    """The `id` of a run."""
     run: str | None
+    """Key of a run: its path in the root."""
     run_contains: str | None
+    """Part of the key of the run."""
     run_glob: str | None
+    """Glob for the key of the run."""
     min_step: int | None
+    """Lowest step, inclusive."""
     max_step: int | None
+    """Highest step, inclusive."""
     since: datetime | None
     """Commit time, inclusive."""
     until: datetime | None
     """Commit time, exclusive."""
     format: str | Sequence[str] | None
+    """Formats of the files; any of them matches."""
     state: str | Sequence[str] | None
-    """Default: committed."""
+    """States; any of them matches. Default: committed."""
     verification: str | Sequence[str] | None
+    """Results of the last verification; any of them matches."""
     tag: str | Sequence[str] | None
+    """Tags; the checkpoint has all of them."""
     alias: str | None
+    """Alias of the checkpoint, such as best."""
     metric: str | Sequence[str] | None
     """Comparisons such as loss<2.5."""
     dtype: str | None
+    """The checkpoint has a tensor of this dtype, such as bfloat16."""
     tensor: str | None
+    """The checkpoint has a tensor with this name or glob."""
     name_contains: str | None
+    """Part of the name of the checkpoint."""
     name_glob: str | None
+    """Glob for the name of the checkpoint; * matches any characters."""
     pinned: bool | None
+    """true: only pinned; false: only without a pin."""
     registered_by: str | None
+    """Account or key that registered the checkpoint, such as key:alice."""
     sort: str | None
     """time, step, bytes, name or metric:NAME; a minus means descending."""
 
@@ -1454,30 +1471,47 @@ class FacetQuery(TypedDict, total=False):
     """Options of GET /checkpoints/facets."""
 
     root: str | None
+    """Name of a root."""
     run_id: int | None
+    """The `id` of a run."""
     run: str | None
+    """Key of a run: its path in the root."""
     run_contains: str | None
+    """Part of the key of the run."""
     run_glob: str | None
+    """Glob for the key of the run."""
     min_step: int | None
+    """Lowest step, inclusive."""
     max_step: int | None
+    """Highest step, inclusive."""
     since: datetime | None
     """Commit time, inclusive."""
     until: datetime | None
     """Commit time, exclusive."""
     format: str | Sequence[str] | None
+    """Formats of the files; any of them matches."""
     state: str | Sequence[str] | None
-    """Default: committed."""
+    """States; any of them matches. Default: committed."""
     verification: str | Sequence[str] | None
+    """Results of the last verification; any of them matches."""
     tag: str | Sequence[str] | None
+    """Tags; the checkpoint has all of them."""
     alias: str | None
+    """Alias of the checkpoint, such as best."""
     metric: str | Sequence[str] | None
     """Comparisons such as loss<2.5."""
     dtype: str | None
+    """The checkpoint has a tensor of this dtype, such as bfloat16."""
     tensor: str | None
+    """The checkpoint has a tensor with this name or glob."""
     name_contains: str | None
+    """Part of the name of the checkpoint."""
     name_glob: str | None
+    """Glob for the name of the checkpoint; * matches any characters."""
     pinned: bool | None
+    """true: only pinned; false: only without a pin."""
     registered_by: str | None
+    """Account or key that registered the checkpoint, such as key:alice."""
     values: int | None
     """Values of each filter at most."""
 
@@ -1486,11 +1520,17 @@ class LookupQuery(TypedDict, total=False):
     """Options of GET /checkpoints/lookup."""
 
     root: str | None
+    """Name of a root."""
     key: str | None
+    """Path of the checkpoint in its root."""
     run: str | None
+    """Key of a run: its path in the root."""
     step: int | None
+    """Step in the run."""
     alias: str | None
+    """Alias in the run, such as best."""
     uri: str | None
+    """Path or URL used by the trainer."""
 
 
 class DiffQuery(TypedDict, total=False):
@@ -1502,6 +1542,7 @@ class DiffQuery(TypedDict, total=False):
     kind: str | Sequence[str] | None
     """All, if not given."""
     glob: str | None
+    """Glob for names of tensors; * matches any characters."""
     order: str | None
     """The largest differences first; name: as they were saved; weights: by relative_l2, those of
     optimizers last."""
@@ -1538,24 +1579,32 @@ class StoredChunksQuery(TypedDict, total=False):
     """Options of GET /checkpoints/{checkpoint_id}/shards/chunks."""
 
     first_rank: int | None
+    """Lowest rank whose files are included."""
     last_rank: int | None
+    """Highest rank whose files are included."""
     begin: int | None
-    """The first byte of each file."""
+    """First byte of the range in each file."""
     end: int | None
+    """End of the range, exclusive. Default: end of the longest file."""
     glob: str | None
+    """Glob for names of tensors; * matches any characters."""
 
 
 class ShardMapQuery(TypedDict, total=False):
     """Options of GET /checkpoints/{checkpoint_id}/shards/map."""
 
     first_rank: int | None
+    """Lowest rank whose files are included."""
     last_rank: int | None
+    """Highest rank whose files are included."""
     begin: int | None
-    """The first byte of each file."""
+    """First byte of the range in each file."""
     end: int | None
+    """End of the range, exclusive. Default: end of the longest file."""
     glob: str | None
+    """Glob for names of tensors; * matches any characters."""
     rows: int | None
-    """As many rows of files at most."""
+    """Maximum rows of files."""
     bins: int | None
     """As many bins of bytes at most."""
 
@@ -1564,8 +1613,11 @@ class TensorQuery(TypedDict, total=False):
     """Options of GET /checkpoints/{checkpoint_id}/tensors."""
 
     glob: str | None
+    """Glob for names of tensors; * matches any characters."""
     kind: str | None
+    """object: values that are not tensors."""
     dtype: str | None
+    """Dtype of the tensors."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -1587,10 +1639,15 @@ class JobQuery(TypedDict, total=False):
     """Options of GET /jobs."""
 
     state: str | Sequence[str] | None
+    """States; any of them matches."""
     kind: str | Sequence[str] | None
+    """Kinds, such as verify; any of them matches."""
     root: str | None
+    """Name of a root."""
     checkpoint_id: int | None
+    """The `id` of the checkpoint of the job."""
     created_by: str | None
+    """Account or key that submitted the job, such as key:alice."""
     scans: bool | None
     """Include scheduled scans, one per minute."""
 
@@ -1640,31 +1697,39 @@ class RunQuery(TypedDict, total=False):
     """Options of GET /runs."""
 
     root: str | None
+    """Name of a root."""
     contains: str | None
+    """Part of the key."""
     glob: str | None
+    """Glob for the key; * matches any characters."""
     sort: str | None
+    """latest: time of the newest checkpoint. A minus means descending."""
 
 
 class ComparisonQuery(TypedDict, total=False):
     """Options of GET /runs/compare."""
 
     metric: str | None
+    """Name of a metric; default: a loss."""
     points: int | None
-    """Of each run, at most."""
+    """Maximum points of each run."""
 
 
 class RunListQuery(TypedDict, total=False):
     """Options of GET /runs/summaries."""
 
     root: str | None
+    """Name of a root."""
     contains: str | None
-    """A part of the key."""
+    """Part of the key."""
     glob: str | None
+    """Glob for the key; * matches any characters."""
     metadata: str | Sequence[str] | None
     """Comparisons with metadata of the newest checkpoint, such as optimizer.lr<0.01."""
     has_metric: str | Sequence[str] | None
+    """Metrics; the run has all of them."""
     metric: str | None
-    """To show, and to sort by."""
+    """Metric to show and to sort by."""
     of: str | None
     """The value of the metric to sort by; last is of the highest step."""
     sort: str | None
@@ -1677,11 +1742,13 @@ class TimelineQuery(TypedDict, total=False):
     """Options of GET /runs/{run_id}/timeline."""
 
     metric: str | Sequence[str] | None
-    """Also these."""
+    """Names of metrics to include."""
     points: int | None
-    """As many bins at most."""
+    """Maximum bins."""
     min_step: int | None
+    """Lowest step, inclusive."""
     max_step: int | None
+    """Highest step, inclusive."""
 
 
 class WebhookOptions(TypedDict, total=False):

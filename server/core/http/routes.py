@@ -302,6 +302,10 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete(operation: dict[str, Any], access: Requires | Public | None) -> None:
+    for parameter in operation.get("parameters", ()):
+        kind = parameter["name"].removesuffix("_id").replace("_", " ")
+        if parameter["in"] == "path" and parameter["name"].endswith("_id"):
+            parameter.setdefault("description", f"The `id` of the {kind}.")
     responses = operation["responses"]
     if "HTTPValidationError" in str(responses.get("422")):
         del responses["422"]

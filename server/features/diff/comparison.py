@@ -112,7 +112,15 @@ def diff_checkpoints(
     kind: Annotated[
         list[DifferenceKind] | None, Query(max_length=6, description="All, if not given.")
     ] = None,
-    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
+    glob: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=256,
+            description="Glob for names of tensors; * matches any characters.",
+            examples=["layers.*.weight"],
+        ),
+    ] = None,
     order: Annotated[DifferenceOrder, Query(description=_ORDER)] = "name",
 ) -> Diff:
     """Compare the checkpoint with `before`. No tensor is read; the job `diff` compares values."""

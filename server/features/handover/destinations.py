@@ -33,16 +33,15 @@ class _Model(BaseModel):
 
 
 class Trigger(_Model):
-    """An event after which a checkpoint is handed over. ``alias``, ``tag`` and ``stage`` must be the event's,
-    if given; ``root`` is a name, ``run`` a glob."""
+    """Event after which a checkpoint is handed over. All given conditions must match."""
 
-    event: str = "checkpoint.aliased"
-    alias: str | None = None
-    tag: str | None = None
-    stage: str | None = None
-    root: str | None = None
-    run: str | None = None
-    targets: tuple[Target, ...] = TARGETS
+    event: str = Field(default="checkpoint.aliased", description="Kind of the event.")
+    alias: str | None = Field(default=None, description="Alias that the event sets.")
+    tag: str | None = Field(default=None, description="Tag that the event adds.")
+    stage: str | None = Field(default=None, description="Stage that the event names.")
+    root: str | None = Field(default=None, description="Name of the root.")
+    run: str | None = Field(default=None, description="Glob for the key of the run.")
+    targets: tuple[Target, ...] = Field(default=TARGETS, description="Targets; default: all configured.")
 
     @field_validator("event")
     @classmethod
@@ -55,7 +54,12 @@ class Trigger(_Model):
 
 
 class _Destination(_Model):
-    name: str = Field(default="{root}.{run}", min_length=1, max_length=200)
+    name: str = Field(
+        default="{root}.{run}",
+        min_length=1,
+        max_length=200,
+        description="Name of the registered model or artifact; `{root}` and `{run}` are replaced.",
+    )
 
     @field_validator("name")
     @classmethod
@@ -77,13 +81,13 @@ Token = Annotated[SecretStr, AfterValidator(_check_header)]
 
 
 class MlflowSettings(_Destination):
-    """MLflow tracking server. ``name`` is the registered model; ``token``, or user and password, sign in."""
+    """MLflow tracking server. Give a token, or a user and a password, if the server needs them."""
 
-    url: str
-    token: Token | None = None
-    user: str | None = None
-    password: SecretStr | None = None
-    seconds: float = Field(default=30.0, gt=0, le=600)
+    url: str = Field(description="URL of the tracking server.")
+    token: Token | None = Field(default=None, description="Bearer token.")
+    user: str | None = Field(default=None, description="User of basic authentication.")
+    password: SecretStr | None = Field(default=None, description="Password of the user.")
+    seconds: float = Field(default=30.0, gt=0, le=600, description="Time limit of a request.")
 
     @model_validator(mode="after")
     def _has_one_credential(self) -> Self:
@@ -93,15 +97,17 @@ class MlflowSettings(_Destination):
 
 
 class WandbSettings(_Destination):
-    """W&B project. ``name`` is the artifact. With ``folder``, runs are written there for ``wandb sync`` by
-    the operator, and nothing is sent."""
+    """W&B project. Needs ``api_key``, or ``folder``."""
 
-    project: str = Field(min_length=1, max_length=128)
-    entity: str | None = None
-    base_url: str = "https://api.wandb.ai"
-    api_key: Token | None = None
-    folder: Path | None = None
-    seconds: float = Field(default=120.0, gt=0, le=3600)
+    project: str = Field(min_length=1, max_length=128, description="Name of the project.")
+    entity: str | None = Field(default=None, description="Team or user that owns the project.")
+    base_url: str = Field(default="https://api.wandb.ai", description="URL of the W&B API.")
+    api_key: Token | None = Field(default=None, description="API key of W&B.")
+    folder: Path | None = Field(
+        default=None,
+        description="Write runs to this folder for a later `wandb sync`, and send nothing.",
+    )
+    seconds: float = Field(default=120.0, gt=0, le=3600, description="Time limit of a handover.")
 
     @model_validator(mode="after")
     def _has_key(self) -> Self:
@@ -111,16 +117,21 @@ class WandbSettings(_Destination):
 
 
 class HandoverSettings(_Model):
-    """Settings of handovers. ``public_url``: URL of the service, for links back. ``urls``: URLs of roots as
-    seen by training, if different from the service's. ``allow_private``: private networks and hosts that are
-    allowed, also without TLS. ``when``: automatic handovers."""
+    """Handover of checkpoints to experiment trackers."""
 
-    public_url: str | None = Field(default=None, pattern=r"^https?://[!-~]+$")
-    urls: dict[str, str] = Field(default_factory=dict)
-    allow_private: tuple[str, ...] = ()
-    mlflow: MlflowSettings | None = None
-    wandb: WandbSettings | None = None
-    when: tuple[Trigger, ...] = ()
+    public_url: str | None = Field(
+        default=None, pattern=r"^https?://[!-~]+$", description="URL of the service, for links back."
+    )
+    urls: dict[str, str] = Field(
+        default_factory=dict,
+        description="URLs of roots as training sees them, by root; default: the `url` of the root.",
+    )
+    allow_private: tuple[str, ...] = Field(
+        default=(), description="Private networks and hosts that are allowed, also without TLS."
+    )
+    mlflow: MlflowSettings | None = Field(default=None, description="MLflow tracking server.")
+    wandb: WandbSettings | None = Field(default=None, description="W&B project.")
+    when: tuple[Trigger, ...] = Field(default=(), description="Events with automatic handovers.")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

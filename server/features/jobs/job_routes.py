@@ -142,11 +142,19 @@ def _note(connection: Connection, action: str, job_id: int, ask: Ask) -> None:
 def list_jobs(
     ask: Ask,
     page: PageQuery,
-    state: Annotated[list[JobState] | None, Query(max_length=7)] = None,
-    kind: Annotated[list[Name] | None, Query(max_length=16)] = None,
-    root: Annotated[Name | None, Query()] = None,
-    checkpoint_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
-    created_by: Annotated[Name | None, Query()] = None,
+    state: Annotated[
+        list[JobState] | None, Query(max_length=7, description="States; any of them matches.")
+    ] = None,
+    kind: Annotated[
+        list[Name] | None, Query(max_length=16, description="Kinds, such as verify; any of them matches.")
+    ] = None,
+    root: Annotated[Name | None, Query(description="Name of a root.")] = None,
+    checkpoint_id: Annotated[
+        int | None, Query(ge=1, le=MAX_ID, description="The `id` of the checkpoint of the job.")
+    ] = None,
+    created_by: Annotated[
+        Name | None, Query(description="Account or key that submitted the job, such as key:alice.")
+    ] = None,
     scans: Annotated[bool, Query(description="Include scheduled scans, one per minute.")] = False,
 ) -> Page[Job]:
     """List jobs, newest first. Several states or kinds match any of them."""

@@ -38,11 +38,20 @@ class NoteText(Request):
 class NoteQuery(Query):
     """Notes with a text in them in any case, by an author, in a root."""
 
-    contains: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
-    author: Annotated[Text, Field(min_length=1, max_length=128, examples=["key:alice"])] | None = None
-    root: RootName | None = None
-    cursor: Annotated[str, Field(min_length=1, max_length=2048)] | None = None
-    limit: Annotated[int, Field(ge=1, le=500, description="Rows of a page at most.")] = 50
+    contains: Annotated[
+        Annotated[Text, Field(min_length=1, max_length=256)] | None,
+        Field(description="Part of the text; case is ignored."),
+    ] = None
+    author: Annotated[
+        Annotated[Text, Field(min_length=1, max_length=128, examples=["key:alice"])] | None,
+        Field(description="Account or key that wrote the note."),
+    ] = None
+    root: Annotated[RootName | None, Field(description="Name of a root.")] = None
+    cursor: Annotated[
+        Annotated[str, Field(min_length=1, max_length=2048)] | None,
+        Field(description="The next_cursor of the previous page."),
+    ] = None
+    limit: Annotated[int, Field(ge=1, le=500, description="Maximum rows of a page.")] = 50
 
 
 @feature.get("/notes", tag="notes", errors=())

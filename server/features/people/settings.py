@@ -28,31 +28,53 @@ _Names = Annotated[tuple[str, ...], BeforeValidator(_parsed)]
 
 
 class PeopleSettings(BaseModel):
-    """Provider at ``issuer``, and roles by group and root.
-
-    ``redirect_url``: callback registered at the provider; default: from the request. ``groups_claim``: claim
-    with the groups, dots between levels. ``name_claim``: claim with the name for the audit log; ``email``
-    counts only if verified by the provider, or with ``trust_email``. ``allowed_groups``: groups that may sign
-    in. ``default_role``: role of every person in all roots. ``roles``: by group, then by root, ``*`` for all.
-    ``absence_seconds``: keys of people without a sign-in for this time stop working.
-    """
+    """Sign-in of people by an OpenID Connect provider, and roles by group and root."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    issuer: str | None = None
-    client_id: str = ""
-    client_secret: SecretStr | None = None
-    provider_name: str = Field(default="single sign-on", min_length=1, max_length=64)
-    redirect_url: str | None = None
-    scopes: _Names = ("openid", "profile", "email")
-    groups_claim: str = Field(default="groups", min_length=1)
-    name_claim: str = Field(default="email", min_length=1)
-    trust_email: bool = False
-    allowed_groups: _Names | None = None
-    default_role: Role | None = None
-    roles: Annotated[dict[str, dict[str, Role]], BeforeValidator(_parsed)] = Field(default_factory=dict)
-    absence_seconds: float | None = Field(default=90 * 86_400.0, gt=0)
-    provider_seconds: float = Field(default=10.0, gt=0, le=60)
+    issuer: str | None = Field(
+        default=None, description="URL of the OpenID Connect provider; default: no sign-in of people."
+    )
+    client_id: str = Field(default="", description="Client ID of the service at the provider.")
+    client_secret: SecretStr | None = Field(default=None, description="Client secret at the provider.")
+    provider_name: str = Field(
+        default="single sign-on",
+        min_length=1,
+        max_length=64,
+        description="Name of the provider on the sign-in page.",
+    )
+    redirect_url: str | None = Field(
+        default=None, description="Callback registered at the provider; default: from the request."
+    )
+    scopes: _Names = Field(
+        default=("openid", "profile", "email"), description="Scopes requested from the provider."
+    )
+    groups_claim: str = Field(
+        default="groups", min_length=1, description="Claim with the groups, with dots between levels."
+    )
+    name_claim: str = Field(
+        default="email",
+        min_length=1,
+        description="Claim with the name for the audit log. `email` must be verified by the provider.",
+    )
+    trust_email: bool = Field(
+        default=False, description="Accept an `email` that the provider has not verified."
+    )
+    allowed_groups: _Names | None = Field(
+        default=None, description="Groups whose members may sign in; default: all groups."
+    )
+    default_role: Role | None = Field(default=None, description="Role of every person in all roots.")
+    roles: Annotated[dict[str, dict[str, Role]], BeforeValidator(_parsed)] = Field(
+        default_factory=dict, description="Roles by group, then by root; `*` means all roots."
+    )
+    absence_seconds: float | None = Field(
+        default=90 * 86_400.0,
+        gt=0,
+        description="Time without a sign-in after which the keys of a person stop working.",
+    )
+    provider_seconds: float = Field(
+        default=10.0, gt=0, le=60, description="Time limit of a request to the provider."
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -81,7 +81,7 @@ class GrantChange(Request):
 def list_accounts(
     ask: Ask,
     page: PageQuery,
-    kind: AccountKind | None = None,
+    kind: Annotated[AccountKind | None, Query(description="Only people, or only service accounts.")] = None,
     q: Annotated[Text | None, Query(description="Part of the name, the full name or the address.")] = None,
 ) -> Page[Account]:
     """List people and service accounts, by id."""
@@ -162,8 +162,8 @@ def list_account_keys(account_id: IdPath, ask: Ask) -> Items[ApiKey]:
 def list_grants(
     ask: Ask,
     page: PageQuery,
-    account_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
-    group: Annotated[Text | None, Query()] = None,
+    account_id: Annotated[int | None, Query(ge=1, le=MAX_ID, description="The `id` of an account.")] = None,
+    group: Annotated[Text | None, Query(description="Name of a group of the provider.")] = None,
 ) -> Page[Grant]:
     """List grants by id; admins of some roots see grants of these roots."""
     values: dict[str, Any] = {"account_id": account_id, "group_name": group}

@@ -50,43 +50,55 @@ RateText = Annotated[str, Field(max_length=64), AfterValidator(_checked_rate)]
 _Count = Annotated[int, Field(ge=0, le=1_000_000)]
 _Bytes = Annotated[ByteSize, Field(ge=0, le=MOST)]
 _Speed = Annotated[ByteSize, Field(ge=16 << 10, le=MOST)]
+_REQUESTS: Final = "Rate of requests in each API process, such as `1200/minute`."
+_WARNING: Final = "Bytes of committed checkpoints above which registrations return a warning."
+_KEPT: Final = "Bytes of committed checkpoints above which registrations are refused."
 
 
 class _Limits(BaseModel):
-    """Limits set by an operator. Absent limits are unlimited or follow the service's settings. Sizes can be
-    texts such as "20TB"."""
+    """Limits set by an operator. Absent limits are unlimited or follow the service's settings.
+
+    Sizes can be texts such as "20TB".
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    jobs_running: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    jobs_queued: _Count | None = None
-    downloads: _Count | None = None
-    download_bytes_per_second: _Speed | None = None
+    jobs_running: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None, description="Jobs that all workers together run at a time."
+    )
+    jobs_queued: _Count | None = Field(default=None, description="Jobs that wait in the queue.")
+    downloads: _Count | None = Field(default=None, description="Downloads at a time, in each API process.")
+    download_bytes_per_second: _Speed | None = Field(
+        default=None, description="Rate of all downloads together, in each API process."
+    )
 
 
 class _AccountLimits(_Limits):
-    requests: RateText | None = None
-    bytes_kept_warning: _Bytes | None = None
-    bytes_kept: _Bytes | None = None
+    requests: RateText | None = Field(default=None, description=_REQUESTS)
+    bytes_kept_warning: _Bytes | None = Field(default=None, description=_WARNING)
+    bytes_kept: _Bytes | None = Field(default=None, description=_KEPT)
 
 
 class _KeyLimits(_Limits):
-    requests: RateText | None = None
+    requests: RateText | None = Field(default=None, description=_REQUESTS)
 
 
 class _RootLimits(_Limits):
-    bytes_kept_warning: _Bytes | None = None
-    bytes_kept: _Bytes | None = None
+    bytes_kept_warning: _Bytes | None = Field(default=None, description=_WARNING)
+    bytes_kept: _Bytes | None = Field(default=None, description=_KEPT)
 
 
 class QuotaSettings(BaseModel):
-    """Defaults: of each account (a person, a service account, or a key of none), each key, and each root."""
+    """Default limits of accounts, keys, and roots. Limits in the catalog override them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    account: _AccountLimits = _AccountLimits()
-    key: _KeyLimits = _KeyLimits()
-    root: _RootLimits = _RootLimits()
+    account: _AccountLimits = Field(
+        default=_AccountLimits(),
+        description="Limits of each person, service account, or key without an account.",
+    )
+    key: _KeyLimits = Field(default=_KeyLimits(), description="Limits of each key.")
+    root: _RootLimits = Field(default=_RootLimits(), description="Limits of each root.")
 
 
 class QuotaAllowances(Allowances):

@@ -158,7 +158,7 @@ def list_quotas(ask: Ask, page: PageQuery) -> Page[Quota]:
 class UseQuery(Query):
     """Subjects of one kind with names that contain ``q``."""
 
-    kind: SubjectKind = "account"
+    kind: Annotated[SubjectKind, Field(description="Kind of the subjects.")] = "account"
     q: Annotated[Text, Field(max_length=128, description="Part of the name.")] = ""
     limit: Annotated[int, Field(ge=1, le=1000, description="Rows at most.")] = 200
 

@@ -263,7 +263,9 @@ class TensorBytesQuery(Query):
         tuple[_Pattern, ...],
         Field(max_length=16, description="Globs on names; default: optimizer states."),
     ] = ()
-    below_step: Step | None = None
+    below_step: Annotated[
+        Step | None, Field(description="Only checkpoints of lower steps; default: all.")
+    ] = None
 
 
 @feature.get("/runs/{run_id}/tensor-bytes", tag="runs")

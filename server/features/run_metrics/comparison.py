@@ -67,10 +67,11 @@ class ComparisonQuery(Query):
     """The runs, the metric, and as many points of each at most."""
 
     run: Annotated[
-        tuple[_RunId, ...], Field(min_length=1, max_length=MAX_RUNS, description="Ids, in their order.")
+        tuple[_RunId, ...],
+        Field(min_length=1, max_length=MAX_RUNS, description="The `id` of each run."),
     ]
-    metric: Name | None = None
-    points: Annotated[int, Field(ge=1, le=1000, description="Of each run, at most.")] = 200
+    metric: Annotated[Name | None, Field(description="Name of a metric; default: a loss.")] = None
+    points: Annotated[int, Field(ge=1, le=1000, description="Maximum points of each run.")] = 200
 
 
 @feature.get("/runs/compare", tag="runs")

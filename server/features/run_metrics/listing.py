@@ -121,9 +121,9 @@ def _has(table: Any, test: ColumnElement[bool]) -> ColumnElement[bool]:
 class RunListFilter(Paged):
     """Filter of runs by root, key, metadata, and metrics; all given members must match."""
 
-    root: RootName | None = None
-    contains: Annotated[_Pattern | None, Field(description="A part of the key.")] = None
-    glob: _Pattern | None = None
+    root: Annotated[RootName | None, Field(description="Name of a root.")] = None
+    contains: Annotated[_Pattern | None, Field(description="Part of the key.")] = None
+    glob: Annotated[_Pattern | None, Field(description="Glob for the key; * matches any characters.")] = None
     metadata: Annotated[
         tuple[_Member, ...],
         Field(
@@ -132,8 +132,10 @@ class RunListFilter(Paged):
             examples=[["model=7b"]],
         ),
     ] = ()
-    has_metric: Annotated[tuple[Name, ...], Field(max_length=8)] = ()
-    metric: Annotated[Name | None, Field(description="To show, and to sort by.")] = None
+    has_metric: Annotated[
+        tuple[Name, ...], Field(max_length=8, description="Metrics; the run has all of them.")
+    ] = ()
+    metric: Annotated[Name | None, Field(description="Metric to show and to sort by.")] = None
     of: Annotated[
         Of, Field(description="The value of the metric to sort by; last is of the highest step.")
     ] = "last"

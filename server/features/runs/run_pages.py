@@ -40,10 +40,13 @@ _Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
 class RunQuery(Paged):
     """Runs of a root with a key that contains a text or matches a glob."""
 
-    root: RootName | None = None
-    contains: _Pattern | None = None
-    glob: _Pattern | None = None
-    sort: RunSort = "-latest"
+    root: Annotated[RootName | None, Field(description="Name of a root.")] = None
+    contains: Annotated[_Pattern | None, Field(description="Part of the key.")] = None
+    glob: Annotated[_Pattern | None, Field(description="Glob for the key; * matches any characters.")] = None
+    sort: Annotated[
+        RunSort,
+        Field(description="latest: time of the newest checkpoint. A minus means descending."),
+    ] = "-latest"
 
 
 @feature.get("/runs", tag="runs", errors=())
@@ -67,8 +70,11 @@ def get_run(run_id: IdPath, ask: Ask) -> Run:
 def get_run_series(
     run_id: IdPath,
     ask: Ask,
-    metric: Annotated[str, InQuery(min_length=1, max_length=128, examples=["loss"])],
-    points: Annotated[int, InQuery(ge=1, le=1000, description="As many at most.")] = 200,
+    metric: Annotated[
+        str,
+        InQuery(min_length=1, max_length=128, description="Name of the metric.", examples=["loss"]),
+    ],
+    points: Annotated[int, InQuery(ge=1, le=1000, description="Maximum points.")] = 200,
 ) -> Series:
     """Return a metric over the steps of a run; of more checkpoints than points, each point is of several."""
     with ask.reading() as connection:
@@ -81,10 +87,10 @@ def get_run_series(
 class TimelineQuery(Query):
     """Steps of a run, in how many bins, with which metrics."""
 
-    metric: Annotated[tuple[Name, ...], Field(max_length=8, description="Also these.")] = ()
-    points: Annotated[int, Field(ge=1, le=1000, description="As many bins at most.")] = 300
-    min_step: Step | None = None
-    max_step: Step | None = None
+    metric: Annotated[tuple[Name, ...], Field(max_length=8, description="Names of metrics to include.")] = ()
+    points: Annotated[int, Field(ge=1, le=1000, description="Maximum bins.")] = 300
+    min_step: Annotated[Step | None, Field(description="Lowest step, inclusive.")] = None
+    max_step: Annotated[Step | None, Field(description="Highest step, inclusive.")] = None
 
 
 @feature.get("/runs/{run_id}/timeline", tag="runs")

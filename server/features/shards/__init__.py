@@ -193,13 +193,16 @@ _EVEN: Final = 1.05
 
 
 class _Selection(QueryModel):
-    first_rank: Rank | None = None
-    last_rank: Rank | None = None
-    begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0
-    end: (
-        Annotated[_Offset, Field(description="End of the range; default: end of the longest file.")] | None
-    ) = None
-    glob: Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None = None
+    first_rank: Annotated[Rank | None, Field(description="Lowest rank whose files are included.")] = None
+    last_rank: Annotated[Rank | None, Field(description="Highest rank whose files are included.")] = None
+    begin: Annotated[_Offset, Field(description="First byte of the range in each file.")] = 0
+    end: Annotated[
+        _Offset | None, Field(description="End of the range, exclusive. Default: end of the longest file.")
+    ] = None
+    glob: Annotated[
+        Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None,
+        Field(description="Glob for names of tensors; * matches any characters."),
+    ] = None
 
     def check(self) -> None:
         """Raise UnprocessableError or InvalidQueryError for an impossible part."""
@@ -212,7 +215,7 @@ class _Selection(QueryModel):
 class ShardMapQuery(_Selection):
     """Ranks, bytes, and tensors of a map, and the number of its cells."""
 
-    rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
+    rows: Annotated[int, Field(ge=1, le=512, description="Maximum rows of files.")] = 128
     bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
 
 
@@ -263,7 +266,15 @@ def list_shards(
     checkpoint_id: IdPath,
     ask: Ask,
     page: PageQuery,
-    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
+    glob: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=256,
+            description="Glob for names of tensors; * matches any characters.",
+            examples=["layers.*.weight"],
+        ),
+    ] = None,
 ) -> Page[ShardedTensor]:
     """List tensors with their boxes, and the rank and file of each box.
 

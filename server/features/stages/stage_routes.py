@@ -9,7 +9,7 @@ from fastapi import Query as InQuery
 from pydantic import Field
 from sqlalchemy import Connection, Row
 
-from dcp.server.catalog.inputs import MAX_ID, Name, Query, Request, Text
+from dcp.server.catalog.inputs import MAX_ID, Id, Name, Query, Request, Text
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, NamePath
 from dcp.server.core.ask import Ask
@@ -60,12 +60,15 @@ class Demotion(Request):
 class StageRequestQuery(Query):
     """Requests of a run, of a checkpoint, for a stage, in a state."""
 
-    run_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    checkpoint_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    stage: Name | None = None
-    state: RequestState | None = None
-    cursor: Annotated[str, Field(min_length=1, max_length=2048)] | None = None
-    limit: Annotated[int, Field(ge=1, le=500, description="Rows of a page at most.")] = 50
+    run_id: Annotated[Id | None, Field(description="The `id` of a run.")] = None
+    checkpoint_id: Annotated[Id | None, Field(description="The `id` of a checkpoint.")] = None
+    stage: Annotated[Name | None, Field(description="Requested stage.")] = None
+    state: Annotated[RequestState | None, Field(description="requested: open requests.")] = None
+    cursor: Annotated[
+        Annotated[str, Field(min_length=1, max_length=2048)] | None,
+        Field(description="The next_cursor of the previous page."),
+    ] = None
+    limit: Annotated[int, Field(ge=1, le=500, description="Maximum rows of a page.")] = 50
 
 
 @feature.get("/stages", tag="stages", errors=())
@@ -138,7 +141,12 @@ def _decided(ask: Ask, act: Callable[[Connection], Row[Any]]) -> StageRequest:
 
 
 @feature.post("/runs/{run_id}/stages/{stage:path}/demote", status=204, **(_CHANGE | {"errors": (404, 409)}))
-def demote_checkpoint(run_id: IdPath, stage: NamePath, body: Demotion, ask: Ask) -> None:
+def demote_checkpoint(
+    run_id: IdPath,
+    stage: Annotated[NamePath, Field(description="Name of the stage.")],
+    body: Demotion,
+    ask: Ask,
+) -> None:
     """Take a checkpoint out of a stage, and remove the alias. Requires the right to approve; for stages
     without approvals, the right to request."""
     ask.transact(

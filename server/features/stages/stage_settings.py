@@ -15,21 +15,27 @@ _Names = tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
 class StageRule(BaseModel):
     """Conditions for the promotion to a stage.
 
-    Requests need ``request_scope``, or membership in ``requesters``: names of accounts and keys as in the
-    audit log, and ``group:NAME``. The same applies to approvals. ``self_approval``: requesters may approve
-    their own requests.
+    Lists of names contain accounts and keys as in the audit log, and ``group:NAME``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    approvals: int = Field(default=0, ge=0, le=10)
-    request_scope: Scope = "write"
-    requesters: _Names = ()
-    approve_scope: Scope = "admin"
-    approvers: _Names = ()
-    self_approval: bool = False
-    requires_verified: bool = False
-    requires_previous: bool = False  # required previous stage
+    approvals: int = Field(default=0, ge=0, le=10, description="Approvals that a promotion needs.")
+    request_scope: Scope = Field(default="write", description="Scope that may request a promotion.")
+    requesters: _Names = Field(
+        default=(), description="Names that may request a promotion, instead of `request_scope`."
+    )
+    approve_scope: Scope = Field(default="admin", description="Scope that may approve requests.")
+    approvers: _Names = Field(
+        default=(), description="Names that may approve requests, instead of `approve_scope`."
+    )
+    self_approval: bool = Field(default=False, description="Requesters may approve their own requests.")
+    requires_verified: bool = Field(
+        default=False, description="The last verification of the checkpoint must be good."
+    )
+    requires_previous: bool = Field(
+        default=False, description="The checkpoint must be in the previous stage."
+    )
 
     @model_validator(mode="after")
     def _can_be_met(self) -> Self:
@@ -49,17 +55,27 @@ _DEFAULTS: Final = {"production": StageRule(approvals=1, requires_verified=True)
 
 
 class StagesSettings(BaseModel):
-    """Stages from lowest to highest. ``reserved``: aliases with these names are never set by hand; default:
-    only in runs with a promotion. ``request_days``: age at which open requests expire; 0: never."""
+    """Stages of checkpoints, and rules for the promotion to a stage."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     order: tuple[Name, ...] = Field(
-        default=("candidate", "staging", "production"), min_length=1, max_length=20
+        default=("candidate", "staging", "production"),
+        min_length=1,
+        max_length=20,
+        description="Names of the stages, from lowest to highest.",
     )
-    rules: dict[str, StageRule] = Field(default_factory=dict)
-    reserved: bool = False
-    request_days: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    rules: dict[str, StageRule] = Field(
+        default_factory=dict,
+        description="Rules by stage. Default for `production`: one approval and a good verification.",
+    )
+    reserved: bool = Field(
+        default=False,
+        description="Refuse aliases with names of stages; default: only in runs with a promotion.",
+    )
+    request_days: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="Age at which open requests expire; 0: never."
+    )
 
     @model_validator(mode="after")
     def _named(self) -> Self:

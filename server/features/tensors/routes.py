@@ -110,9 +110,21 @@ def list_tensors(
     checkpoint_id: IdPath,
     ask: Ask,
     page: PageQuery,
-    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
-    kind: Literal["tensor", "object"] | None = None,
-    dtype: Annotated[str | None, Query(max_length=32, examples=["bfloat16"])] = None,
+    glob: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=256,
+            description="Glob for names of tensors; * matches any characters.",
+            examples=["layers.*.weight"],
+        ),
+    ] = None,
+    kind: Annotated[
+        Literal["tensor", "object"] | None, Query(description="object: values that are not tensors.")
+    ] = None,
+    dtype: Annotated[
+        str | None, Query(max_length=32, description="Dtype of the tensors.", examples=["bfloat16"])
+    ] = None,
 ) -> Page[Tensor]:
     """List tensors and values by name from the catalog, without reading storage."""
     row = ask.find(get_checkpoint, checkpoint_id, ask.visible)

@@ -26,7 +26,9 @@ from dcp.server.records.lists import Items
 
 @feature.get("/checkpoints/{checkpoint_id}/verifications", tag="data")
 def list_verifications(
-    checkpoint_id: IdPath, ask: Ask, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    checkpoint_id: IdPath,
+    ask: Ask,
+    limit: Annotated[int, Query(ge=1, le=100, description="Maximum verifications.")] = 20,
 ) -> Items[Verification]:
     """Return the last verifications, newest first."""
     found = ask.find(newest_verifications, checkpoint_id, ask.visible, limit=limit)

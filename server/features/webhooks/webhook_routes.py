@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
+from fastapi import Query as InQuery
 from prometheus_client.core import Metric
 from pydantic import AfterValidator, Field, StringConstraints
 from pydantic.json_schema import SkipJsonSchema
@@ -199,7 +200,10 @@ def test_webhook(webhook_id: IdPath, ask: Ask) -> Delivery:
 
 @feature.get(_WEBHOOK + "/deliveries", **_ADMIN)
 def list_webhook_deliveries(
-    webhook_id: IdPath, ask: Ask, page: PageQuery, state: DeliveryState | None = None
+    webhook_id: IdPath,
+    ask: Ask,
+    page: PageQuery,
+    state: Annotated[DeliveryState | None, InQuery(description="State of the delivery.")] = None,
 ) -> Page[Delivery]:
     """List deliveries, newest event first. Old deliveries are deleted."""
     with ask.reading() as connection:
