@@ -139,7 +139,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         except CheckpointError as error:
             if self._once or not isinstance(error, OSError):
                 raise
-            logger.warning("%s; the next look is in %g s", error, self._interval_seconds)
+            logger.warning("%s; retrying in %g s", error, self._interval_seconds)
         return None
 
     def _is_claimed(self) -> bool:
@@ -195,7 +195,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         except CheckpointError as error:
             if isinstance(error, OSError):
                 raise
-            logger.warning("%s is passed over: %s", self._folders.checkpoint_id(step), error)
+            logger.warning("%s is skipped: %s", self._folders.checkpoint_id(step), error)
             return None
 
 
@@ -310,7 +310,7 @@ def _decoded(data: bytes) -> _Content:
     except (ValueError, TypeError, KeyError, RecursionError):
         is_ours, version = False, 0
     if not is_ours:
-        raise CheckpointFormatError("the file is no cursor of dcphub")
+        raise CheckpointFormatError("the file is not a cursor of dcphub")
     if version > _VERSION:
         raise UnsupportedFormatError(f"a newer dcphub wrote this cursor ({version})", version=version)
     try:
@@ -473,8 +473,8 @@ class Cursor:
     def _held(self, holder: dict[str, Any] | None) -> CheckpointConflictError:
         who = "no process" if holder is None else f"process {holder.get('pid')} on {holder.get('host')}"
         return CheckpointConflictError(
-            f"the consumer {self._name!r} is {who}: one at a time continues from {self.path}. Give each a "
-            "name of its own, or end the other one",
+            f"the consumer {self._name!r} is {who}: only one process can use {self.path}. Give each "
+            f"consumer a unique name, or stop the other process",
             path=self.path,
         )
 

@@ -265,8 +265,8 @@ def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> 
     if previous.manifest is not None and store.version(MANIFEST_NAME) != previous.manifest:
         raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
     raise CheckpointConflictError(
-        f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are missing, and nothing "
-        "of it is kept. Either ranks write to different places: give them the same id on shared storage. "
+        f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are missing, so the save "
+        f"is discarded. Either ranks write to different places: give them the same id on shared storage. "
         "Or another save or a clean-up removed the files as remains of a killed save: save again with a "
         "unique id",
         path=store.url,
@@ -357,7 +357,10 @@ def _settle_metadata(
             return True
         _mend_metadata(store, names, data, written, durable=durable)
         return False
-    raise StorageError(f"others replaced it {_ATTEMPTS} times meanwhile", path=store.path_of(names.metadata))
+    raise StorageError(
+        f"other writers replaced the file {_ATTEMPTS} times during the commit",
+        path=store.path_of(names.metadata),
+    )
 
 
 def _remove_stale(store: Store, names: Names, there: Version | None, *, durable: bool) -> str:
@@ -383,7 +386,7 @@ def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
     try:
         return store.version(names.manifest) != ours
     except Exception as error:  # noqa: BLE001 - see above
-        logger.warning("%s: the manifest could not be looked at after the commit: %s", store.url, error)
+        logger.warning("%s: the manifest could not be checked after the commit: %s", store.url, error)
         return False
 
 
@@ -456,7 +459,7 @@ def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
     except CheckpointNotFoundError:
         return index.torch_metadata_crc is None
     except Exception as error:  # noqa: BLE001 - the save has ended well; strays are the next one's
-        logger.warning("%s: %s could not be looked at after the commit: %s", store.url, names.metadata, error)
+        logger.warning("%s: %s could not be checked after the commit: %s", store.url, names.metadata, error)
         return False
     return crc32(data) == index.torch_metadata_crc
 

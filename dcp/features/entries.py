@@ -99,8 +99,8 @@ class TrustedValues(LoadFeature):
             shown = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_REFUSED])
             raise UnsafeObjectError(
                 f"{len(found)} entries contain pickled objects that are not on the allow-list: {shown}. "
-                "Nothing was run. Leave them out (exclude=...), or load the file with torch.load and save it "
-                "again without them",
+                "No code was run. Pass exclude=..., or load the file with torch.load and save it again "
+                "without these objects",
                 fqns=found[:_MAX_REFUSED],
             )
 
@@ -296,20 +296,20 @@ def _unexpected_keys(
         for group, below in groups.items()
     ]
     is_all = len(groups) <= _MAX_LISTED
-    patterns = f"exclude={list(groups)!r} leaves these out" if is_all else "exclude=[...] leaves some out"
+    patterns = f"exclude={list(groups)!r}" if is_all else "exclude=[...]"
     hint = ""
     if any("state" in group.split(".") for group in groups):
-        hint = " (an optimizer has state once it has made a step; torch's get_state_dict() makes it)"
+        hint = " (an optimizer has state after its first step; torch's get_state_dict() initializes it)"
     if any(name in unmapped for name in lost):
         hint = ", and the map a rule" + hint
-    advice = f'To load without: {patterns}, unexpected="ignore" leaves out whatever there is'
+    advice = f'To load without these entries, pass {patterns} or unexpected="ignore"'
     if any(map(is_group, groups)):
         advice = OTHER_GROUPS
     what = "entry that has" if len(lost) == 1 else "entries that have"
     return UnexpectedKeyError(
         f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys that it asks for, and "
-        f"would be lost: {listed(shown, most=_MAX_LISTED, show=str)}. Give the state dict a place for what "
-        f"is needed{hint}. {advice}",
+        f"would be lost: {listed(shown, most=_MAX_LISTED, show=str)}. Add the needed entries to the "
+        f"state dict{hint}. {advice}",
         fqns=list(lost)[:_MAX_LISTED],
         lost=list(lost),
     )

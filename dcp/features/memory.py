@@ -211,8 +211,8 @@ class SharedMemory(LoadFeature):
             shown = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
             raise PlanError(
                 f"entries share memory in the state dict, but have different values in the checkpoint: "
-                f"{shown}. Load into tensors with memory of their own (clone()), or leave one of them out "
-                "(exclude=...)",
+                f"{shown}. Load into tensors with memory of their own (clone()), or exclude one of the "
+                f"entries (exclude=...)",
                 fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
             )
 

@@ -49,7 +49,7 @@ class Parts(SaveFeature):
             selection = Selection.of(patterns, None)
             if selection is not None and not any(map(selection.selects, index.fqns)):
                 logger.warning(
-                    "apart: no tensor matches %s, so that nothing has files of its own; patterns are shell "
+                    "apart: no tensor matches %s, so no tensor gets separate files; patterns are shell "
                     "globs on flat keys, such as %r",
                     listed(patterns, most=len(patterns)),
                     next(iter(index.fqns), ""),

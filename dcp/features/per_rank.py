@@ -130,12 +130,12 @@ class PerRankValues(LoadFeature):
         rank, world_size = self.call.rank, self.call.world_size
         if saved_by in (None, world_size):
             if kept:
-                logger.warning("the checkpoint has no %s of rank %d: left as before the load", kept, rank)
+                logger.warning("the checkpoint has no %s of rank %d: the value is unchanged", kept, rank)
         elif is_coordinator and (kept or left):
             what = (
                 f"{kept} of every rank is left as before the load, such as a data loader at its beginning"
                 if kept
-                else f"each rank takes its own of {left}, and what the other ranks had is not loaded"
+                else f"each rank loads its own state of {left}; the state of the other ranks is not loaded"
             )
             logger.warning("saved by %s ranks, loaded by %d: %s", saved_by, world_size, what)
 

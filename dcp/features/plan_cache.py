@@ -146,7 +146,7 @@ class PlanCache:
             return None
         by_rank = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
         if [len(mine) for mine in by_rank] != [len(numbers) for numbers in kept.numbers]:
-            raise PlanError("a rank folds other replicas than its plan says")
+            raise PlanError("a rank's folded replicas differ from its plan")
         sets, folds = np.concatenate(kept.numbers), np.concatenate(by_rank)
         order = np.argsort(sets, kind="stable")
         sets, folds = sets[order], folds[order]

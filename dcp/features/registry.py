@@ -81,7 +81,7 @@ def features_of(base: type[F]) -> list[type[F]]:
             if other is not feature:
                 one, two = (f"{each.__module__}.{each.__qualname__}" for each in (other, feature))
                 raise OptionError(
-                    f"two features are called {feature.name!r}, {one} and {two}: give each a name of its own"
+                    f"two features are called {feature.name!r}, {one} and {two}: give each a unique name"
                 )
     return list(found.values())
 
@@ -96,7 +96,7 @@ def _checked(feature: Any) -> type[SaveFeature] | type[LoadFeature]:
         isinstance(feature.name, str) and feature.name
     ):
         raise OptionError(
-            f"{feature!r} is no feature: derive a class from dcp.saving.feature.SaveFeature or "
+            f"{feature!r} is not a feature: derive a class from dcp.saving.feature.SaveFeature or "
             "dcp.loading.feature.LoadFeature, with a name"
         )
     base = SaveFeature if issubclass(feature, SaveFeature) else LoadFeature

@@ -84,7 +84,7 @@ class _Objects(Target):
         if copies:
             warn_caller(
                 f"{_are(copies)} in the memory of no parameter or buffer: the module's state_dict() made "
-                "copies, and a load fills these. Give the module what was loaded: state = "
+                "copies, and a load fills these. Copy the loaded state into the module: state = "
                 "module.state_dict(); dcp.load(state, ...); module.load_state_dict(state)"
             )
         self._plain: dict[str, Any] = {}
@@ -194,8 +194,8 @@ class _Objects(Target):
         if meta:
             raise PlanError(
                 f"{_are(meta)} on the meta device still: load_state_dict() of {str(key)!r} "
-                f"({type(value).__name__}) did not take what was loaded. Give its tensors memory before the "
-                "load, or let it assign (torch.nn.Module.load_state_dict(..., assign=True))",
+                f"({type(value).__name__}) did not copy the loaded tensors. Allocate its tensors before "
+                f"the load, or assign (torch.nn.Module.load_state_dict(..., assign=True))",
                 fqns=meta[:_MAX_LISTED],
             )
 
@@ -245,8 +245,9 @@ class _Objects(Target):
             groups = value.param_groups
             if any(parameter.is_meta for group in groups for parameter in group["params"]):
                 raise PlanError(
-                    f"{str(key)!r}: parameters of the {type(value).__name__} are on the meta device, and its "
-                    "state would go there and be lost; give the model memory first, then make the optimizer",
+                    f"{str(key)!r}: parameters of the {type(value).__name__} are on the meta device, so "
+                    f"the optimizer's state would be lost; materialize the model first "
+                    f"(to_empty(device=...)), then create the optimizer",
                     fqns=[str(key)],
                 )
         elif isinstance(value, Module) and type(value).load_state_dict is Module.load_state_dict:
@@ -254,9 +255,9 @@ class _Objects(Target):
             meta = [fqn for fqn in meta if self._is_stored(fqn, None)]
             if meta:
                 raise PlanError(
-                    f"{_are(meta)} on the meta device, and a module keeps its own tensors, so that nothing "
-                    "would be loaded. Give it memory first: to_empty(device=...), and initialise what is not "
-                    "saved, such as buffers that are not persistent. Or load into its state_dict(), and call "
+                    f"{_are(meta)} on the meta device, and a module keeps its own tensors, so nothing "
+                    f"would be loaded. Materialize it first with to_empty(device=...), and initialize "
+                    f"non-persistent buffers, which are not saved. Or load into its state_dict(), and call "
                     "its load_state_dict(..., assign=True)",
                     fqns=meta[:_MAX_LISTED],
                 )

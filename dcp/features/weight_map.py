@@ -60,7 +60,8 @@ class LoadedMap(LoadFeature):
         view = self.call.view
         if is_coordinator and view is not None and view.unmapped and view.unmapped >= {*view.index.fqns}:
             logger.warning(
-                "map: no rule of %s knows a tensor of the checkpoint, such as %r: all are loaded as they are",
+                "map: no rule of %s matches a tensor of the checkpoint, such as %r: all tensors are "
+                "loaded unchanged",
                 self._weights.label,
                 view.index.fqns[0],
             )

@@ -340,8 +340,8 @@ class AfterCommit:
             self._settle(step)
         if problem == "":
             logger.warning(
-                "%s: a rank failed to read this checkpoint, but its checksums are right on this host; it is "
-                "kept. Check that all hosts see the same storage. Error of that rank: %s",
+                "%s: a rank failed to read this checkpoint, but its checksums are right on this host; "
+                "the checkpoint is kept. Check that all hosts see the same storage. Error of that rank: %s",
                 self._folders.checkpoint_id(step),
                 reason,
             )
@@ -357,7 +357,8 @@ class AfterCommit:
         commit = read_commit(store)
         if commit is None:
             raise CheckpointNotFoundError(
-                f"{store.url} was committed a moment ago and is gone: something else deletes here",
+                f"{store.url} was committed a moment ago and is gone: another process deletes files in "
+                f"this folder",
                 path=store.url,
             )
         problem = self._problem_of(store, commit, check)
@@ -402,7 +403,7 @@ class AfterCommit:
         try:
             folders, unsettled = self._folders.folders(), self._unsettled_now()
         except CheckpointError as error:  # the next commit tries again
-            logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
+            logger.debug("%s: the search for other runs failed: %s", self._folders.root.url, error)
             return
         found: dict[int, tuple[SmallFiles, float]] = {}
         for each, files in folders.items():

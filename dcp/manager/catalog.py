@@ -94,7 +94,7 @@ class CatalogRegistration:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise OptionError(f"catalog: {self.url!r} is not a URL of a service, such as https://host:8470")
         if self.folder and self.root is None:
-            raise OptionError("catalog: folder is the run's folder below a root: name the root, too")
+            raise OptionError("catalog: folder= (the run's folder below a root) requires root=")
         if self.spool_notes < 1 or self.request_seconds <= 0 or self.close_seconds < 0:
             raise OptionError("catalog: spool_notes, request_seconds and close_seconds must be positive")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
@@ -298,7 +298,11 @@ class Registrar:
                             self._changed.notify_all()
                     note = self._next()
         except Exception:  # a thread's end must not be silent, and must not end training
-            logger.exception("%s: registering has ended; a scan of the catalog finds the rest", self._run_url)
+            logger.exception(
+                "%s: registration stopped after an error; scan the root in the catalog to register the "
+                "remaining checkpoints",
+                self._run_url,
+            )
 
     def _next(self) -> _Note | None:
         """Wait for the next due note; None to end."""

@@ -135,16 +135,16 @@ def _grace_of(grace: Grace | None, *, handle_sigterm: bool) -> dict[int | str, f
             raise OptionError(f"grace_seconds must be a number above 0, not {seconds!r}")
         if isinstance(notice, int):
             if notice not in [*signal.Signals] or notice in (signal.SIGKILL, signal.SIGSTOP):
-                raise OptionError(f"grace_seconds: {notice!r} is no signal that can be noticed")
+                raise OptionError(f"grace_seconds: {notice!r} is not a signal that can be handled")
             if notice == signal.SIGTERM and not handle_sigterm:
-                raise OptionError("grace_seconds of SIGTERM means nothing with handle_sigterm=False")
+                raise OptionError("grace_seconds of SIGTERM requires handle_sigterm=True")
             found[notice] = seconds
         elif isinstance(notice, str | os.PathLike) and isinstance(path := os.fspath(notice), str):
             if path in signal.Signals.__members__:
-                raise OptionError(f"grace_seconds: {path!r} is text; a signal is signal.{path}")
+                raise OptionError(f"grace_seconds: {path!r} is a string; pass signal.{path} for the signal")
             if not path or "\0" in path or Path(path).is_dir():
                 raise OptionError(
-                    f"grace_seconds: {path!r} is no path of a file; name the file that will appear"
+                    f"grace_seconds: {path!r} is not the path of a file; pass the file that announces the end"
                 )
             found[os.path.abspath(path)] = seconds  # noqa: PTH100 - no links are resolved
         else:
@@ -395,13 +395,12 @@ class StepCoordinator:
             if turn["saves"]:  # which fails, and tells why
                 return agreed
             raise CheckpointError(
-                f"rank {turn['refuses']} refused what the manager was called with there: its exception says "
-                "why",
+                f"rank {turn['refuses']} rejected the arguments of its call: see the exception of that rank",
                 rank=turn["refuses"],
             )
         if turn["restores"] != _NOBODY and turn["steps"] != _NOBODY:
             raise PlanError(
-                f"the ranks are not about the same: rank {turn['steps']}: save() or should_save() of step "
+                f"ranks called different operations: rank {turn['steps']}: save() or should_save() of step "
                 f"{turn['latest']}; rank {turn['restores']}: restore(). All ranks must call the same",
                 ranks=[turn["restores"]],
                 step=turn["latest"],
@@ -469,8 +468,8 @@ class StepCoordinator:
         if step == self._saved and step not in (self._skipped, self._repeated):
             self._repeated = step
             logger.warning(
-                "save() was called again for step %d, which is saved or was restored already: nothing is "
-                "done. Pass force=True to save it again",
+                "save() was called again for step %d, which is already saved or restored: the call is "
+                "ignored. Pass force=True to save the step again",
                 step,
             )
 
@@ -494,7 +493,7 @@ class StepCoordinator:
         """Stop as if SIGTERM had come."""
         if not self.exchanges:
             raise CheckpointError(
-                "request_stop() needs the ranks to agree at each step: make the manager with "
+                "request_stop() needs the ranks to agree at each step: create the manager with "
                 "handle_sigterm=True"
             )
         self._stop_wanted = True

@@ -164,7 +164,7 @@ def _carry_out(
         if shared:
             after, copied = _with_copies(store, after, shared)
             if _is_pinned(store):  # pinned during the copy
-                raise CheckpointConflictError(f"{store.url} was pinned meanwhile", path=store.url)
+                raise CheckpointConflictError(f"{store.url} was pinned during the drop", path=store.url)
         _publish(store, after, previous)
     except BaseException as error:
         if not (isinstance(error, CheckpointError) and error.committed):
@@ -214,7 +214,9 @@ def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
 def _is_pinned(store: Store) -> bool:
     notes = read_notes(store)
     if notes.deleting is not None:
-        raise CheckpointError(f"{store.url} is being deleted; dcp gc finishes that", path=store.url)
+        raise CheckpointError(
+            f"{store.url} is being deleted; run dcp gc to finish the deletion", path=store.url
+        )
     return notes.pinned
 
 

@@ -119,7 +119,8 @@ class Events:
         kind = getattr(self._telling, "work", None)
         if kind is not None:
             raise CheckpointError(
-                f"{call} in a callback of the event {kind!r} would wait for itself; do it in the loop"
+                f"{call} in a callback of the event {kind!r} would wait for itself; call it from the "
+                f"training loop"
             )
 
     def _log(self, event: Event, level: int | None) -> None:

@@ -232,7 +232,7 @@ class CheckpointManager:
                     raise OptionError(f"{option} must be one of {known}, not {given!r}")
             if not callable(self._make_writer):
                 raise OptionError(
-                    f"writer must be a function of a path that makes a storage, such as "
+                    f"writer must be a function that takes a path and returns a storage writer, such as "
                     f"partial(dcp.FileSystemWriter, sync_files=False), not {writer!r}"
                 )
             if stager is not None and not callable(getattr(stager, "stage", None)):

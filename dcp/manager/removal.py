@@ -192,7 +192,7 @@ def _tombstone_of(store: Store) -> Deleting | None:
     try:
         return read_notes(store).deleting
     except (CheckpointFormatError, CorruptCheckpointError) as error:
-        logger.warning("%s; what is left in the folder stays, until it counts as abandoned", error)
+        logger.warning("%s; the remaining files stay until they count as abandoned", error)
         return None
 
 

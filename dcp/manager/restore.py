@@ -134,7 +134,7 @@ class Restoring:
         listed = "\n".join(f"  step {step}: {self.skipped[step]}" for step in steps)
         raise CorruptCheckpointError(
             f"none of the {len(steps)} committed steps can be restored:\n{listed}\nRestore their files from "
-            "a backup; to start training afresh, use another root or delete them.",
+            "a backup; to start training afresh, use another root or delete these steps.",
             steps=steps,
             reasons=[self.skipped[step] for step in steps],
         )
@@ -202,7 +202,7 @@ class Restoring:
             try:
                 self.on_damage(step, error)
             except Exception:  # a failure on one rank must not separate it from the other ranks
-                logger.exception("the damage of %s could not be noted", self.folders.checkpoint_id(step))
+                logger.exception("the damage of %s could not be recorded", self.folders.checkpoint_id(step))
         return "it was deleted" if vanished else reason
 
     def _agreed_lack(self, step: int) -> str:

@@ -274,7 +274,7 @@ def _apply(
     alone = not all(reasons[state.step] for state in good)
     for rule in blind:
         for state in good:
-            reasons[state.step].append(f"best {rule.metric} ({rule.mode}), which cannot be judged")
+            reasons[state.step].append(f"best {rule.metric} ({rule.mode}), which cannot be compared")
     return {rule.metric: _unjudged(rule, good) for rule in blind if alone}
 
 

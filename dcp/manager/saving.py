@@ -108,8 +108,8 @@ def check_state(state_dict: Any, names: Sequence[str]) -> None:
         if not any(name == key or name.startswith(f"{key}.") for key in state_dict):
             keys = ", ".join(map(repr, [*state_dict][:8]))
             raise OptionError(
-                f"grace_seconds: the state has no {name!r} to be saved first where the time is short; it has "
-                f"{keys}. Name its weights, as by weights='app.model', or say weights=() for whole states"
+                f"grace_seconds: the state has no {name!r} to save first when time is short; its keys "
+                f"are {keys}. Pass weights='app.model', or weights=() to save whole states"
             )
 
 
@@ -137,7 +137,9 @@ def _some_entries(value: Any, paths: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, path in paths.items():
         if not isinstance(whole, Mapping) or not _copy(whole, found, path):
-            raise CheckpointError(f"the state has no {name!r}, which was to be saved first", fqn=name)
+            raise CheckpointError(
+                f"the state has no {name!r}, which weights= names to be saved first", fqn=name
+            )
     return found
 
 
@@ -235,8 +237,8 @@ class StepSaver:
         if impatient and self.coordinator.any_rank(bool(self._running)):
             if self.when_busy == "raise":
                 raise CheckpointError(
-                    f"the save of step {step} came before the one before was finished, and "
-                    "when_busy='raise'; save less often, or let it wait or be skipped",
+                    f"the save of step {step} began before the previous save ended, and "
+                    f"when_busy='raise'; save less often, or pass when_busy='wait' or 'skip'",
                     step=step,
                 )
             self.coordinator.skipped(step)
@@ -336,7 +338,7 @@ class StepSaver:
             if self.after_commit is not None:
                 getattr(self.after_commit, method)(step, *args)
         except Exception:
-            logger.exception("%s: what follows saves failed at step %d", self.events.root, step)
+            logger.exception("%s: the work after saves failed at step %d", self.events.root, step)
 
     def _ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
         """Record the end of a save, in its thread. A cancelled save has not failed, unless the manager was

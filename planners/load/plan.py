@@ -39,7 +39,7 @@ _KINDS: Final = (MissingKeyError, ShapeMismatchError, DtypeMismatchError, PlanEr
 """Kinds of problems, in the order of messages."""
 
 _OTHER_KINDS: Final = (
-    "Use the saved kind of value in the state dict (dcp show lists it), or leave it out with exclude=[...]."
+    "Use the saved kind of value in the state dict (dcp show lists it), or pass exclude=[...]."
 )
 
 _PER_RANK_ADVICE: Final = (
@@ -348,7 +348,7 @@ def _hint(
         if selection is not None and any(map(selection.selects, absent)):
             dropped.append(str(part))
     if dropped:
-        advice = "load the rest (exclude=...), or a step that still has it"
+        advice = "load the rest (exclude=...), or load a step that still has the entry"
         return f"{'; '.join(dropped)}, to free its bytes: {advice}."
     return hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
 
@@ -366,7 +366,7 @@ def hint_for_missing(
         shown = ", ".join(f"{_raw(regex)}: {_raw(text)}" for regex, text in rules.items())
         which = "it" if len(missing) == 1 else "them all" if count == len(missing) else f"{count:,} of them"
         how = f"add {{{shown}}} to rename" if is_renamed else f"pass rename={{{shown}}}"
-        return f"It has {which} under other names: {how}."
+        return f"The checkpoint has {which} under other names: {how}."
     suggested = {name: near_names(name, unused) for name in missing[:_SUGGESTED]}
     close = {name: names for name, names in suggested.items() if names}
     if len(missing) == 1 and close:
@@ -380,7 +380,12 @@ def hint_for_missing(
     counts = Counter(name.partition(".")[0] for name in unused)
     several = {name.partition(".")[0] for name in unused if "." in name}
     tops = [f"{top}.* ({count:,})" if top in several else repr(top) for top, count in counts.items()]
-    there = f"It has {listed(tops, show=str)} besides; dcp show lists all. " if unused else ""
+    there = (
+        f"The checkpoint has these entries that the state dict lacks: {listed(tops, show=str)}. List "
+        f"all entries with dcp show. "
+        if unused
+        else ""
+    )
     return f"{there}Set allow_partial_load=True to leave missing entries unchanged."
 
 

@@ -90,7 +90,9 @@ class Axes:
         """Add the sizes that follow from ``shape``. PlanError for contradictions, and for dimensions with
         several unknown axes."""
         if len(shape) != len(self.nodes):
-            raise PlanError(f"it has {len(shape)} dimensions, and {self.text!r} {len(self.nodes)}")
+            raise PlanError(
+                f"the tensor has {len(shape)} dimensions, but {self.text!r} has {len(self.nodes)}"
+            )
         known = dict(sizes)
         left = list(zip(self.nodes, shape, strict=True))
         while left:  # one dimension may give the size that another needs
@@ -109,7 +111,7 @@ class Axes:
             if _size(node, known) != extent:
                 shown = ", ".join(f"{name} = {known[name]}" for name in dict.fromkeys(_names(node)))
                 raise PlanError(
-                    f"a dimension is {extent} where {self.text!r} has {_size(node, known)} ({shown})"
+                    f"a dimension has size {extent}, but {self.text!r} has {_size(node, known)} ({shown})"
                 )
         return known
 
@@ -118,7 +120,7 @@ class Axes:
         slope = _size(node, {**known, name: 1}) - base
         value, rest = divmod(extent - base, slope) if slope else (0, 1)
         if rest or value < 0:
-            raise PlanError(f"a dimension is {extent}, which no {name} makes of {self.text!r}")
+            raise PlanError(f"no {name} gives a dimension of size {extent} in {self.text!r}")
         return value
 
     def terms(self, sizes: Mapping[str, int]) -> list[AxisPlaces]:
@@ -155,7 +157,7 @@ def _parsed_axes(text: str) -> tuple[_Node, ...]:
         while end == "+":
             own = factors(depth)
             if not own:
-                raise OptionError(f"{text!r}: nothing in parentheses, or beside +")
+                raise OptionError(f"{text!r}: empty parentheses, or an operand of + is missing")
             if not tokens:
                 raise OptionError(f"{text!r}: a parenthesis is not closed")
             parts.append(own[0] if len(own) == 1 else _Product(own))
@@ -246,14 +248,14 @@ class NamePattern:
         rest = _PART.sub("", text)
         if not text or "{" in rest or "}" in rest:
             raise OptionError(
-                f"{text!r} is no name: a part that varies is {{part}}, {{part:a|b}} or {{part:*}}"
+                f"{text!r} is not a valid name: write a variable part as {{part}}, {{part:a|b}} or {{part:*}}"
             )
         if _HALF.search(text):
-            raise OptionError(f"{text!r} is no name: half of a character cannot be written")
+            raise OptionError(f"{text!r} is not a valid name: it contains a lone surrogate")
         if len(set(found.parts)) < len(found.parts):
             raise OptionError(f"{text!r} has a part twice")
         if len(found.parts) > _MAX_PARTS or len(found.parts_of_anything) > _MAX_ANY:
-            raise OptionError(f"{text!r} has more than {_MAX_PARTS} parts, or {_MAX_ANY} of anything (*)")
+            raise OptionError(f"{text!r} has more than {_MAX_PARTS} parts, or {_MAX_ANY} wildcards (*)")
         return found
 
     def below(self, prefix: str) -> NamePattern:
@@ -389,7 +391,7 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
         case ast.Name(id=name):
             value = names.get(name)
             if value is not None and (not isinstance(value, int) or abs(value) > _MAX_SIZE):
-                raise OptionError(f"{name} should be a whole number, and is {value!r}"[:_MAX_LENGTH])
+                raise OptionError(f"{name} must be a whole number, not {value!r}"[:_MAX_LENGTH])
             return None if value is None else int(value)
         case ast.BoolOp(op=ast.Or(), values=parts):
             values = [value for part in parts if (value := _value(part, names, text)) is not None]

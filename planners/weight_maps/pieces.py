@@ -180,15 +180,14 @@ def check_mapped(tensors: Sequence[MappedTensor], taken: Iterable[str]) -> None:
     twice = {tensor.name for tensor in tensors}.intersection(taken)
     if twice:
         raise PlanError(
-            f"the map gives a tensor the name {min(twice)!r}, which is that of another entry, and no rule is "
-            "about that one",
+            f"the map renames a tensor to {min(twice)!r}, the name of another entry that no rule renames",
             fqns=sorted(twice)[:_MAX_LISTED],
         )
     split = [tensor.name for tensor in tensors if tensor.dtype_code in _PACKED and not tensor.is_renamed]
     if split:
         raise PlanError(
-            f"{', '.join(map(repr, split[:_MAX_LISTED]))}: several elements are one byte there, which a map "
-            "would take for one; such a tensor can only be renamed",
+            f"{', '.join(map(repr, split[:_MAX_LISTED]))}: packed dtypes store several elements in a "
+            f"byte, so a map can only rename these tensors",
             fqns=split[:_MAX_LISTED],
         )
 

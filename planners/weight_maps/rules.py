@@ -71,7 +71,10 @@ class MapRule:
             raise OptionError("a rule needs a source")
         for name in self.stacked | self.unstacked:
             if not self._has_axis(name):
-                raise OptionError(f"{self.label}: {{{name}}} is on one side alone, and no axis of the other")
+                raise OptionError(
+                    f"{self.label}: {{{name}}} occurs on one side only, and the other side has no axis "
+                    f"of this name"
+                )
         self._check_copies()
         self._check_present()
         for side, parts in ((self.sources, self.stacked), (self.targets, self.unstacked)):
@@ -166,8 +169,8 @@ class MapRule:
                 key = fixed.union(way)
                 if key in there:
                     raise OptionError(
-                        f"{self.label}: two of one side have the axes {_joined(key)}: name those apart that "
-                        "differ, and targets that are the same in copies"
+                        f"{self.label}: two tensors of one side have the axes {_joined(key)}: give "
+                        f"different tensors different axes, and list equal targets in copies"
                     )
                 there.add(key)
 
@@ -218,7 +221,7 @@ class MapRule:
             yield from self._targets(pattern, sources, by_axes, known, used)
         for axes in by_axes.keys() - used:
             if not axes & self.padding:
-                raise PlanError(f"what has the axes {_joined(axes)} would be lost")
+                raise PlanError(f"the tensor with the axes {_joined(axes)} would be lost")
 
     def _check_complete(self, sources: Sequence[FoundTensor], counts: Mapping[str, int | None]) -> None:
         """Check that all sources of the targets exist; items of ``counts`` may be elsewhere."""
@@ -240,7 +243,7 @@ class MapRule:
             if (count := counts.get(name)) is not None:
                 highest = max(set().union(*by_pattern.values()), default=-1)
                 if highest >= count:  # missing items may be on other ranks
-                    raise PlanError(f"there is {name} {highest}, and should be {count} of {name}")
+                    raise PlanError(f"the highest {name} is {highest}, but the count of {name} is {count}")
             else:
                 _check_gaps(name, list(by_pattern.values()), may_be_elsewhere=name in counts)
 
@@ -253,7 +256,7 @@ class MapRule:
                 continue
             count = len({found.parts[name] for found in sources if name in found.parts})
             if known.setdefault(name, count) != count:
-                raise PlanError(f"there are {count} of {name}, and should be {known[name]}")
+                raise PlanError(f"the checkpoint has {count} of {name}, expected {known[name]}")
         for found in sources:
             try:
                 known = self._axes(self.sources[found.pattern], found.shape).solve(found.shape, known)
@@ -307,7 +310,7 @@ class MapRule:
             sources = by_axes.get(key, ())
             if not sources:
                 if not key & self.padding:
-                    raise PlanError(f"nothing is the part of {name!r} with the axes {_joined(key)}")
+                    raise PlanError(f"no source has the part of {name!r} with the axes {_joined(key)}")
                 padding += math.prod(known[axis] for axis in term.steps)
             used.add(key)
             for source, own, at in sources:  # the elements that two terms of the same axes have in common
@@ -323,7 +326,7 @@ class MapRule:
 def _check_gaps(name: str, found: Sequence[set[int]], *, may_be_elsewhere: bool) -> None:
     """Check that stacked items are numbered from 0 without gaps."""
     count = max(map(len, found), default=0)
-    hint = f"; if another rank has it, say how many there are ({name}=)" if may_be_elsewhere else ""
+    hint = f"; if another rank has it, pass the number of {name}" if may_be_elsewhere else ""
     for numbers in found:
         if numbers != set(range(count)):
             gap = next(number for number in itertools.count() if number not in numbers)

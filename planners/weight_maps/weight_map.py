@@ -110,7 +110,7 @@ class WeightMap:
         _check_keys(given, _MAP_KEYS, where)
         rules = given.get("rules")
         if not isinstance(rules, Sequence) or isinstance(rules, str) or not 0 < len(rules) <= _MAX_RULES:
-            raise OptionError(f"{where}: rules are a list of at least one")
+            raise OptionError(f"{where}: rules must be a list with at least one rule")
         return cls(
             tuple(_rule(rule, f"{where}, rule {number + 1}") for number, rule in enumerate(rules)),
             _sizes(given.get("sizes", {}), where),
@@ -147,8 +147,8 @@ class WeightMap:
         model = config.get(_MODEL_TYPE)
         if model is not None and self.models and model not in self.models:
             logger.warning(
-                "%s is for models of the type %s, and this configuration says %r: names may match although "
-                "the weights mean something else",
+                "%s is for models of the type %s, and this configuration says %r: names may match "
+                "although the weights differ in meaning",
                 self.name or "the weight map",
                 " or ".join(self.models),
                 model,
@@ -218,8 +218,8 @@ class WeightMap:
         lost = [name for name, shape, _, _ in sources if made.get(name) != shape]
         if lost:
             raise PlanError(
-                f"{back.name} does not map back to {listed(lost, most=_MAX_LISTED)}: what is saved through "
-                "the map could not be restored",
+                f"{back.name} does not map back to {listed(lost, most=_MAX_LISTED)}: a checkpoint saved "
+                f"through the map could not be restored",
                 fqns=lost[:_MAX_LISTED],
             )
         self._inverted.add(structure)
@@ -277,9 +277,9 @@ class WeightMap:
                 self._check_counted(rule, known)
                 for tensor in rule.apply(group, known, is_part=is_part):
                     if (left := left - 1) < 0:
-                        raise PlanError("too many tensors would be made")
+                        raise PlanError("the map makes too many tensors")
                     if tensor.name in mapped:
-                        problems.append(f"{tensor.name!r} would be there twice, also by {rule.label}")
+                        problems.append(f"two rules make the tensor {tensor.name!r}, also {rule.label}")
                     mapped[tensor.name] = tensor
             except CheckpointError as error:
                 problems.append(f"{rule.label}: {error}")
@@ -295,14 +295,14 @@ class WeightMap:
     def _hint(self, problems: Sequence[str], unknown: Sequence[str]) -> str:
         """Return a hint on how to solve the problems."""
         if not self.config and any("not known" in problem for problem in problems):
-            return ". Say which model it is: config, its config.json, or the sizes themselves"
+            return ". Name the model's configuration: config=, a config.json, or the sizes"
         if unknown and all(map(self.inverse.knows, unknown)):
-            return ". The map's other way knows them: is it the wrong way round (inverse)?"
+            return ". The inverse map has rules for these names: use inverse"
         for key in dict.fromkeys(name.partition(".")[0] for name in unknown):
             if any(
                 self.knows(name.removeprefix(f"{key}.")) for name in unknown if name.startswith(f"{key}.")
             ):
-                return f". It would know what is below {key!r}: say so (below), and choose that alone (only)"
+                return f". The map has rules for the names below {key!r}: pass below={key!r} and only="
         return ". Leave out tensors without a rule by only or exclude" if unknown else ""
 
     def _describe_unknown(self, name: str) -> str:
@@ -310,14 +310,14 @@ class WeightMap:
         found = ((rule, rule.match(name)) for rule in self._used if rule.present is not None)
         shown = [repr(rule.present.format(met[1])) for rule, met in found if met and rule.present is not None]
         if shown:
-            return f"which rule is for {name!r} is not known: there is no {' and no '.join(shown)}"
+            return f"no rule can be chosen for {name!r}: the checkpoint has no {' and no '.join(shown)}"
         return f"no rule knows {name!r}"
 
     def _check_counted(self, rule: MapRule, known: Mapping[str, int]) -> None:
         """Raise PlanError if a stack's count is declared but unknown: the last items may be missing."""
         for part in sorted(rule.stacked - known.keys()):
             if (said := rule.sizes.get(part, self.sizes.get(part))) is not None:
-                raise PlanError(f"how many there are of {part} ({said}) is not known")
+                raise PlanError(f"the number of {part} ({said}) is not known")
 
     def _uncounted(self, numbers: Mapping[str, Mapping[_Parts, set[int]]]) -> Iterator[str]:
         """Yield missing numbers of counted name parts, such as layers and experts."""
@@ -426,9 +426,9 @@ def _parsed(text: str) -> Mapping[str, Any]:
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"a weight map is TOML or JSON: {error}") from None
+        raise OptionError(f"a weight map must be valid TOML or JSON: {error}") from None
     if not isinstance(found, Mapping):
-        raise OptionError("a weight map is a table")
+        raise OptionError("a weight map must be a table")
     return found
 
 
@@ -438,10 +438,10 @@ def _rule(given: Any, where: str) -> MapRule:
     _check_keys(given, _RULE_KEYS, where)
     when = given.get("when")
     if when is not None and not isinstance(when, str):
-        raise OptionError(f"{where}: when is an expression")
+        raise OptionError(f"{where}: when must be an expression")
     beside = [given.get(key) for key in ("present", "present_back")]
     if not all(isinstance(name, str | None) for name in beside):
-        raise OptionError(f"{where}: present is the name of a tensor")
+        raise OptionError(f"{where}: present must be the name of a tensor")
     try:
         if when is not None:
             evaluate(when, {})
@@ -463,7 +463,7 @@ def _patterns(given: Any) -> tuple[Pattern, ...]:
     if isinstance(given, str):
         return (Pattern(NamePattern.parse(given), None),)
     if not isinstance(given, Mapping):
-        raise OptionError("from and to are a name, or names with their axes")
+        raise OptionError("from and to must be a name, or a table of names with axes")
     patterns = []
     for name, axes in given.items():
         if not isinstance(axes, str):
@@ -474,10 +474,10 @@ def _patterns(given: Any) -> tuple[Pattern, ...]:
 
 def _sizes(given: Any, where: str) -> dict[str, str | int]:
     if not isinstance(given, Mapping):
-        raise OptionError(f"{where}: sizes are by axis")
+        raise OptionError(f"{where}: sizes must be a table by axis")
     for name, size in given.items():
         if isinstance(size, bool) or not isinstance(size, int | str):
-            raise OptionError(f"{where}: the size of {name} is a whole number or an expression")
+            raise OptionError(f"{where}: the size of {name} must be a whole number or an expression")
         if isinstance(size, int):
             size = str(size) if abs(size) < _MAX_NUMBER else "too large"
         evaluate(size, {})
@@ -490,7 +490,7 @@ def _texts(given: Any, where: str) -> list[str]:
         or isinstance(given, str)
         or not all(isinstance(x, str) for x in given)
     ):
-        raise OptionError(f"{where} is a list of texts")
+        raise OptionError(f"{where} must be a list of strings")
     return list(given)
 
 

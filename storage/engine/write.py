@@ -62,8 +62,8 @@ def see_all(observers: Sequence[Observer], row: int, position: int, data: memory
             shown.release()
         except BufferError:
             raise CheckpointError(
-                f"{type(observer).__name__} keeps memory that it was shown, which is used again for other "
-                "bytes: copy what is wanted of it"
+                f"{type(observer).__name__} keeps a reference to a buffer that is reused: copy the "
+                f"needed bytes"
             ) from None
 
 
@@ -316,7 +316,7 @@ class DataFile:
         crcs, written = self._stream(pieces, on_bytes, see)
         if written != payload_bytes:
             raise PlanError(
-                f"a tensor delivered {written} bytes where its plan has {payload_bytes}",
+                f"a tensor wrote {written} bytes, but its plan has {payload_bytes}",
                 expected=payload_bytes,
                 got=written,
             )

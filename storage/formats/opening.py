@@ -494,7 +494,7 @@ def _read_as(one: Format, path: str) -> Iterator[None]:
 
 def _checked(index: CheckpointIndex) -> CheckpointIndex:
     if not isinstance(index, CheckpointIndex):
-        raise UnsupportedFormatError(f"what reads its format gave a {type(index).__name__}, and no index")
+        raise UnsupportedFormatError(f"the format's reader returned a {type(index).__name__}, not an index")
     return index
 
 

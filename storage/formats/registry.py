@@ -96,12 +96,12 @@ def register_format(one: Format) -> None:
         OptionError: If ``one`` is not a `Format`, or suffixes are not a tuple.
     """
     if not isinstance(one, Format):
-        raise OptionError(f"a {type(one).__name__} is no Format: {one!r:.200}")
+        raise OptionError(f"a {type(one).__name__} is not a Format: {one!r:.200}")
     if not (isinstance(one.suffixes, tuple) and isinstance(one.vague_suffixes, tuple)):
         raise OptionError(f"suffixes of the format {one.name!r} must be tuples of ends of names: ('.npy',)")
     taken = {other.target.name for other in _FORMATS.values() if other.target and other.name != one.name}
     if one.name in (ours.name for ours in _OURS) or not _NAME.fullmatch(one.name):
-        raise UnsupportedFormatError(f"{one.name!r} is no name that a format could be registered under")
+        raise UnsupportedFormatError(f"a format cannot be registered under the name {one.name!r}")
     if one.target is not None and one.target.name in taken:
         raise UnsupportedFormatError(f"{one.target.name!r} is written by another format than {one.name!r}")
     for pattern in filter(None, (one.folder_files, one.folder_marks)):

@@ -182,10 +182,10 @@ def _compactly() -> Callable[[dict[str, Any]], Any]:
         if others > _MAX_OTHER_OBJECTS:
             if unknown_type:
                 raise UnsupportedFormatError(
-                    "the safetensors header has element types that are not known here "
+                    "the safetensors header has unknown element types "
                     f"({unknown_type!r}): it was written by a newer safetensors"
                 )
-            raise CheckpointFormatError("the safetensors header is full of what describes no tensor")
+            raise CheckpointFormatError("the safetensors header has too many bytes that describe no tensor")
         return fields
 
     return convert

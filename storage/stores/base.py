@@ -87,14 +87,16 @@ def place_text(place: object) -> str:
     text = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(text, str):
         raise StorageError(
-            f"a checkpoint is named by a str or a path, and {text!r:.100} is of type {type(text).__name__}"
+            f"a checkpoint id must be a str or a path; {text!r:.100} is of type {type(text).__name__}"
             + (": decode it, as by os.fsdecode()" if isinstance(text, bytes | bytearray) else ""),
             op="open",
         )
     if not text:
         raise StorageError("an empty path names no folder: pass '.' for the current one", op="open")
     if "\0" in text:
-        raise StorageError(f"{text!r:.200} has a NUL character in it, which no path may have", op="open")
+        raise StorageError(
+            f"{text!r:.200} contains a NUL character, which is not allowed in a path", op="open"
+        )
     try:
         os.fsencode(text)
     except UnicodeEncodeError:

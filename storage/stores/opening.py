@@ -119,13 +119,13 @@ def register_store(store_type: StoreType) -> None:
         StorageError: For built-in schemes, no schemes, or schemes that are not a tuple.
     """
     if not isinstance(store_type, StoreType):
-        raise OptionError(f"a {type(store_type).__name__} is no StoreType: {store_type!r:.200}")
+        raise OptionError(f"a {type(store_type).__name__} is not a StoreType: {store_type!r:.200}")
     schemes = store_type.schemes
     if not isinstance(schemes, tuple) or not schemes:
         raise StorageError(f"schemes of a store must be a tuple: ('zip',), not {schemes!r}", op="register")
     for scheme in schemes:
         if not isinstance(scheme, str) or scheme in _OURS or not _SCHEME.fullmatch(scheme):
-            raise StorageError(f"{scheme!r} is no scheme that a store could be registered for", op="register")
+            raise StorageError(f"a store cannot be registered for the scheme {scheme!r}", op="register")
     _BY_SCHEME.update(dict.fromkeys(store_type.schemes, store_type))
 
 

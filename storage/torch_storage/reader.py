@@ -130,8 +130,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
             before = self._user
             if before not in (None, own):
                 raise OptionError(
-                    f"{self.path}: another thread loads with this reader, which knows one load at a time; "
-                    "give each thread a reader of its own, or checkpoint_id="
+                    f"{self.path}: another thread loads with this reader, which supports one load at a "
+                    f"time; give each thread its own reader, or pass checkpoint_id="
                 )
             self._user = own
         try:
@@ -195,8 +195,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
         """
         if self._listed is not None and self._files() != self._listed:
             raise CorruptCheckpointError(
-                f"{self.store.url}: files were replaced while they were read, so what was loaded may be of "
-                "two checkpoints; load again when no process writes there",
+                f"{self.store.url}: files were replaced while they were read, so the loaded values may "
+                f"mix two checkpoints; load again when no process writes to the folder",
                 path=self.store.url,
             )
 
@@ -351,7 +351,7 @@ def _chunk_finder(index: CheckpointIndex) -> Callable[[ReadItem], int]:
     @cache
     def rows_of(fqn: str) -> dict[tuple[int, ...], int]:
         if fqn not in index.position:
-            raise PlanError(f"the load plan reads {fqn!r}, which is no tensor here", fqn=fqn)
+            raise PlanError(f"the load plan reads {fqn!r}, which is not a tensor of this checkpoint", fqn=fqn)
         return {index.box(row)[0]: row for row in index.chunks(index.position[fqn])}
 
     def find(item: ReadItem) -> int:

@@ -93,7 +93,7 @@ def test_names_that_no_rule_knows_are_told_before_anything_is_written(model: Pat
 def test_sizes_that_nobody_said_are_asked_for(model: Path, tmp_path: Path) -> None:
     """A sharded checkpoint has no configuration beside it."""
     dcp.convert(model, tmp_path / "dcp", to="dcp")
-    with pytest.raises(PlanError, match=r"sizes of heads and half .* config\.json, or the sizes themselves"):
+    with pytest.raises(PlanError, match=r"sizes of heads and half .* config\.json, or the sizes"):
         dcp.convert(tmp_path / "dcp", tmp_path / "out", to="torch", map="llama:hf-to-titan")
     weights = dcp.weight_map("llama:hf-to-titan", num_attention_heads=4, num_key_value_heads=2)
     dcp.convert(tmp_path / "dcp", tmp_path / "out.pt", to="torch", map=weights)
@@ -107,7 +107,7 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     assert "layers.1.attention.qkv_linear.wq.weight" in checked.out
     wrong = command("map", "check", "llama:hf-to-titan", model, "--inverse")
     assert wrong.status == 1
-    assert "no rule knows" in wrong.out and "is it the wrong way round (inverse)?" in wrong.out
+    assert "no rule knows" in wrong.out and "use inverse" in wrong.out
     first = command("map", "check", "llama:hf-to-titan", model, "--top", "3")
     assert re.search(r"^and \d+ more tensors$", first.out, re.MULTILINE)
     there = command("convert", model, tmp_path / "titan", "--to", "dcp", "--map", "llama:hf-to-titan")

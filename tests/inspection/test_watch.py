@@ -162,7 +162,7 @@ def test_a_holder_elsewhere_is_gone_when_its_beats_are(tmp_path: Path) -> None:
     change_cursor(tmp_path, holder=holder | {"machine": "another", "token": "another"})
     with dcp.watch(tmp_path, once=True) as second:
         assert next(second).step == 1
-        with pytest.raises(CheckpointConflictError, match="one at a time"):
+        with pytest.raises(CheckpointConflictError, match="only one process can use"):
             step.acknowledge()
         assert [step.step for step in second] == [2]
     assert given(tmp_path) == []
@@ -252,7 +252,7 @@ def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> No
     pid = int(lines_of(log, 2)[1].split()[1])
     with many_beats(root):
         refused = run("watch", root, "--once")
-    assert (refused.status, "one at a time" in refused.err) == (3, True)
+    assert (refused.status, "only one process can use" in refused.err) == (3, True)
     watcher.kill()
     watcher.wait(60)
     ended = run("watch", root, "--once", "--exec", f"sh -c 'echo $DCP_STEP >> {log}'")

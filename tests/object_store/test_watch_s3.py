@@ -56,7 +56,7 @@ def test_a_consumer_follows_a_run(s3_server: S3Server, s3_root: str, tmp_path: P
                 got: list[int] = []
                 working = threading.Timer(0.2, lambda: got.append(next(steps).step))
                 working.start()
-                with pytest.raises(CheckpointConflictError, match="one at a time"):
+                with pytest.raises(CheckpointConflictError, match="only one process can use"):
                     next(second)
                 working.join()
             assert got == [3]

@@ -53,7 +53,7 @@ def test_the_renaming_that_finds_all_works_as_it_is_told(wanted: str, stored: st
     """Wrappers that only one of the two has, and other beginnings: what is told can be pasted."""
     missing, unused = ([form.format(name) for name in LAYERS] for form in (wanted, stored))
     said = hint(tmp_path, missing, unused)
-    rules = re.search(r"It has them all under other names: pass rename=(\{.*\})", said)
+    rules = re.search(r"The checkpoint has them all under other names: pass rename=(\{.*\})", said)
     assert rules is not None, said
     state = {name: torch.ones(1) for name in missing}
     dcp.load(state, checkpoint_id=tmp_path, rename=eval(rules[1]), no_dist=True)
@@ -69,5 +69,5 @@ def test_where_rename_is_given_the_rule_is_to_be_added(tmp_path: Path) -> None:
 def test_what_is_not_near_anything_is_told_with_what_is_there(tmp_path: Path) -> None:
     """Only then it is advised that what is missing may stay as it is."""
     assert re.search(
-        r"It has model\.\* \(36\) besides.*allow_partial_load=True", hint(tmp_path, ["qqq"], LAYERS)
+        r"state dict lacks: model\.\* \(36\)\..*allow_partial_load=True", hint(tmp_path, ["qqq"], LAYERS)
     )

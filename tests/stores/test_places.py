@@ -82,7 +82,7 @@ def test_what_names_no_place_is_told_at_once(use: str, kind: str) -> None:
     """The error is of this package and says what was given."""
     with pytest.raises(StorageError) as caught:
         USES[use](NO_PLACES[kind])
-    assert any(word in str(caught.value) for word in ("named by a str", "NUL", "encoding"))
+    assert any(word in str(caught.value) for word in ("must be a str", "NUL", "encoding"))
     assert len(str(caught.value)) < 300
 
 

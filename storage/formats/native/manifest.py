@@ -390,7 +390,7 @@ class _Section:
         """Return the values of a few rows with ``counts`` values each; inverse of `_flat`."""
         found = self.column(rows)
         if len(found) and (int(found.min()) < 0 or int(found.max()) >= len(counts)):
-            raise CheckpointFormatError(f"{rows} of the manifest are no rows of it")
+            raise CheckpointFormatError(f"{rows} of the manifest are out of range")
         flat = self.column(values).tolist()
         bounds = _starts_of(counts[found], len(flat), values).tolist()
         result: dict[int, tuple[int, ...]] = {}

@@ -133,8 +133,8 @@ def allow_list(allowed: Mapping[tuple[str, str], Any], *, what: str) -> Find:
                     global_name=full,
                 ) from None
             raise UnsafeObjectError(
-                f"{what} names {full!a}, which is not on the list of what such a file may contain. Nothing "
-                "was run; if you trust the file, load it with stock torch and save it again",
+                f"{what} names {full!a}, which is not on the allow-list. No code was run; if you trust "
+                f"the file, load it with stock torch and save it again",
                 global_name=full,
             ) from None
 
@@ -230,7 +230,7 @@ class _Machine:
         """Return the value of the pickle."""
         data, table = self.data, _TABLE
         if not data:  # as a crash or a full disk leaves a file
-            raise CheckpointFormatError("it is empty: what was written there is lost", position=0)
+            raise CheckpointFormatError("the pickle is empty: its bytes are lost", position=0)
         try:
             while True:
                 pos = self.pos

@@ -158,7 +158,7 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
     )
     one_disk = {disk, directory_disk} <= {0, _UNSET_16} and disk_count == count
     if signature != b"PK\5\6" or comment_bytes or not one_disk:
-        raise CheckpointFormatError("the record does not end as a zip does: it is truncated or damaged")
+        raise CheckpointFormatError("the record has no zip end record: it is truncated or damaged")
     if count == _UNSET_16 or _UNSET_32 in (directory_bytes, directory_at):
         locator = window.get(end_at - _END64_LOCATOR.size, _END64_LOCATOR.size)
         signature, end64_at = _END64_LOCATOR.unpack(locator)
@@ -404,7 +404,7 @@ def _not_a_zip(head: bytes) -> CheckpointFormatError:
         return UnsupportedFormatError(f"it is in the tar format that torch had before 0.1.10; {way_out}")
     if head[:1] == b"\x80":
         return UnsupportedFormatError(f"it is a bare pickle, not a file of torch.save; {way_out}")
-    return CheckpointFormatError("it is no file of torch.save: it does not begin as a zip does")
+    return CheckpointFormatError("the file was not written by torch.save: it does not begin as a zip archive")
 
 
 # -- records and blobs ---------------------------------------------------------------------------------------

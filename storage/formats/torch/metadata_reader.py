@@ -191,8 +191,8 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
         new = [name for name in state.keys() - known if state[name]]
         if new:  # an unknown field may change the meaning of known ones
             raise UnsupportedFormatError(
-                f"{where}: the field {str(new[0])[:80]!a} of a {kind} is not known here; a newer torch has "
-                "written it, or a package that extends torch: load the checkpoint with that"
+                f"{where}: the field {str(new[0])[:80]!a} of a {kind} is not known here; a newer torch "
+                f"or a package that extends torch wrote it: load the checkpoint with that version"
             )
     return state
 

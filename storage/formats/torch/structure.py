@@ -275,8 +275,8 @@ class _FileFlattener:
 
 def _collision(fqn: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f"two entries of the file flatten to the name {fqn[:200]!r}, so that none can be asked for; "
-        "load it with torch.load(weights_only=True) and rename one",
+        f"two entries of the file flatten to the name {fqn[:200]!r}, so neither can be loaded by name; "
+        f"load the file with torch.load(weights_only=True) and rename one",
         fqn=fqn[:200],
     )
 

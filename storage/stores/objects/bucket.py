@@ -204,7 +204,9 @@ class S3Bucket:
                     if called_off is not None and called_off.is_set():
                         raise RequestError(Failure.PASSING, "called off")
                     if attempt.is_late(limit_seconds):
-                        raise TimeoutError(f"no end after {limit_seconds:.0f} s, and no more than a trickle")
+                        raise TimeoutError(
+                            f"the transfer did not end within {limit_seconds:.0f} s, and was very slow"
+                        )
                 return future.result()
             finally:
                 if not future.done() and not future.cancel() and attempt.abort():

@@ -241,8 +241,8 @@ def filesystem_failure(error: Exception, place: str) -> RequestError:
     if status in _REFUSED_STATUS or (not status and _is_refusal(chain)):
         return RequestError(
             Failure.FINAL,
-            f"{text} (credentials are missing, wrong, or not allowed to do this: give them as "
-            f"storage_options, or as the package of {place} looks for them)",
+            f"{text} (credentials are missing, wrong, or lack the permission: pass them in "
+            f"storage_options, or configure them for the package of {place})",
         )
     if status:
         kind = _BY_STATUS.get(status, Failure.FINAL if status < 500 else Failure.PASSING)

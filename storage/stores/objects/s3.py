@@ -434,7 +434,7 @@ class PartsWriteHandle(WriteHandle):
         """Return the error of an upload aborted by the save that won."""
         return CheckpointConflictError(
             f"the upload of {self._path} was aborted: another writer has committed to this place, or a "
-            "clean-up removed it as remains of a killed save; nothing of it is kept",
+            f"clean-up removed it as remains of a killed save; its data is discarded",
             path=self._path,
         )
 

@@ -114,7 +114,10 @@ class ObjectOptions:
                 f"{self.concurrency=}, {self.part_bytes=}"
             )
         if self.retry_seconds < 0 or self.request_timeout_seconds <= 0:
-            raise StorageError(f"not a time to wait: {self.retry_seconds=}, {self.request_timeout_seconds=}")
+            raise StorageError(
+                f"retry_seconds must be at least 0 and request_timeout_seconds above 0: "
+                f"{self.retry_seconds=}, {self.request_timeout_seconds=}"
+            )
 
 
 class Part:

@@ -541,7 +541,7 @@ class PosixReadHandle(ReadHandle):
                 status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointFormatError(
-                    f"{path} is not a regular file, so it is no part of a checkpoint", path=str(path)
+                    f"{path} is not a regular file, so it cannot belong to a checkpoint", path=str(path)
                 )
         except CheckpointError:
             with suppress(StorageError):  # keep the original error
