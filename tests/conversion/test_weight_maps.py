@@ -126,7 +126,7 @@ def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) ->
     dcp.save({"model": dcp.read(titan), "optimizer": {"step": torch.zeros(2)}}, checkpoint_id=steps)
     told = ["convert", steps, back, "--to", "safetensors", "--map", "llama:hf-to-titan", "--inverse"]
     wrong = command(*told, "--hf", model)
-    assert "what is below 'model': say so (below)" in wrong.err
+    assert "rules for the names below 'model': pass below=" in wrong.err
     assert not back.exists()
     done = command(*told, "--hf", model, "--below", "model", "--only", "model")
     assert done.status == 0, done.err

@@ -69,5 +69,5 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         BroadcastingTorchSaveReader(tmp_path / "a.safetensors").read_metadata()
     with pytest.raises(UnsupportedFormatError, match="torch_save"):
         HuggingFaceStorageReader(tmp_path / "a.pt").read_metadata()
-    with pytest.raises(CheckpointError, match="no checkpoint_id"):
+    with pytest.raises(CheckpointError, match="needs a checkpoint_id"):
         BroadcastingTorchSaveReader().read_metadata()
