@@ -118,7 +118,7 @@ def test_experts_that_no_rank_has_or_that_differ_are_named_on_all(tmp_path: Path
     gone = [f"'model.layers.0.mlp.experts.3.{part}.weight'" for part in ("gate_proj", "up_proj")]
     for missing, more, unknown, wide in run_ranks(2, save_wrong, str(tmp_path / "c")):
         assert f"PlanError: no rank has (all of) {', '.join(gone)}: " in missing
-        assert "there is expert" in more
+        assert "the highest expert is" in more
         assert "the number of expert (num_experts or num_local_experts) is not" in unknown
         assert "float32 [6, 8, 4] on rank 0, but float32 [6, 8, 5] on rank 1" in wide
         assert "no rank has" not in wide
