@@ -154,7 +154,7 @@ _ABOUT_SCOPES: Final[dict[str, str]] = {
     "write": "register, label, pin, verify, scan",
     "convert": "jobs that write to roots",
     "delete": "delete, restore, retention",
-    "admin": "keys, webhooks, rules, the audit log, and all other rights",
+    "admin": "keys, webhooks, rules, the audit log, and the rights of every scope",
 }
 DAYS: Final[dict[str, str]] = {
     "7": "in a week",

@@ -49,8 +49,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     points = configparser.ConfigParser()
     for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL):
         points.read_dict(tomllib.loads(block)["project"]["entry-points"])
-    with (metadata / "entry_points.txt").open("w") as file:
-        points.write(file)
+    with (metadata / "entry_points.txt").open("w") as written:
+        points.write(written)
     path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 

@@ -187,7 +187,7 @@ def test_malformed(name: str) -> None:
     tracemalloc.start()
     begin = time.thread_time()
     try:
-        with pytest.raises(CheckpointFormatError, match="^it is empty" if name == "empty" else None):
+        with pytest.raises(CheckpointFormatError, match="^the pickle is empty" if name == "empty" else None):
             decode_pickle(MALFORMED[name], find=SOME)
         assert tracemalloc.get_traced_memory()[1] < 256 << 20
     finally:

@@ -241,9 +241,9 @@ def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mo
     [
         *((value, "above 0") for value in (0, -1, math.inf, math.nan, "30", True)),
         ({signal.SIGKILL: 3}, "SIGKILL"),
-        ({4711: 3}, "no signal"),
+        ({4711: 3}, "not a signal"),
         *(({key: 3}, "neither") for key in (None, b"/x")),
-        *(({key: 3}, "no path") for key in ("", "/")),
+        *(({key: 3}, "not the path") for key in ("", "/")),
         ({"/x": "soon"}, "above 0"),
     ],
 )

@@ -135,7 +135,7 @@ def test_failures_are_one_line(s3_server: S3Server, s3_root: str) -> None:
         (s3_root, ("--storage-options", '{"secret": "hush-hush"'), "--storage-options is not a JSON object"),
         (s3_root, ("--storage-options", '["hush-hush"]'), "--storage-options is not a JSON object"),
         ("/tmp", _given(s3_server), "takes no storage options, and was given client_kwargs, endpoint_url"),
-        ("s3:/bucket/run", ("--json", "--json"), "give 's3://bucket/run'"),
+        ("s3:/bucket/run", ("--json", "--json"), "pass 's3://bucket/run'"),
     ]
     for uri, options, message in wanted:
         line = _failed(run("ls", uri, *options))

@@ -370,9 +370,11 @@ def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
     before.qkv.weight = model.qkv.weight
     state = {"optimizer": get_optimizer_state_dict(before, old, options=by_name)}
     dcp.save(state, checkpoint_id="checkpoints/by-name")
-    new = torch.optim.AdamW(
-        [{"params": [model.qkv.bias], "lr": 0.5}, {"params": [model.qkv.weight]}], lr=0.25
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [model.qkv.bias], "lr": 0.5},
+        {"params": [model.qkv.weight]},
+    ]
+    new = torch.optim.AdamW(groups, lr=0.25)
     exec(compile(renamed, "renamed", "exec"), {"dcp": dcp, "model": model, "optimizer": new})
     assert torch.equal(new.state[model.qkv.weight]["exp_avg"], old.state[model.qkv.weight]["exp_avg"])
     assert [group["lr"] for group in new.param_groups] == [0.5, 0.25]
@@ -381,10 +383,10 @@ def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
 def failing_loads(folder: Path) -> Iterator[tuple[str, dict[str, object], dict[str, Any]]]:
     """Checkpoint ids, state dicts and options of loads that fail."""
     good = str(folder / "run" / "step-00001000")
-    state = {"model": {"weight": torch.rand(3, 4), "bias": torch.rand(4)}}
+    state: dict[str, Any] = {"model": {"weight": torch.rand(3, 4), "bias": torch.rand(4)}}
     dcp.save({**state, "rng": dcp.PerRank(torch.get_rng_state())}, checkpoint_id=good)
     dcp.save({"config": ErrorOnLoad()}, checkpoint_id=folder / "objects")
-    bfloat16 = {"model": {**state["model"], "weight": state["model"]["weight"].bfloat16()}}
+    bfloat16: dict[str, Any] = {"model": {**state["model"], "weight": state["model"]["weight"].bfloat16()}}
     yield good, {"module.model": {"weight": torch.rand(3, 4)}}, {}
     yield good, {"model": {"weight": torch.rand(3, 4)}}, {}
     yield good, state, {"only": "modle"}

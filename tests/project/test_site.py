@@ -53,7 +53,7 @@ def build() -> None:
     index = SITE / "index.html"
     sources = [ROOT / "zensical.toml", *DOCS.rglob("*.md")]
     if not index.exists() or index.stat().st_mtime < max(path.stat().st_mtime for path in sources):
-        command = [Path(sys.executable).parent / "zensical", "build", "--strict", "--clean"]
+        command = [str(Path(sys.executable).parent / "zensical"), "build", "--strict", "--clean"]
         subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_COLOR": "1"})
 
 

@@ -108,6 +108,6 @@ def test_an_object_may_assign(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path)
     assert torch.equal(holder.net.weight, net.weight)
     assert torch.equal(state["app"]["net"]["weight"], net.weight)
-    with pytest.raises(PlanError, match="did not take") as caught:
+    with pytest.raises(PlanError, match="did not copy") as caught:
         dcp.load({"app": _Holder(assign=False)}, checkpoint_id=tmp_path)
     assert "'app.net.weight'" in str(caught.value)

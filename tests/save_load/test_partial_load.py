@@ -293,4 +293,4 @@ def test_values_of_other_numbers_of_ranks_are_warned_of(tmp_path: Path) -> None:
     for (text,) in kept:
         assert "saved by 3 ranks, loaded by 2: 'app.loader' of every rank" in text
     for (text,) in (left, other_left):
-        assert "its own of 'app.loader'" in text and "not loaded" in text
+        assert "each rank loads its own state of 'app.loader'" in text and "not loaded" in text

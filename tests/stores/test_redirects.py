@@ -33,7 +33,7 @@ def _check(options: dict[str, object], *words: str) -> None:
         lambda: store.open_read("data", expected_bytes=9).pread(9, 0),
         lambda: dcp.load({"n": 1}, checkpoint_id=store.url, storage_options=options, no_dist=True),
     ):
-        with pytest.raises(StorageError, match="'bucket' was asked for in the wrong place") as failed:
+        with pytest.raises(StorageError, match="the bucket 'bucket' belongs to") as failed:
             act()
         assert failed.value.facts["attempts"] == 1
         for word in (*words, "region_name", "AWS_ENDPOINT_URL"):

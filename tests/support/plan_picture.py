@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
 from tests.support.ranks import run_ranks

@@ -168,7 +168,7 @@ def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path)
     site.http.delete(f"/api/v1/checkpoints/{site.id('main', 'run/step-1')}").raise_for_status()
     site.worker.drain()
     job = site.job(number)
-    assert job.state == "failed" and "there are 1 committed steps" in job.error["detail"]
+    assert job.state == "failed" and "2 committed steps are required, and 1 exist" in job.error["detail"]
     assert not job.error["is_retryable"]
 
 

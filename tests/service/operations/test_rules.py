@@ -82,7 +82,7 @@ def test_what_an_account_made_ends_with_its_role(catalog: Catalog) -> None:
         if step == 0:
             assert catalog.status("DELETE", f"/grants/{grant}") == 204
         elif step == 1:
-            assert "no admin" in hook["disabled_reason"]
+            assert "no longer an admin" in hook["disabled_reason"]
             for path in ("/webhooks/1", "/rules/1"):
                 assert catalog.status("PATCH", path, json={"is_enabled": True}) == 200
     assert jobs == [1, 1, 2]
