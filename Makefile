@@ -1,23 +1,23 @@
-# Everything runs in .venv, which the first target that needs it makes: Python 3.11 or newer, pip and make are
-# all that has to be there. `make PYTHON=/path/to/python test` picks the interpreter.
+# All targets run in .venv; the first target that needs .venv creates it. Required: Python 3.11 or newer, pip, make.
+# `make PYTHON=/path/to/python test` chooses the interpreter.
 
 PYTHON ?=
-# In the order of how well they are tested; the first that is there, new enough and able to make a venv wins.
+# Best tested first; the first interpreter that is new enough and can create a venv is used.
 PYTHONS = python3.11 python3 python3.12 python3.13 python3.14 python
 
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
-# What is installed has a stamp each: all that development needs, or only what the demo does, which is half of it.
+# Stamps of installed extras: dev for development, or only the half that the demo needs.
 STAMP = .venv/.installed
 BENCH_STAMP = .venv/.installed-bench
 DEMO = demo$(if $(S3),-s3)
 DEMO_STAMP = .venv/.installed-$(DEMO)
 
-# One more than the two cores, because tests wait for a third of their time; each worker takes ten seconds of a
-# core to start. A file stays on one worker; tests/support/shards.py has the order of files.
+# Three workers for two cores, because tests wait for a third of their time. Starting a worker takes ten seconds of a
+# core. A file stays on one worker; tests/support/shards.py orders the files.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
-# SHARD=2/4 runs the second quarter of the files, for four machines
+# SHARD=2/4 runs the second quarter of the test files
 SHARD ?=
 PYTEST = $(BIN)/python -m pytest $(WORKERS) $(if $(SHARD),--shard=$(SHARD))
 PACKAGES_ARGS ?=
@@ -25,22 +25,22 @@ PACKAGES_ARGS ?=
 .PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages sbom format pictures client reference docs generated clean
 
 help:
-	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
-	@echo "make demo S3=1 the same on an S3 server, which it starts"
-	@echo "make demo SERVE=1  keeps the catalog up at the end, to look at it in a browser"
-	@echo "make test      tries every promise, in some minutes on two cores"
-	@echo "make test-all  all tests: also every combination, world size 8 and long runs"
-	@echo "make test-all SHARD=1/4  a quarter of them, as of make test; for four machines"
-	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
-	@echo "make test-trainer TRAINER=ray  or torchtitan, megatron: with that package, in an environment of its own"
-	@echo "make mutants   seeds each fault of tests/mutants, and says which test finds it; MUTANTS=area chooses"
+	@echo "make demo      train, kill during a save, resume on another number of ranks, flip a bit, serve; check each result"
+	@echo "make demo S3=1 the same on an S3 server that the demo starts"
+	@echo "make demo SERVE=1  keep the catalog running at the end, for a look in a browser"
+	@echo "make test      all tests but the exhaustive ones, some minutes on two cores"
+	@echo "make test-all  all tests, with all combinations, 8 ranks and long runs"
+	@echo "make test-all SHARD=1/4  a quarter of the test files (also for make test)"
+	@echo "make test-torch TORCH=2.10.0  tests that depend on torch, with this version in a separate environment"
+	@echo "make test-trainer TRAINER=ray  tests with ray, torchtitan or megatron in a separate environment"
+	@echo "make mutants   insert each fault of tests/mutants and check that its test fails; MUTANTS=area limits"
 	@echo "make check     ruff, mypy, contracts, English, docs; alone: make lint, types, contracts, english, docs"
-	@echo "make docs      the site, in site/"
-	@echo "make bench     ours, stock torch and others in turn, on the same data"
-	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
-	@echo "make sbom      wheel, sdist and SBOM (CycloneDX) of the extra all, in dist/; checks licences"
-	@echo "make format    what ruff can repair by itself"
-	@echo "make pictures  the pictures of docs/: pages of the demo, and a plan"
+	@echo "make docs      build the documentation site in site/"
+	@echo "make bench     time dcphub, stock torch and other libraries on the same data"
+	@echo "make packages  build wheel and sdist, install each extra on each Python, and try them"
+	@echo "make sbom      write wheel, sdist and SBOM (CycloneDX) of the extra all to dist/; check licences"
+	@echo "make format    apply the fixes and the format of ruff"
+	@echo "make pictures  render the pictures of docs/: pages of the demo, a load plan"
 	@echo "make client    write the generated parts of the typed client"
 	@echo "make reference write docs/reference/generated: command line, REST API, settings, metrics, errors"
 	@echo "make clean     remove .venv and the caches"
@@ -48,10 +48,10 @@ help:
 demo: $(DEMO_STAMP)
 	@$(BIN)/python -m dcp.demo $(if $(S3),--s3) $(if $(SERVE),--serve)
 
-# Tests start hundreds of processes: what they import is compiled once, whatever the environment says of that.
+# Tests start hundreds of processes: write .pyc files even where the environment disables them.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-# Large arrays get pages of 2 MiB, where the system offers them: tests of reading and of stores take a twelfth less.
+# Allocate large arrays in 2 MiB pages where the system offers them: tests of reading and stores take 8 % less time.
 test test-all: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 
 test test-all: browser
@@ -67,7 +67,8 @@ MUTANTS ?=
 mutants: $(STAMP)
 	$(BIN)/python -m tests.support.mutants $(MUTANTS)
 
-# With another torch: what depends on it. An index without NVIDIA's libraries (PIP_EXTRA_INDEX_URL) saves some GB.
+# Tests that depend on torch, with another version. A package index without NVIDIA's libraries (PIP_EXTRA_INDEX_URL)
+# saves gigabytes.
 TORCH ?= 2.13.0
 TORCH_ENV ?= .venv-torch/$(TORCH)
 TORCH_TESTS ?= tests/project/test_torch_names.py tests/project/test_api_names.py tests/planning tests/staging \
@@ -79,7 +80,7 @@ test-torch: export PYTHONDONTWRITEBYTECODE =
 test-torch: $(TORCH_ENV)/.installed
 	$(TORCH_ENV)/bin/python -m pytest $(WORKERS) -m "not exhaustive" $(TORCH_TESTS) $(PYTEST_ARGS)
 
-# setuptools as well is that version's to choose
+# torch chooses its own version of setuptools
 $(TORCH_ENV)/.installed: $(STAMP)
 	$(BIN)/python -m venv --without-pip $(TORCH_ENV)
 	grep -vE '^(torch|setuptools)==' constraints.txt > $(TORCH_ENV)/constraints.txt
@@ -87,7 +88,7 @@ $(TORCH_ENV)/.installed: $(STAMP)
 		torch==$(TORCH) --editable '.[dev]' --constraint $(TORCH_ENV)/constraints.txt
 	touch $@
 
-# Trainers that are too large to be beside the others, or cannot. The first call makes the environment.
+# Trainers too large for .venv, or in conflict with its packages. The first call creates the environment.
 TRAINER_ENV ?= .venv-trainers/$(TRAINER)
 TRAINER_PYTHON ?= $(if $(filter megatron,$(TRAINER)),python3.12,$(BIN)/python)
 TRAINER_EXTRAS = $(TRAINER)$(if $(filter ray,$(TRAINER)),$(comma)demo-s3)
@@ -106,8 +107,8 @@ $(TRAINER_ENV)/.installed: $(STAMP)
 		torch==$(TORCH) --editable '.[$(TRAINER_EXTRAS)]' $(TRAINER_TOOLS)
 	touch $@
 
-# Tests of the web pages need a browser, which is no package of Python: Debian's, where it may be installed. Without
-# it they fail, and say why.
+# Tests of the web pages need Chromium: install Debian's package where allowed. Without Chromium these tests fail with
+# the reason.
 browser:
 	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing Chromium for the tests of the web pages."; \
@@ -166,7 +167,7 @@ reference: $(STAMP)
 clean:
 	rm -rf .venv .venv-torch .venv-trainers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# On top of all that development needs, with the same torch.
+# The extra bench, added to dev with the same torch.
 $(BENCH_STAMP): $(STAMP)
 	@echo "Installing what [bench] of pyproject.toml lists."
 	$(PIP) install --editable '.[bench]' --constraint constraints.txt
@@ -175,7 +176,7 @@ $(BENCH_STAMP): $(STAMP)
 $(STAMP): EXTRA = dev
 $(DEMO_STAMP): EXTRA = $(DEMO)
 
-# Where the interpreter comes without ensurepip (Debian splits it off), its own pip installs into the venv.
+# An interpreter without ensurepip (a separate package on Debian) installs into the venv with its own pip.
 # The extra dev contains those of the demo.
 $(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt
 	@set -e; \
@@ -188,11 +189,11 @@ $(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt
 	done; \
 	if [ -z "$$python" ]; then \
 		echo "dcphub needs Python 3.11 or newer with venv and pip; tried: $(or $(PYTHON),$(PYTHONS))." >&2; \
-		echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+		echo "Install Python, or give its path: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 		exit 1; \
 	fi; \
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-		echo "Making .venv with $$("$$python" --version)."; \
+		echo "Creating .venv with $$("$$python" --version)."; \
 		"$$python" -m venv --clear .venv >/dev/null 2>&1 || { \
 			"$$python" -m venv --clear --without-pip .venv; \
 			"$$python" -m pip --python $(BIN)/python install --quiet pip; \
