@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from dcp import CheckpointManager, FileSystemWriter, PerRank
 from dcp.planners.flatten import flatten
 from dcp.storage.stores import Store, open_store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, StoreCall
 from dcp.storage.stores.objects.store import ObjectOptions
 from dcp.storage.stores.posix.store import PosixStore
 
@@ -309,7 +309,7 @@ def _stopping_store(checkpoint_id: str | os.PathLike[str], results: Path) -> Sto
         if step in ("write", "pwrite") and name.endswith(".distcp") and next(writes) == 2:
             _stop(results)
 
-    def before_part(operation: Operation) -> None:
+    def before_part(operation: StoreCall) -> None:
         if given[operation.name] >= ObjectOptions().part_bytes:
             while not store.traffic().get("put_part", 0):
                 time.sleep(0.01)

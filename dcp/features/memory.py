@@ -132,7 +132,7 @@ def _materialise(value: Any) -> Any:
 # -- memory with several names -------------------------------------------------------------------------------
 
 
-class _Shared(NamedTuple):
+class _SharedBox(NamedTuple):
     """A destination box that shares memory with ``fqns``, and its loaded copy.
 
     ``is_filled``: another entry loads the same elements.
@@ -157,7 +157,7 @@ class SharedMemory(LoadFeature):
     """Load shared memory into separate copies, compare them, and store the result."""
 
     name = "shared_memory"
-    _shared: Sequence[_Shared] = ()
+    _shared: Sequence[_SharedBox] = ()
 
     def boxes(
         self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
@@ -171,7 +171,7 @@ class SharedMemory(LoadFeature):
         groups = _groups(pieces, memory, held)
         if not groups:
             return memory
-        tensors, shared = list(memory.tensors), list[_Shared]()
+        tensors, shared = list(memory.tensors), list[_SharedBox]()
         order = np.argsort(pieces.dests, kind="stable")
         begins = np.searchsorted(pieces.dests[order], np.arange(len(tensors) + 1))
         for group in groups:
@@ -191,7 +191,7 @@ class SharedMemory(LoadFeature):
                     own, other = (
                         narrow(tensor.detach(), box.offsets, box.sizes) for tensor in (target, loaded)
                     )
-                    shared.append(_Shared(fqns, own, other, is_same))
+                    shared.append(_SharedBox(fqns, own, other, is_same))
         self._shared = shared
         return LocalMemory.of(tensors) if shared else memory
 

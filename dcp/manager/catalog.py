@@ -102,7 +102,7 @@ class CatalogRegistration:
 
 
 @dataclass(eq=False, slots=True)
-class _Note:
+class _Registration:
     """Note with the content ``body`` and the spool file ``name`` ("" in memory), to send when ``due``."""
 
     body: Mapping[str, Any]
@@ -130,11 +130,11 @@ class Registrar:
         self._run_url = run_url
         self._name_of = name_of
         self._changed = threading.Condition()
-        self._fresh: list[_Note] = []
+        self._fresh: list[_Registration] = []
         """Not on disk yet."""
         self._busy = True
         """True while notes of earlier processes are loaded or notes are written."""
-        self._due: dict[str, _Note] = {}
+        self._due: dict[str, _Registration] = {}
         """Notes by checkpoint in order of arrival; a later note replaces an earlier one."""
         self._closed = False
         self._down_seconds = 0.0
@@ -175,7 +175,7 @@ class Registrar:
         if save_id:
             body["save_id"] = save_id
         with self._changed:
-            self._fresh.append(_Note(body))
+            self._fresh.append(_Registration(body))
             del self._fresh[: -options.spool_notes]  # limits memory if the disk hangs
             self._changed.notify_all()
 
@@ -213,7 +213,7 @@ class Registrar:
     def _write(self) -> None:
         notes = self._loaded()
         while True:
-            moot: list[_Note] = []
+            moot: list[_Registration] = []
             with self._changed:
                 for note in notes:
                     moot += filter(None, [self._due.pop(note.key, None)])
@@ -233,7 +233,7 @@ class Registrar:
             for note in notes:
                 self._keep(note)
 
-    def _loaded(self) -> list[_Note]:
+    def _loaded(self) -> list[_Registration]:
         """Read notes of earlier processes, oldest first, and remove unreadable and excess notes."""
         found: list[str] = []
         with self._warned():
@@ -248,12 +248,12 @@ class Registrar:
             with suppress(OSError, ValueError, TypeError, LookupError, CheckpointError):
                 body = json.loads(self._spool.read(name, limit_bytes=_MAX_NOTE_BYTES))
                 if isinstance(body["key"], str):
-                    notes.append(_Note(body, name))
+                    notes.append(_Registration(body, name))
         for name in {*found} - {note.name for note in notes}:
             self._forget(name)
         return notes
 
-    def _keep(self, note: _Note) -> None:
+    def _keep(self, note: _Registration) -> None:
         """Write a note to disk if possible."""
         name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
         data = json.dumps(note.body).encode()
@@ -304,7 +304,7 @@ class Registrar:
                 self._run_url,
             )
 
-    def _next(self) -> _Note | None:
+    def _next(self) -> _Registration | None:
         """Wait for the next due note; None to end."""
         with self._changed:
             while not self._closed:
@@ -325,7 +325,7 @@ class Registrar:
             base_url=self._options.url, headers=headers, timeout=self._options.request_seconds
         )
 
-    def _is_dealt_with(self, client: httpx.Client, note: _Note) -> bool:
+    def _is_dealt_with(self, client: httpx.Client, note: _Registration) -> bool:
         """Send a note; return False to send the note again later."""
         import httpx
 
@@ -353,7 +353,7 @@ class Registrar:
         self._failed_in_a_row = 0
         return True
 
-    def _warn(self, note: _Note, warnings: list[str]) -> None:
+    def _warn(self, note: _Registration, warnings: list[str]) -> None:
         """Log each warning of the catalog once a day, and again if its text changes or it returns."""
         now, before = time.monotonic(), self._said
         self._said = {}

@@ -28,7 +28,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class StoreCall:
     """Logged call: ``number`` counts all operations from 1; ``size_bytes`` is set for transfers.
 
     ``op`` is the method name: make_root, list, stat, read, open_read, preadv, create, write, finish, abort,
@@ -57,7 +57,7 @@ class Fault:
     error: Exception | None = None
     torn_bytes: int = 0
     delay_seconds: float = 0.0
-    hook: Callable[[Operation], None] | None = None
+    hook: Callable[[StoreCall], None] | None = None
     flip_byte: int | None = None
 
 
@@ -85,7 +85,7 @@ class FaultInjectingStore(Store):
         self.inner = inner
         self.url = inner.url
         self.read_profile = inner.read_profile
-        self.log: list[Operation] = []
+        self.log: list[StoreCall] = []
         self._faults: list[Fault] = []
         self._seen: list[int] = []
         self._guard = threading.Lock()
@@ -151,10 +151,10 @@ class FaultInjectingStore(Store):
             self, self.inner.create(name, durable=durable, expected_bytes=expected_bytes, replace=replace)
         )
 
-    def _begin(self, op: str, name: str = "", size_bytes: int = 0) -> tuple[Operation, Sequence[Fault]]:
+    def _begin(self, op: str, name: str = "", size_bytes: int = 0) -> tuple[StoreCall, Sequence[Fault]]:
         """Log the operation and return the due faults."""
         with self._guard:
-            operation = Operation(len(self.log) + 1, op, name, size_bytes)
+            operation = StoreCall(len(self.log) + 1, op, name, size_bytes)
             self.log.append(operation)
             due = []
             for row, fault in enumerate(self._faults):
@@ -217,7 +217,7 @@ class _FaultyWriteHandle(WriteHandle):
         self._inner.abort()
 
 
-def _strike(operation: Operation, due: Sequence[Fault]) -> None:
+def _strike(operation: StoreCall, due: Sequence[Fault]) -> None:
     for fault in due:
         if fault.delay_seconds:
             time.sleep(fault.delay_seconds)

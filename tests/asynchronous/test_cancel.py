@@ -20,8 +20,8 @@ from tests.support.manager_runs import (
     Fault,
     FaultyWriter,
     Gate,
-    Operation,
     Recorder,
+    StoreCall,
     contents,
     manager_of,
     plain_writer,
@@ -45,7 +45,7 @@ class CancelAt:
         self.answers: list[bool] = []
         self._threads = ThreadPoolExecutor(2)
 
-    def __call__(self, operation: Operation) -> None:
+    def __call__(self, operation: StoreCall) -> None:
         """At the one operation."""
         if operation.number != self.number:
             return

@@ -15,7 +15,7 @@ import dcp
 from dcp.errors import CheckpointConflictError, CheckpointNotFoundError, StorageError
 from dcp.storage.stores import PosixStore, Store
 from tests.support.bad_mount import bad_mount
-from tests.support.faulty_store import Fault, FaultInjectingStore, Operation
+from tests.support.faulty_store import Fault, FaultInjectingStore, StoreCall
 from tests.support.lockless import ObjectModel
 
 MANIFEST, METADATA = "manifest.msgpack", ".metadata"
@@ -46,7 +46,7 @@ def test_the_replaced_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -
     _save(inner, 1)
     old, seen = {info.name for info in inner.list()}, list[tuple[int, bool]]()
 
-    def look(operation: Operation) -> None:
+    def look(operation: StoreCall) -> None:
         seen.append((_value(inner), old <= {info.name for info in inner.list()}))
 
     _save(FaultInjectingStore(inner, Fault("publish", name=MANIFEST, hook=look)), 2)
@@ -70,7 +70,7 @@ def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
     for name in ("__0_0.0a1b2c3d.distcp", "__7_1.0a1b2c3e.distcp", "a user's own"):
         model.create(name, durable=False)
 
-    def begin(operation: Operation) -> None:
+    def begin(operation: StoreCall) -> None:
         model.create("__0_0.0a1b2c3f.distcp", durable=False)
 
     _save(FaultInjectingStore(model, Fault("publish", name=MANIFEST, hook=begin)), 1)
@@ -114,7 +114,7 @@ def test_a_commit_demands_its_data_files(tmp_path: Path) -> None:
     """A clean-up, or another save, took them for remains: nothing is committed, and it says so."""
     inner = PosixStore(tmp_path)
 
-    def clean_up(operation: Operation) -> None:
+    def clean_up(operation: StoreCall) -> None:
         for info in inner.list():
             inner.delete(info.name)
 

@@ -21,7 +21,7 @@ from tests.support.fault_doors import (
     Fault,
     FaultInjectingStore,
     OpenWithFaults,
-    Operation,
+    StoreCall,
     findings,
 )
 from tests.support.versions import (
@@ -56,7 +56,7 @@ class Attempt:
     """One save with one fault: what was raised, if anything, and the operation that failed."""
 
     error: BaseException | None
-    operation: Operation | None
+    operation: StoreCall | None
 
     @property
     def committed(self) -> bool:
@@ -81,7 +81,7 @@ def _attempt(folder: Path, fault: Fault) -> Attempt:
     return Attempt(error, opener.log[at - 1] if len(opener.log) >= at else None)
 
 
-def _operations(folder: Path) -> list[Operation]:
+def _operations(folder: Path) -> list[StoreCall]:
     opener = OpenWithFaults()
     writer = dcp.FileSystemWriter(folder, open_store=opener)
     dcp.save(version_state(NEW), storage_writer=writer, no_dist=True)
@@ -136,7 +136,7 @@ def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
     """Keeps the old checkpoint and no new file, or says that the new one is committed."""
     injected, expected = ERRORS[kind]
 
-    def hook(operation: Operation) -> None:
+    def hook(operation: StoreCall) -> None:
         raise injected
 
     made = _attempts(tmp_path, before, lambda number: Fault(at=number, hook=hook))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import dcp
 from dcp.errors import StorageError, StorageFullError
-from tests.support.fault_doors import Fault, OpenWithFaults, Operation
+from tests.support.fault_doors import Fault, OpenWithFaults, StoreCall
 from tests.support.rank_acts import act_in_phase
 from tests.support.ranks import run_ranks
 from tests.support.versions import (
@@ -61,7 +61,7 @@ def _tell(value: Any) -> list[Any]:
     return values
 
 
-def _faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[Operation]]:
+def _faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Raised | None, list[StoreCall]]:
     opener = OpenWithFaults(*faults)
     writer = dcp.FileSystemWriter(folder, open_store=opener)
     state, more = version_state(NEW), {"planner": planner, "timeout_seconds": TIMEOUT_SECONDS}
@@ -130,7 +130,7 @@ def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
 
 
 def _interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any:
-    def interrupt(operation: Operation) -> None:
+    def interrupt(operation: StoreCall) -> None:
         raise KeyboardInterrupt
 
     faults = [Fault("write", hook=interrupt)] if rank == who else []

@@ -20,7 +20,7 @@ import dcp
 from dcp.staging import DefaultStager, StagedState
 from dcp.storage.stores import PosixStore, Store
 from tests.support.crashes import Ending, Group, in_lab, kill_rank, run_groups, wait_for_end
-from tests.support.fault_doors import NOTES_NAME, Fault, FaultInjectingStore, Operation, findings
+from tests.support.fault_doors import NOTES_NAME, Fault, FaultInjectingStore, StoreCall, findings
 from tests.support.processes import open_files
 from tests.support.rank_acts import Acting
 from tests.support.values import leaves
@@ -246,7 +246,7 @@ def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Pat
 # -- writer processes ----------------------------------------------------------------------------------------
 
 
-def _strike(operation: Operation) -> None:
+def _strike(operation: StoreCall) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -19,7 +19,7 @@ from dcp.errors import (
     ReplicaMismatchError,
 )
 from dcp.storage.stores import PosixStore
-from tests.support.faulty_store import Fault, FaultInjectingStore, Operation
+from tests.support.faulty_store import Fault, FaultInjectingStore, StoreCall
 from tests.support.ranks import run_ranks
 
 MANIFEST, METADATA = "manifest.msgpack", ".metadata"
@@ -157,7 +157,7 @@ def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path, name: str)
     folder = tmp_path / "x"
     save(folder, 1)
 
-    def overtake(operation: Operation) -> None:
+    def overtake(operation: StoreCall) -> None:
         save(folder, 2)
 
     asked = {MANIFEST: "read", METADATA: "open_read"}[name]

@@ -16,8 +16,8 @@ import torch
 import dcp
 from dcp.errors import StorageError
 from tests.support.manager_runs import (
-    Operation,
     Recorder,
+    StoreCall,
     data_files,
     loaded_step,
     manager_of,
@@ -179,7 +179,7 @@ def test_saves_by_the_clock_go_by_rank_0(tmp_path: Path) -> None:
 def _failing_on(rank: int, failing_rank: int, times: int) -> Callable[[str], dcp.FileSystemWriter]:
     calls = [0]
 
-    def fail(operation: Operation) -> None:
+    def fail(operation: StoreCall) -> None:
         calls[0] += 1
         if rank == failing_rank and calls[0] <= times:
             raise StorageError("injected: the disk of this rank is away", path=operation.name, op="create")
@@ -241,7 +241,7 @@ def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
 
 
 def _damaged(rank: int, world_size: int, root: str) -> str:
-    def lose(_: Operation) -> None:
+    def lose(_: StoreCall) -> None:
         for file in data_files(Path(root) / "step-00000001"):
             truncate(file)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.crashes import Child, in_lab
-from tests.support.fault_doors import METADATA_NAME, Fault, Operation
+from tests.support.fault_doors import METADATA_NAME, Fault, StoreCall
 from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import ABSENT
@@ -25,7 +25,7 @@ MIB = 1 << 18
 """Elements of four bytes."""
 
 
-def _kill(operation: Operation) -> None:
+def _kill(operation: StoreCall) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

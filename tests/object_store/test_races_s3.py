@@ -11,7 +11,7 @@ import pytest
 
 from dcp.errors import CheckpointConflictError
 from tests.support.crashes import Child, in_lab
-from tests.support.fault_doors import METADATA_NAME, Fault, Operation
+from tests.support.fault_doors import METADATA_NAME, Fault, StoreCall
 from tests.support.s3 import S3Server
 from tests.support.s3_versions import CLEAN, Place
 from tests.support.versions import ABSENT
@@ -41,10 +41,10 @@ def _meet(barrier: Barrier) -> None:
     barrier.wait(240)
 
 
-def _once(act: Callable[[], object]) -> Callable[[Operation], None]:
+def _once(act: Callable[[], object]) -> Callable[[StoreCall], None]:
     done: list[bool] = []
 
-    def hook(operation: Operation) -> None:
+    def hook(operation: StoreCall) -> None:
         if not done:
             done.append(True)
             act()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import dcp
 from dcp.storage.stores import PosixStore, Store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, StoreCall
 
 __all__ = ["FileGate", "NotedPids", "gated_writer", "slow_writer"]
 
@@ -23,7 +23,7 @@ class FileGate:
 
     path: Path
 
-    def __call__(self, _: Operation) -> None:
+    def __call__(self, _: StoreCall) -> None:
         """Say that it was reached, and wait."""
         self._reached.touch()
         _wait_for(self.path)

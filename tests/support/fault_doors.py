@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.stores import Store, open_store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, StoreCall
 from tests.support.command import Outcome, run
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "Fault",
     "FaultInjectingStore",
     "OpenWithFaults",
-    "Operation",
     "Outcome",
+    "StoreCall",
     "findings",
     "given",
     "run",
@@ -65,6 +65,6 @@ class OpenWithFaults:
         return self.store
 
     @property
-    def log(self) -> list[Operation]:
+    def log(self) -> list[StoreCall]:
         """The requests to the store."""
         return [] if self.store is None else self.store.log

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from dcp.storage.errors import CheckpointConflictError, StorageError
 from dcp.storage.stores.base import ANY, Buffer, Expected, Store, Version, WriteHandle, byte_view
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, StoreCall
 from dcp.storage.stores.memory import MemoryStore
 
 __all__ = ["ObjectModel", "Outcome", "Stopped", "by_plan", "run_in_turns"]
@@ -121,7 +121,7 @@ class Outcome(Generic[T]):
 
     value: T | None = None
     error: BaseException | None = None
-    log: Sequence[Operation] = ()
+    log: Sequence[StoreCall] = ()
 
 
 class _ComparesBefore(FaultInjectingStore):
@@ -164,7 +164,7 @@ class _Actor(Generic[T]):
         self.is_done = True
         self._parked.release()
 
-    def _await_turn(self, operation: Operation) -> None:
+    def _await_turn(self, operation: StoreCall) -> None:
         if self._dies_at is not None and operation.number > self._dies_at:
             raise Stopped
         self._parked.release()

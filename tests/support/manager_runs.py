@@ -16,7 +16,7 @@ import dcp
 from dcp.errors import StorageError
 from dcp.manager.events import Event
 from dcp.storage.stores import Capabilities, FileInfo, PosixStore, Store, StoreType, register_store
-from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
+from dcp.storage.stores.faults import Fault, FaultInjectingStore, StoreCall
 
 __all__ = [
     "MODES",
@@ -26,8 +26,8 @@ __all__ = [
     "Fault",
     "FaultyWriter",
     "Gate",
-    "Operation",
     "Recorder",
+    "StoreCall",
     "WatchedRoot",
     "contents",
     "damage",
@@ -183,7 +183,7 @@ class FaultyWriter:
         return FaultInjectingStore(PosixStore(path), *self.faults)
 
 
-def writer_with(hook: Callable[[Operation], None], op: str = "publish", name: str = MANIFEST) -> Writer:
+def writer_with(hook: Callable[[StoreCall], None], op: str = "publish", name: str = MANIFEST) -> Writer:
     """Writers that call ``hook`` before the operations of a kind; by default before each commit."""
     return FaultyWriter([Fault(op, name=name, onwards=True, hook=hook)])
 
@@ -195,7 +195,7 @@ class Failing:
         self.times = times
         self.calls = 0
 
-    def __call__(self, operation: Operation) -> None:
+    def __call__(self, operation: StoreCall) -> None:
         """Fail, or count."""
         self.calls += 1
         if self.times is None or self.calls <= self.times:

@@ -341,7 +341,7 @@ class Readable:
             yield
 
 
-class _Shared:
+class _ProcessState:
     """State shared by byte requests of one process."""
 
     def __init__(self, service: Service) -> None:
@@ -352,7 +352,7 @@ class _Shared:
 
 def streams_of(service: Service) -> Streams:
     """Return the downloads of this process."""
-    return service.own(_Shared).streams
+    return service.own(_ProcessState).streams
 
 
 class Data:
@@ -361,7 +361,7 @@ class Data:
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service
         self._caller = caller
-        self._shared = service.own(_Shared)
+        self._shared = service.own(_ProcessState)
 
     @property
     def streams(self) -> Streams:

@@ -131,7 +131,7 @@ _PARTS: Final[WeakSet[Part]] = WeakSet()
 
 
 @dataclass
-class Shared:
+class SharedClient:
     """Client and request threads shared by stores of a place.
 
     ``heeds_conditions``: result of the probe for creation (True) and replacement (False), run by one thread
@@ -162,8 +162,8 @@ _KEPT_PLACES: Final = 4
 """Number of unused places whose clients are kept for the next step of a run."""
 
 _Key = tuple[int, str]
-_ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
-_KEPT: Final[OrderedDict[_Key, Shared]] = OrderedDict()
+_ALIVE: Final[WeakValueDictionary[_Key, SharedClient]] = WeakValueDictionary()
+_KEPT: Final[OrderedDict[_Key, SharedClient]] = OrderedDict()
 _guard = threading.RLock()  # garbage collection may run code that opens a store
 
 
@@ -217,7 +217,7 @@ class ObjectStore(Store):
         self.options = ObjectOptions(**{name: self._filesystem_options.pop(name) for name in names})
         self.place = place
         self.requests = Requests(self.url, place, self.options.retry_seconds)
-        self._found: tuple[int, Shared | None] = 0, None
+        self._found: tuple[int, SharedClient | None] = 0, None
         self.read_profile = ReadProfile(
             threads=self.options.concurrency,
             # Each request costs time at both ends, and for a gigabyte there are as many as threads still.
@@ -398,7 +398,7 @@ class ObjectStore(Store):
 
     # -- within ----------------------------------------------------------------------------------------------
 
-    def shared(self) -> Shared:
+    def shared(self) -> SharedClient:
         """Return the client of this place and these options in this process."""
         pid, found = self._found
         if found is not None and pid == os.getpid():
@@ -410,7 +410,7 @@ class ObjectStore(Store):
             if found is None:
                 client, concurrency = self._make_client()
                 threads = ThreadPoolExecutor(concurrency, thread_name_prefix="dcp-object")
-                found = _ALIVE[key] = Shared(client, self.options, threads)
+                found = _ALIVE[key] = SharedClient(client, self.options, threads)
             _KEPT[key] = found
             _KEPT.move_to_end(key)
             while len(_KEPT) > _KEPT_PLACES:
