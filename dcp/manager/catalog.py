@@ -103,7 +103,9 @@ class CatalogRegistration:
 
 @dataclass(eq=False, slots=True)
 class _Registration:
-    """Note with the content ``body`` and the spool file ``name`` ("" in memory), to send when ``due``."""
+    """Registration of a commit or deletion: ``body`` is sent when ``due``; ``name`` is its spool file ("" in
+    memory).
+    """
 
     body: Mapping[str, Any]
     name: str = ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
@@ -74,6 +75,37 @@ _AFTER_COMMIT_SECONDS = 5.0
 
 OnFailure = Literal["warn", "raise"]
 _CHOICES = {"mode": Mode, "when_busy": WhenBusy, "on_failure": OnFailure, "verify_saved": Check}
+
+
+def _check_choices(**given: object) -> None:
+    """Raise OptionError for an option with a value that its Literal does not list."""
+    for option, value in given.items():
+        if value not in (choices := get_args(_CHOICES[option])):
+            known = ", ".join(map(repr, choices))
+            raise OptionError(f"{option} must be one of {known}, not {value!r}")
+
+
+def _check_parts(writer: object, stager: object, keep: object) -> None:
+    """Raise OptionError for a writer, stager or retention that cannot be used as one."""
+    if not callable(writer):
+        raise OptionError(
+            f"writer must be a function that takes a path and returns a storage writer, such as "
+            f"partial(dcp.FileSystemWriter, sync_files=False), not {writer!r}"
+        )
+    if stager is not None and not callable(getattr(stager, "stage", None)):
+        raise OptionError(f"stager must have a method stage(), as dcp.staging.DefaultStager, not {stager!r}")
+    if keep is not None and not isinstance(keep, Retention):
+        raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
+
+
+def _check_root(path: Path | None) -> None:
+    """Raise StorageError if the local ``path`` of a run is a file."""
+    if path is None:
+        return
+    with storage_step(None, "stat", path):
+        is_file = path.is_file()
+    if is_file:
+        raise StorageError(f"{path} is not a folder, so no checkpoint can be stored in it")
 
 
 def _call_off(session: weakref.ref[LoopSession | AsyncSession]) -> None:
@@ -226,31 +258,13 @@ class CheckpointManager:
                 retries=retries,
                 retry_pause_seconds=retry_pause_seconds,
             )
-            for option, choices in _CHOICES.items():
-                if (given := {**alike, "verify_saved": verify_saved}[option]) not in get_args(choices):
-                    known = ", ".join(repr(choice) for choice in get_args(choices))
-                    raise OptionError(f"{option} must be one of {known}, not {given!r}")
-            if not callable(self._make_writer):
-                raise OptionError(
-                    f"writer must be a function that takes a path and returns a storage writer, such as "
-                    f"partial(dcp.FileSystemWriter, sync_files=False), not {writer!r}"
-                )
-            if stager is not None and not callable(getattr(stager, "stage", None)):
-                raise OptionError(
-                    f"stager must have a method stage(), as dcp.staging.DefaultStager, not {stager!r}"
-                )
-            if keep is not None and not isinstance(keep, Retention):
-                raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
+            _check_choices(mode=mode, when_busy=when_busy, on_failure=on_failure, verify_saved=verify_saved)
+            _check_parts(self._make_writer, stager, keep)
             weight_map = None if map is None else WeightMap.of(map)  # a file is read once
             notices = Notices(grace_seconds, handle_sigterm=handle_sigterm)
             self._opener = OpenWith(storage_options)
             self._folders = StepFolders(root, name, open_store=self._opener)
-            place = self._folders.root.local_path
-            if place is not None:
-                with storage_step(None, "stat", place):
-                    is_file = place.is_file()
-                if is_file:
-                    raise StorageError(f"{place} is not a folder, so no checkpoint can be stored in it")
+            _check_root(self._folders.root.local_path)
             registration = registration_of(catalog)
         if weight_map is not None:
             alike["map"] = weight_map.mark
