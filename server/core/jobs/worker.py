@@ -54,6 +54,7 @@ from dcp.server.core.security.accounts import NO_ROLES, RoleSettings
 from dcp.server.core.security.callers import Callers
 from dcp.server.core.security.principal import account_of
 from dcp.server.core.settings import Settings
+from dcp.server.database import migrations
 from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
 from dcp.server.records.jobs import Job, JobFailure
@@ -65,6 +66,7 @@ _MOST_PAUSE_SECONDS: Final = 0.1
 _TRANSACTION_CHARACTERS: Final = 1 << 17  # of a plan; takes hundredths of a second
 _PROGRESS_SECONDS: Final = 1.0
 _SWEEP_SECONDS: Final = 2.0
+_TABLES_SECONDS: Final = 2.0
 _log = structlog.get_logger(__name__)
 
 
@@ -137,10 +139,15 @@ class Worker:
         self._next_progress = 0.0
 
     def run(self, stop: threading.Event) -> None:
-        """Run until ``stop`` is set. Running work may finish for a while, and is then released."""
+        """Run until ``stop`` is set, from the time when the database has all tables.
+
+        Running work may finish for a while, and is then released.
+        """
         _log.info("worker started", owner=self.owner, executor=self._settings.executor)
         threading.Thread(target=self._wake_at, args=(stop,), name="dcp-worker-stop", daemon=True).start()
         try:
+            while not stop.is_set() and not self._has_tables():
+                self._wake.wait(_TABLES_SECONDS)
             while not stop.is_set():
                 self._step(
                     self._note_offer, self._expire, self._scheduler.tick, self._look, self._settle, self._fill
@@ -164,7 +171,22 @@ class Worker:
                 problem = str(error)
             except Exception:  # noqa: BLE001 - whatever it is, the worker continues and its leases are kept
                 _log.exception("worker failed in a step", part=part.__name__)
-        if problem != self._problem:  # log once, not with every step
+        self._note_problem(problem)
+
+    def _has_tables(self) -> bool:
+        """Return whether the database has the tables of this version, which an operator may create later."""
+        problem = None
+        try:
+            if migrations.is_pending(self._database):
+                problem = "the database lacks the tables of this version: back it up and run dcp db upgrade"
+        except (DatabaseUnavailableError, migrations.UnknownRevisionError) as error:
+            problem = str(error)
+        self._note_problem(problem)
+        return problem is None
+
+    def _note_problem(self, problem: str | None) -> None:
+        """Log a change of the database's state once, not with every step."""
+        if problem != self._problem:
             self._problem = problem
             _log.warning("database unavailable" if problem else "database available", error=problem)
 

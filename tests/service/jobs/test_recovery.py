@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import dcp
+from tests.support.command import run as command
 from tests.support.databases import MakeDatabase
 from tests.support.forking import forkserver_context
 from tests.support.hard_kinds import serve
@@ -139,6 +142,18 @@ def test_a_lease_is_renewed_for_as_long_as_the_task_takes(database: Database, tm
         assert wait_for_end(database, job_id).state == "succeeded"
     (task,) = tasks_of(database, job_id)
     assert task.attempt <= 1, "1 on a machine that is very slow"
+
+
+def test_a_worker_waits_for_the_tables(empty_database: Database, tmp_path: Path) -> None:
+    """Names the remedy once, fails in no step meanwhile, and begins when an operator has made the tables."""
+    settings = job_settings(empty_database, tmp_path)
+    with capture_logs() as logs, working(settings):
+        time.sleep(3.0)  # it has looked twice
+        command("db", "upgrade", "--database", settings.database_url.get_secret_value())
+        job_id = put(empty_database, tmp_path, "write")
+        assert wait_for_end(empty_database, job_id).state == "succeeded"
+    first, second = (one["error"] for one in logs if one["log_level"] != "info")
+    assert "run dcp db upgrade" in first and second is None
 
 
 # -- conversions ---------------------------------------------------------------------------------------------
