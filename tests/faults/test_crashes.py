@@ -1,4 +1,5 @@
-"""SIGKILL before every single step that a save, a deletion or a drop takes: all of the old, or of the new."""
+"""SIGKILL before each step of a save, a deletion or a prune: readers find all of the old state or all of the
+new."""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ STEP = 7
 FOLDER = f"step-{STEP:08d}"
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
 LARGE = (4 << 20) + 1000
-"""Elements of 4 bytes: more than two of the buffers that a background thread writes."""
+"""Number of 4-byte elements: more than two buffers of a background writer thread."""
 
 Seen = int | str
 
 
 def turns_once(seen: list[Seen], old: Seen, new: Seen) -> int:
-    """The first row that is ``new``, where all before it are ``old`` and all others ``new``."""
+    """Return the index of the first ``new``. Assert that all before are ``old`` and all after are ``new``."""
     turn = seen.index(new) if new in seen else len(seen)
     assert seen == [old] * turn + [new] * (len(seen) - turn)
     return turn
@@ -84,7 +85,7 @@ def _save_observed(folder: Path, observe: Any, *, how: str, large: int = 0) -> N
 
 
 def half_published(folder: Path) -> None:
-    """A folder as a save leaves it that was killed between its manifest and its `.metadata`."""
+    """Run a save that is killed between the manifest and `.metadata`."""
     save_version(folder, 4)
 
     def observe(op: str, name: str) -> None:
@@ -96,7 +97,8 @@ def half_published(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is there before, and how it is replaced. ``old`` and ``old_stock`` are what dcp and stock see."""
+    """A save over an existing state. ``old`` and ``old_stock`` are the versions that dcp and stock torch see
+    before."""
 
     how: str
     before: Callable[[Path], None] | None = None
@@ -108,7 +110,7 @@ class Scenario:
 
 
 def ours(**options: Any) -> Callable[[Path], None]:
-    """Version OLD, saved by dcp."""
+    """Return a function that saves version OLD with dcp."""
     return partial(save_version, version=OLD, **options)
 
 
@@ -132,12 +134,13 @@ SAVES = {
     "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
 }
 OFTEN = {"over stock", "over a killed save"}
-"""What each of the others combines, these have."""
+"""Scenarios of each test run: together they have every feature of the exhaustive scenarios."""
 
 
 @dataclass
 class Crash:
-    """What one kill left: who sees which version, what is damaged, and how the next save went."""
+    """State after one kill: the versions that readers see, findings of `verify`, and the result of the next
+    save."""
 
     killed: bool
     dcp: Seen
@@ -149,7 +152,7 @@ class Crash:
 
 
 def every_crash(root: Path, name: str) -> list[Crash]:
-    """Kill the save of a scenario before its first step, its second, and so on until it gets through."""
+    """Kill the save of a scenario before the first step, the second, ... until a save completes."""
     scenario = SAVES[name]
     if scenario.before is not None:
         scenario.before(root / "before")
@@ -165,8 +168,8 @@ def every_crash(root: Path, name: str) -> list[Crash]:
 
 
 def what_is_left(folder: Path) -> Any:
-    """The same for two crashes between which nothing happened that anybody could see: files that say what is
-    committed by their bytes, the others by their kind and size."""
+    """Return a key that is equal for equivalent crashes: manifest and `.metadata` by their bytes, data files
+    by suffix and size."""
     files = folder.iterdir() if folder.exists() else ()
     committed = (MANIFEST_NAME, METADATA_NAME)
     return frozenset(
@@ -178,7 +181,7 @@ def what_is_left(folder: Path) -> Any:
 
 
 def look(scenario: Scenario, folder: Path) -> Crash:
-    """Load by dcp and by stock torch, verify, save again and look once more."""
+    """Load with dcp and with stock torch, verify, save again, and check once more."""
     large = scenario.large
     seen, stock = seen_by_dcp(folder, large=large), seen_by_stock(folder, large=large)
     crash = Crash(False, seen, stock, findings(folder) if seen != ABSENT else set())
@@ -192,8 +195,8 @@ def look(scenario: Scenario, folder: Path) -> Crash:
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES]
 )
 def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
-    """Keeps the old version until one step and has the new one after it, whole, for dcp and for stock; the
-    next save commits, and leaves nothing else there."""
+    """Readers, dcp and stock torch, see the whole old version up to one step and the whole new version
+    afterwards. The next save commits and removes all leftovers."""
     scenario, crashes = SAVES[name], in_lab(every_crash, tmp_path, name)
     assert len(crashes) > scenario.least_steps
     assert _all_but_the_last([crash.killed for crash in crashes])
@@ -222,7 +225,7 @@ def _with_strays(folder: Path) -> None:
 
 
 def noted(folder: Path) -> None:
-    """Version OLD with notes, which the deletion's own are added to."""
+    """Save version OLD with an existing notes file, to which the deletion adds a note."""
     save_version(folder, OLD)
     with dcp.CheckpointManager(folder.parent, no_dist=True) as manager:
         manager.pin(STEP)
@@ -237,12 +240,12 @@ DELETIONS: dict[str, tuple[Callable[[Path], None], bool]] = {
     "strays": (_with_strays, True),
     "noted": (noted, True),
 }
-"""What is to be deleted, and whether stock sees it before."""
+"""Function that makes the checkpoint to delete, and whether stock torch can read the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Deletion:
-    """What one kill left, what the next run found and left, and what a save in its place became."""
+    """State after one kill, after the next run, and after a save of the same step."""
 
     killed: bool
     dcp: Seen
@@ -260,22 +263,22 @@ def _delete(root: Path, observe: Callable[[str, str], None]) -> None:
 
 
 def every_deletion(base: Path, name: str) -> list[Deletion]:
-    """Kill the deletion before its first step, its second, and so on until it gets through."""
+    """Kill the deletion before the first step, the second, ... until a deletion completes."""
     DELETIONS[name][0](base / "template" / FOLDER)
     return kill_at_each_step(base / "template", base, _delete, look_at_deletion)
 
 
 def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
-    """Load, verify and list; then go on with the run in one copy, and save over it in another."""
+    """Load, verify and list. Then continue the run in one copy, and save the same step in another copy."""
     folder, copy = root / FOLDER, root.with_name(f"{root.name}-save")
     seen, stock = seen_by_dcp(folder), seen_by_stock(folder)
     sound = seen == ABSENT or findings(folder) <= HARMLESS
     copy_folder(root, copy)
     if folder.exists():
-        os.utime(folder, (1, 1))  # an empty one goes a day later
+        os.utime(folder, (1, 1))  # an empty folder is removed only after a day
     with dcp.CheckpointManager(root, no_dist=True) as manager:
         steps = manager.all_steps()
-        manager.save(STEP + 1, {"n": 1}, force=True)  # the first save of a run finishes what was cut off
+        manager.save(STEP + 1, {"n": 1}, force=True)  # the first save completes cut-off deletions
     left = names_in(folder) or ["."] * folder.exists()
     with dcp.CheckpointManager(copy, no_dist=True) as manager:
         manager.save(STEP, version_state(NEW), force=True)
@@ -294,7 +297,8 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
     [pytest.param(name, marks=() if name == "strays" else pytest.mark.exhaustive) for name in DELETIONS],
 )
 def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
-    """Leaves the checkpoint whole until one step and gone after it; the next run finishes it, or saves."""
+    """The checkpoint is whole up to one step and gone afterwards. The next run completes the deletion, or
+    saves."""
     crashes: list[Deletion] = in_lab(every_deletion, tmp_path, name)
     assert _all_but_the_last([crash.killed for crash in crashes])
     cut = turns_once([crash.dcp for crash in crashes], OLD, ABSENT)
@@ -303,7 +307,7 @@ def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path,
     for crash in crashes:
         assert crash.sound, crash
         assert crash.steps == ([STEP] if MANIFEST_NAME in crash.left or METADATA_NAME in crash.left else [])
-        assert crash.steps or crash.left == [], crash  # what has begun is ended
+        assert crash.steps or crash.left == [], crash  # a deletion that began is completed
         assert crash.steps == [] or crash.dcp == OLD, crash
         assert crash.saved == (NEW, NEW, [STEP], True, CLEAN), crash
     assert (crashes[0].steps, crashes[-1].left) == ([STEP], [])
@@ -324,14 +328,15 @@ DROPS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], bool]] = {
     "stock over ours": (_by_us_and_then_stock, ("--rewrite",), True),
     "bare": (partial(save_apart, torch_compatible=False), (), False),
 }
-"""What it is dropped from, the command's options, and whether stock sees it."""
+"""Function that makes the checkpoint, options of the command, and whether stock torch can read the
+checkpoint."""
 
 WHOLE, LESS = "whole", "weights"
 
 
 @dataclass(frozen=True)
 class Drop:
-    """What one kill left, what a second drop made of it, and a clean-up a day later."""
+    """State after one kill, after a second prune, and after a clean-up one day later."""
 
     killed: bool
     dcp: str
@@ -347,7 +352,7 @@ def _drop(folder: Path, observe: Callable[[str, str], None], *, options: tuple[s
 
 
 def every_drop(base: Path, name: str) -> list[Drop]:
-    """Kill the drop before its first step, its second, and so on until it gets through."""
+    """Kill the prune before the first step, the second, ... until a prune completes."""
     before, options, has_stock = DROPS[name]
     before(base / "template")
     look = partial(look_at_drop, options=options, has_stock=has_stock)
@@ -355,7 +360,7 @@ def every_drop(base: Path, name: str) -> list[Drop]:
 
 
 def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, ...], has_stock: bool) -> Drop:
-    """Load and verify; drop again in one copy, and a day later clean up in another."""
+    """Load and verify. Prune again in one copy, and run a clean-up one day later in another copy."""
 
     def seen(place: Path) -> tuple[str, str]:
         return parts_there(place), stock_sees(place) if has_stock else ""
@@ -386,11 +391,12 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
     ],
 )
 def test_a_drop_killed_before_any_step_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
-    """Leaves all until one step and the weights after it; a second drop, and a clean-up, end the work."""
+    """Readers see all parts up to one step and only the weights afterwards. A second prune or a clean-up
+    completes the work."""
     crashes: list[Drop] = in_lab(every_drop, tmp_path, name)
     assert _all_but_the_last([crash.killed for crash in crashes])
     assert 0 < turns_once([crash.dcp for crash in crashes], WHOLE, LESS) < len(crashes) - 1
-    if DROPS[name][2]:  # which has a step of its own
+    if DROPS[name][2]:  # stock torch switches at a different step
         turns_once([crash.stock for crash in crashes], WHOLE, LESS)
     for crash in crashes:
         assert crash.sound, crash

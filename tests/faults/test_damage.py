@@ -1,4 +1,5 @@
-"""Damage to the files of a checkpoint: a load gives the right bytes or a typed error, never other bytes."""
+"""Damaged files of a checkpoint: a load returns the saved bytes or raises a typed error, never other
+bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.support.versions import save_version, seen_by_dcp
 
 TYPED = (CorruptCheckpointError, CheckpointFormatError, PlanError)
 LARGE = 3 << 18
-"""Elements of 4 bytes, of three blocks that have checksums of their own."""
+"""Number of 4-byte elements: three blocks, each with its own checksum."""
 
 
 def _contents(factor: int = 1) -> dict[str, Any]:
@@ -64,8 +65,8 @@ SAVES: dict[str, Callable[[Path], None]] = {
 
 
 def test_a_lost_manifest_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Stock's file of the save is read in its place, which has less; of a checkpoint of stock's own nothing
-    is said."""
+    """A load logs a warning if the manifest of a dcp save is missing and it reads the less complete
+    `.metadata`. A checkpoint of stock torch gives no warning."""
     for kind, said in (("ours", False), ("stock", False), ("without manifest", True)):
         SAVES[kind](tmp_path / kind)
         caplog.clear()
@@ -75,7 +76,7 @@ def test_a_lost_manifest_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 @dataclass
 class Tally:
-    """What loads of damaged checkpoints gave, and what `verify` said where a load gave an error."""
+    """Counts of the results of loads from damaged checkpoints, and of the damage that `verify` missed."""
 
     loads: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Tally:
     unnoticed: list[str] = field(default_factory=list)
 
     def look(self, folder: Path, what: str) -> None:
-        """Load and verify."""
+        """Load and verify, and count the result."""
         state = _contents(0)
         try:
             dcp.load(state, checkpoint_id=folder, no_dist=True)
@@ -104,7 +105,8 @@ def _passes(folder: Path) -> bool:
 
 
 def flip_everywhere(folder: Path, step: int, seed: int) -> dict[str, Tally]:
-    """Flip one random bit in every ``step``-th byte of each file; tallies by kind of file."""
+    """Flip one random bit in every ``step``-th byte of each file, and return a tally for each kind of
+    file."""
     generator = random.Random(seed)
     tallies: dict[str, Tally] = {"data": Tally(), "manifest.msgpack": Tally(), ".metadata": Tally()}
     for path in sorted(folder.iterdir()):
@@ -118,7 +120,8 @@ def flip_everywhere(folder: Path, step: int, seed: int) -> dict[str, Tally]:
 
 
 def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
-    """Nothing wrong, nothing untyped; and what our checksums cover is noticed by `verify` as well."""
+    """Assert that no load returned wrong bytes or an untyped error, and that `verify` found all damage under
+    checksums."""
     for tally in tallies.values():
         assert tally.wrong == []
         assert tally.untyped == []
@@ -130,8 +133,8 @@ def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
     if kind in ("ours", "bare", "file per tensor"):
         assert data.unnoticed == manifest.unnoticed == metadata.unnoticed == []
     else:
-        # Foreign formats have no checksum over names and zip headers. What torch's zip reader refuses there
-        # is an error of the load that says so; payloads and values are checked by both.
+        # Names and zip headers of foreign formats have no checksum. A load raises what torch's zip reader
+        # refuses; both load and verify check payloads and values.
         assert [what for what in data.unnoticed if "object" not in what] == []
         assert len(data.unnoticed) < 0.05 * sum(data.loads.values())
 
@@ -139,13 +142,15 @@ def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
 @pytest.mark.parametrize("step", [131, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_flipped_bit_never_gives_other_bytes(tmp_path: Path, kind: str, step: int) -> None:
-    """Gives the same bytes or a typed error, for a bit anywhere in any file, and verify finds it."""
+    """With one bit flipped, anywhere in any file, a load returns the saved bytes or a typed error; verify
+    finds it."""
     SAVES[kind](tmp_path / "x")
     check_tallies(kind, flip_everywhere(tmp_path / "x", step, 1))
 
 
 def regions(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """(what, file, offset) of the first, a middle and the last byte of each region of each record."""
+    """Return (description, file, offset) of the first, a middle and the last byte of each region of each
+    record."""
     index = dcp.open_index(folder)
     for chunk in range(index.chunk_count):
         name = index.files[int(index.chunk_files[chunk])]
@@ -176,8 +181,8 @@ def _flip(path: Path, offset: int, mask: int = 0x10) -> None:
 
 
 def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
-    """A flip in a payload or value is refused by the load; one in a zip header, which dcp does not need, by
-    verify."""
+    """A load refuses a flipped bit in a payload or value. verify finds a flipped bit in a zip header, which
+    dcp does not need."""
     folder = tmp_path / "x"
     save_version(folder, 1, large=LARGE)
     seen: Counter[str] = Counter()
@@ -195,7 +200,7 @@ def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
 
 
 def interesting_sizes(folder: Path, path: Path) -> list[int]:
-    """Sizes at and around the boundaries of records and payloads, and some between."""
+    """Return sizes at and around the boundaries of records and payloads, and some between."""
     size = path.stat().st_size
     marks = {0, 1, size // 2, size - 1}
     if path.name.endswith(".distcp"):
@@ -209,7 +214,7 @@ def interesting_sizes(folder: Path, path: Path) -> list[int]:
 
 @pytest.mark.parametrize("kind", [pytest.param("bare", marks=pytest.mark.exhaustive), "file per tensor"])
 def test_a_file_of_another_size_is_refused(tmp_path: Path, kind: str) -> None:
-    """Truncated at any interesting place, or extended: a typed error, and verify finds it."""
+    """A truncated or extended file is a typed error, and verify finds it."""
     folder = tmp_path / "x"
     SAVES[kind](folder)
     tally = Tally()
@@ -231,7 +236,7 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_missing_file_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    """Each data file in turn: CorruptCheckpointError with its path, and verify lists it."""
+    """A missing data file raises CorruptCheckpointError with its path, and verify lists it."""
     folder = tmp_path / "x"
     SAVES[kind](folder)
     for path in sorted(folder.glob("*.distcp")):

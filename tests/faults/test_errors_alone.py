@@ -1,4 +1,4 @@
-"""An error in place of every single operation that a save of one process makes on its store."""
+"""Errors injected at each storage operation of a save by one process."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ BEFORE: dict[str, Callable[[Path], None]] = {
 
 @dataclass
 class Attempt:
-    """One save with one fault: what was raised, if anything, and the operation that failed."""
+    """One save with one fault: the error raised, if any, and the operation that failed."""
 
     error: BaseException | None
     operation: StoreCall | None
 
     @property
     def committed(self) -> bool:
-        """Whether the error says that the checkpoint stands."""
+        """Return whether the error says that the checkpoint is committed."""
         return isinstance(self.error, dcp.CheckpointError) and bool(self.error.facts.get("committed"))
 
     @property
     def op(self) -> str:
-        """Which operation failed."""
+        """Return the name of the operation that failed."""
         assert self.operation is not None
         return self.operation.op
 
@@ -100,11 +100,11 @@ def _attempts(root: Path, before: str, fault: Callable[[int], Fault]) -> list[tu
 
 
 def check_attempt(folder: Path, made: Attempt, old: int | str, expected: type[BaseException]) -> None:
-    """The old checkpoint stands and no new file remains, or the error says that the new one is committed."""
+    """Assert that the old checkpoint remains without new files, or that the error reports a commit."""
     where, seen = f"at {made.operation}: {made.error!r}", seen_by_dcp(folder)
     if made.error is None:
-        # Only after the commit, or where there is another way to know, may an error be passed over; and what
-        # killed saves left on an object service need not be known.
+        # An error may be ignored only after the commit, or if another operation gives the same answer. A save
+        # on an object store need not find the leftovers of killed saves.
         assert made.op in ("delete", "publish", "read", "version", "abort_uploads"), where
         assert seen == NEW, where
     else:
@@ -116,7 +116,7 @@ def check_attempt(folder: Path, made: Attempt, old: int | str, expected: type[Ba
             assert listing(folder) == listing(folder.with_name("before")), where
     if seen != ABSENT:
         assert findings(folder) <= HARMLESS, where
-        # a `.metadata` that could not be written leaves none beside a newer manifest
+        # a save that could not write its `.metadata` leaves no older one beside the newer manifest
         assert seen_by_stock(folder) in ((ABSENT, NEW) if made.committed else (old, NEW)), where
 
 
@@ -133,7 +133,7 @@ QUICK = [("first", "a bug of the store"), ("overwrite", "interrupt"), ("over sto
 def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
     tmp_path: Path, before: str, kind: str
 ) -> None:
-    """Keeps the old checkpoint and no new file, or says that the new one is committed."""
+    """A failed save keeps the old checkpoint and no new file, or reports a commit."""
     injected, expected = ERRORS[kind]
 
     def hook(operation: StoreCall) -> None:
@@ -146,8 +146,8 @@ def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
 
 
 class FailsAfterwards(FaultInjectingStore):
-    """Publishing one name happens, and is reported as failed: a lost answer, or a failed fsync behind it.
-    ``then`` comes between the two."""
+    """Store that publishes one name and then reports a failure: a lost response, or a failed fsync after the
+    rename. ``then`` runs between the two."""
 
     def __init__(
         self, folder: Path, name: str, then: Callable[[], None] = lambda: None, *, knows: bool = False
@@ -156,7 +156,7 @@ class FailsAfterwards(FaultInjectingStore):
         self.name, self.then, self.knows = name, then, knows
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Any = ANY) -> Version:
-        """As the base class, and then an error."""
+        """Publish as the base class does, then raise an error."""
         version = super().publish(name, data, durable=durable, expected=expected)
         if name == self.name:
             self.then()
@@ -173,7 +173,7 @@ def _save_by(store: FaultInjectingStore, folder: Path) -> None:
 
 @pytest.mark.parametrize("how", ["damaged", "away", "away, and known to be published"])
 def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how: str) -> None:
-    """Leaves the data of a manifest that cannot be looked at, and no older `.metadata` beside it."""
+    """A save that cannot confirm its commit keeps the data of the manifest and no older `.metadata`."""
     folder = tmp_path / "x"
     save_version(folder, OLD)
 
@@ -194,7 +194,8 @@ def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how
 
 
 def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:
-    """Publishes nothing before what it refers to is synced, deletes nothing before its replacement is."""
+    """A save publishes no file before the files it refers to are synced, and deletes none before its
+    replacement."""
     save_version(tmp_path, OLD)
     steps: list[tuple[str, str]] = []
     store = PosixStore(tmp_path, lambda op, name: steps.append((op, name)))

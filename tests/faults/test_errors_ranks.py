@@ -1,4 +1,4 @@
-"""One rank of two fails: at every operation on its store, and in every phase of a save and of a load."""
+"""Failure of one rank of two: at every storage operation, and in every phase of a save and of a load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 120.0
 
 @dataclass
 class Raised:
-    """What a rank raised: the class and its bases, the ranks that it names, and what it says."""
+    """Error of one rank: class and base classes, the ranks named, and the message."""
 
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ def _faulty_save(folder: Path, *faults: Fault, planner: Any = None) -> tuple[Rai
 
 
 def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int, old: int | str) -> list[Any]:
-    """(operation, what each rank raised, what is there then) for each operation of rank ``faulty``."""
+    """Return (operation, error of each rank, state of the folder) for each operation of rank ``faulty``."""
     if rank == 0 and old == OLD:
         save_version(root / "before", OLD)
     rows: list[Any] = []
@@ -102,7 +102,7 @@ def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int,
 def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
     tmp_path: Path, faulty: int, old: int | str
 ) -> None:
-    """Both raise StorageFullError naming the rank; the old checkpoint stands and no new file remains."""
+    """Both raise StorageFullError naming the rank; the old checkpoint stays and no new file remains."""
     rows = run_ranks(2, fail_at_every_operation, tmp_path, faulty, old)[0]
     failed = 0
     for op, raised, (seen, by_stock, files), after in rows:
@@ -141,7 +141,7 @@ def _interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_interrupted_rank_leaves_nothing_and_the_other_raises(tmp_path: Path, who: int) -> None:
-    """The interrupt stays one where it happened, is RankFailedError elsewhere; no file remains."""
+    """The interrupted rank raises KeyboardInterrupt, the other RankFailedError; no file remains."""
     results = run_ranks(2, _interrupted_save, tmp_path / "x", who)
     own, files, again = results[who]
     assert own.names[0] == "KeyboardInterrupt"
@@ -158,7 +158,7 @@ def test_an_interrupted_rank_leaves_nothing_and_the_other_raises(tmp_path: Path,
 
 
 class Boom(Exception):
-    """An error that is not one of ours, as a user's code raises it."""
+    """Error of user code, outside of the classes of dcp."""
 
 
 OBJECT_PHASES = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "commit_tensor")
@@ -168,12 +168,12 @@ SPOILED: dict[str, dict[str, Any]] = {
     "global plan": {"model": {"w": torch.zeros(5)}},
     "plan": {"in plan": torch.zeros(3)},
 }
-"""What one rank has in its state where no act fails."""
+"""State of one rank that makes a phase fail, for phases in which no call can be made to fail."""
 
 
 def _failing(rank: int, world_size: int, folder: Path, version: int, phase: str, who: int) -> Any:
-    """What a rank raises of a save or (version 0) a load, in which one fails; what is left, and how the next
-    one went."""
+    """Return the error of a rank of a save, or of a load if ``version`` is 0, in which rank ``who`` fails;
+    the files left; and the result of the next operation."""
 
     def fail(*args: Any, **options: Any) -> None:
         raise (StorageError if phase in STORE_PHASES else Boom)(f"in {phase}")
@@ -204,7 +204,7 @@ def _failing(rank: int, world_size: int, folder: Path, version: int, phase: str,
     ],
 )
 def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
-    """All three raise RankFailedError with rank and cause; nothing is left, and the next save works."""
+    """All three raise RankFailedError with rank and cause; no file is left, and the next save works."""
     who = 0 if phase in ("publish", "global plan", "create_global_plan") else 1
     results = run_ranks(3, _failing, tmp_path / "x", NEW, phase, who)
     for raised, left, again in results:

@@ -1,4 +1,4 @@
-"""A disk that is really full: a small file system of one's own, or a limit on the size of files."""
+"""Saves to a full disk: a small file system of the test, or a limit on the size of files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
 PAGE = 4096
 DISK_BYTES = 16 << 20
-LARGE = 5 << 19  # elements of 4 bytes: 10 MiB, of which the small disk holds one
+LARGE = 5 << 19  # number of 4-byte elements: 10 MiB, of which the small disk holds one
 
 _CLONE_NEWNS = 0x00020000
 _MS_REC_PRIVATE = 0x4000 | 1 << 18
@@ -31,7 +31,8 @@ Seen = tuple[int | str, int | str, dict[str, int], int]
 
 
 def own_disk(folder: Path) -> bool:
-    """Mount a small file system on ``folder`` that only this process sees; False if the user may not."""
+    """Mount a small file system on ``folder``, visible to this process only. Return False without
+    permission."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None):
         return False
@@ -56,7 +57,7 @@ def _fill(folder: Path, free_bytes: int) -> None:
 
 
 def look(folder: Path, *, large: int = 0) -> Seen:
-    """What dcp sees, what stock sees, the files, and how much is wrong with them."""
+    """Return the versions that dcp and stock torch see, the files, and the number of findings."""
     seen = seen_by_dcp(folder, large=large)
     found = len(findings(folder)) if seen != ABSENT else 0
     return seen, seen_by_stock(folder, large=large), listing(folder), found
@@ -89,7 +90,7 @@ def _limited(root: Path, before: bool, limit_bytes: int) -> Any:
 
 
 def _full_for_one_write(root: Path, before: bool, at: int) -> Any:
-    """In the background; all that is written after it fits."""
+    """Fill the disk for one write of an asynchronous save; all later writes fit."""
     folder, writes = root / "x", 0
     if before:
         save_version(folder, OLD)
@@ -119,8 +120,8 @@ def _full_for_one_write(root: Path, before: bool, at: int) -> Any:
 def test_a_save_that_does_not_fit_leaves_what_was_there(
     tmp_path: Path, before: bool, how: Any, given: Any
 ) -> None:
-    """StorageFullError with the path, also where a file may not grow; its own files are gone, so a smaller
-    save fits."""
+    """The save raises StorageFullError with the path, also at a limit on file sizes. It removes its own
+    files, so a smaller save fits."""
     raised, after, finally_ = in_lab(how, tmp_path, before, given)
     assert raised == "StorageFullError"
     assert after == ((OLD, OLD, CLEAN, 0) if before else (ABSENT, ABSENT, {}, 0))

@@ -1,4 +1,4 @@
-"""Checkpoints made to do harm: nothing of theirs runs, no other file is read, memory is bounded."""
+"""Hostile checkpoints: no code in them runs, no file outside of the folder is read, memory is bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.hostile_files import rewrite_manifest
 
 
 class Payload:
-    """Pickled, it makes a file when it is loaded."""
+    """Object whose pickle creates a file when it is loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -49,14 +49,15 @@ def _save_ours(folder: Path, config: Any = 1) -> Path:
 
 
 def load_refused(folder: Path, error: type[CheckpointError], **options: Any) -> CheckpointError:
-    """The error of a load, which leaves tensors' memory alone where it is told before reading."""
+    """Load, and return the error of the expected class."""
     with pytest.raises(error) as caught:
         dcp.load(_target(), checkpoint_id=folder, no_dist=True, **options)
     return caught.value
 
 
 def inject(data: bytes, canary: Path) -> bytes:
-    """A pickle that calls os.system, and then is ``data``: stock torch would load it and not notice."""
+    """Return a pickle that calls os.system and then loads as ``data``: stock torch loads it without an
+    error."""
     call = b"cposix\nsystem\n(" + b"X" + len(f"touch {canary}").to_bytes(4, "little")
     call += f"touch {canary}".encode() + b"tR0"
     return data[:2] + call + data[2:]
@@ -80,7 +81,7 @@ def test_code_in_metadata_does_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", [_save_stock, _save_ours])
 def test_code_in_an_object_does_not_run(tmp_path: Path, save: Callable[[Path, Any], Path]) -> None:
-    """Refused with the name of the entry; ``weights_only=False`` by the caller is what allows it."""
+    """The error names the entry. Only a caller with ``weights_only=False`` runs the code."""
     canary = tmp_path / "canary"
     folder = save(tmp_path / "x", Payload(canary))
     assert not canary.exists()
@@ -94,7 +95,7 @@ def test_code_in_an_object_does_not_run(tmp_path: Path, save: Callable[[Path, An
 
 
 def test_code_in_a_tensors_record_does_not_run(tmp_path: Path) -> None:
-    """The pickle beside a foreign tensor's bytes is decoded by the allow-list, whatever the caller allows."""
+    """The allow-list decodes the pickle beside a foreign tensor's bytes, even with ``weights_only=False``."""
     canary, folder = tmp_path / "canary", tmp_path / "x"
     _save_stock(folder, 1)
     buffer = io.BytesIO()
@@ -137,8 +138,8 @@ TRAVERSALS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", ".", "a\0b
 @pytest.mark.parametrize("name", TRAVERSALS)
 @pytest.mark.parametrize("by_stock", [False, True])
 def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by_stock: bool) -> None:
-    """A data file by any other than a plain name is refused before anything is opened, in a manifest as in
-    stock's `.metadata`."""
+    """A manifest or a stock `.metadata` that names a data file with a path is refused before any file is
+    opened."""
     folder = (_save_stock if by_stock else _save_ours)(tmp_path / "x", 1)
     (data,) = folder.glob("*.distcp")
     (folder / "sub").mkdir()
@@ -154,7 +155,7 @@ def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by
 
 @pytest.mark.parametrize("odd", [lambda path, there: path.symlink_to(there), lambda path, _: os.mkfifo(path)])
 def test_links_are_not_followed_and_pipes_do_not_hang(tmp_path: Path, odd: Any) -> None:
-    """In the place of a data file or a manifest: a link to a file of the user's, a FIFO."""
+    """A symbolic link to a user's file or a FIFO, in place of a data file or a manifest, is refused."""
     folder = _save_ours(tmp_path / "x")
     (data,) = folder.glob("*.distcp")
     for path in (data, folder / "manifest.msgpack"):
@@ -198,7 +199,8 @@ LIES: dict[str, Callable[[CheckpointIndex], CheckpointIndex]] = {
 
 
 def loads_in_little_memory(folder: Path, limit_bytes: int) -> tuple[str, bool, int]:
-    """(error's class or "", right contents, growth of the peak in bytes) of a load with a limit on memory."""
+    """Load with a limit on memory. Return (class of the error or "", right contents, growth of the peak in
+    bytes)."""
     state = _target()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -216,7 +218,8 @@ PLACES = [(HUGE, 100), (0, HUGE), (-5, 100), (3, 100), (0, 0), (0, -1)]
 
 
 def every_lie(root: Path, by_stock: bool) -> dict[str, Any]:
-    """What loads do whose index lies, each in a process of its own: manifests, or places in a `.metadata`."""
+    """Load with each false index, in a process of its own: manifests, or offsets and lengths in a
+    `.metadata`."""
     results: dict[str, Any] = {}
     for number, lie in enumerate(PLACES if by_stock else LIES):
         folder = (_save_stock if by_stock else _save_ours)(root / str(number), 1)
@@ -231,7 +234,8 @@ def every_lie(root: Path, by_stock: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("by_stock", [False, True])
 def test_an_index_that_lies_is_refused_in_little_memory(tmp_path: Path, by_stock: bool) -> None:
-    """Offsets, sizes and lengths that are not so, under a checksum that fits: typed errors, no allocation."""
+    """False offsets, sizes and lengths under a valid checksum raise typed errors without a large
+    allocation."""
     for name, result in in_lab(every_lie, tmp_path, by_stock).items():
         assert isinstance(result, tuple), (name, result)
         error, right, grown_bytes = result

@@ -1,6 +1,6 @@
 """Hostile files and pickled values. Internal: pure readers of bytes, tried thousands of times.
 
-Typed errors, nothing run, little spent.
+They raise typed errors, run no code, and use little memory and time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SECONDS = 30.0
 
 @contextmanager
 def _bounded(memory_bytes: int = _VALUE_MEMORY_BYTES) -> Iterator[None]:
-    """Little memory and time."""
+    """Limit memory and time of the block."""
     tracemalloc.start()
     begun = time.process_time()
     try:
@@ -53,7 +53,7 @@ def _bounded(memory_bytes: int = _VALUE_MEMORY_BYTES) -> Iterator[None]:
 
 
 class _Runs:
-    """Runs a command when it is unpickled the usual way."""
+    """Object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.command = f"touch {marker}"
@@ -100,7 +100,7 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("how", ["reduce", "newobj", "global", "inst", "protocol 4"])
 @pytest.mark.parametrize("place", PLACES)
 def test_nothing_is_run_wherever_it_stands(tmp_path: Path, place: str, how: str) -> None:
-    """os.system at any place of the pickle: a typed error, or its entry alone is refused."""
+    """os.system at any place of the pickle raises a typed error, or only its entry is refused."""
     marker = tmp_path / "run"
     command = f"touch {marker}".encode()
     evil = {
@@ -170,10 +170,10 @@ _HARMLESS = ("laughing lists", "laughing tuples", "metadata in itself")
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name: str) -> None:
-    """Pickles that are small and make a lot of themselves are refused in bounded memory."""
+    """Small pickles that expand to large values are refused in bounded memory."""
     data = archive(BOMBS[name])
     with _bounded(_MEMORY_BYTES):
-        if name in _HARMLESS:  # a value that is too large, and one that is dropped, spoil nothing else
+        if name in _HARMLESS:  # one value is too large or is dropped; the others are unaffected
             assert index_of(data).tensor_count == 0
             return
         with pytest.raises(CheckpointFormatError):
@@ -197,14 +197,14 @@ def test_bombs(name: str) -> None:
     ],
 )
 def test_lying_shapes(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
-    """Shapes, strides and offsets that reach outside the storage never become an index."""
+    """Shapes, strides and offsets outside the storage are refused."""
     with pytest.raises(CheckpointFormatError):
         index_of(archive(tensor_pickle(sizes, strides, offset)))
 
 
 def test_what_a_pickle_says_of_a_storage_must_be_so() -> None:
-    """A storage that is not there or of another size is refused; one element many times is fine, as in
-    masks, a terabyte out of a kilobyte is not."""
+    """A storage that is missing or of another size is refused. A tensor may repeat one element, as masks do,
+    but not expand a kilobyte to a terabyte."""
     for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
         with pytest.raises(CheckpointFormatError, match="storage"):
             index_of(archive(tensor_pickle((4,), (1,)), storages))
@@ -242,7 +242,7 @@ def test_zips_with_lying_directories(lie: dict[str, int]) -> None:
 
 
 def test_zips_with_lying_ends() -> None:
-    """The number of entries and the directory's size are checked before anything is made of them."""
+    """The number of entries and the size of the directory are checked before memory is allocated for them."""
     data = archive(tensor_pickle((4,), (1,)))
     count, directory_bytes, directory_at = END.unpack(data[-END.size :])[4:7]
     for fields in (
@@ -264,13 +264,13 @@ def test_zips_with_lying_ends() -> None:
 
 
 def test_names_in_zips() -> None:
-    """Names that reach elsewhere, stand twice, or are of two folders are no file of torch.save."""
+    """A file with names in two folders, without a folder, or twice is refused as a torch.save file."""
     for names in (["../data.pkl"], ["m/data.pkl", "n/data/0"], ["data.pkl"], ["m/data.pkl", "m/data.pkl"]):
         buffer = BytesIO()
         with zipfile.ZipFile(buffer, "w") as target:
             for name in names:
                 target.writestr(name, b"\x80\x02}.")
-        if names == ["../data.pkl"]:  # a folder like any other: nothing is ever written by its name
+        if names == ["../data.pkl"]:  # accepted as a folder: readers never write to a path from the file
             assert index_of(buffer.getvalue()).tensor_count == 0
             continue
         with pytest.raises(CheckpointFormatError):
@@ -287,7 +287,7 @@ def test_names_in_zips() -> None:
     ],
 )
 def test_large_safetensors_headers(first: bytes, repeated: bytes, last: bytes) -> None:
-    """Headers that are small values many times are refused before they take a multiple of their size."""
+    """Headers that repeat small values many times are refused before they take a multiple of their size."""
     count = 27_000_000 // len(repeated)
     length = struct.pack("<Q", len(first) + count * len(repeated) + len(last))
     data = b"".join((length, first, repeated * count, last, bytes(16)))
@@ -299,7 +299,7 @@ def test_large_safetensors_headers(first: bytes, repeated: bytes, last: bytes) -
 
 
 class _Call:
-    """Pickled as a call of a global with arguments, and a state."""
+    """Object that is pickled as a call of a global with arguments and a state."""
 
     def __init__(self, call: Any, args: tuple[Any, ...], state: Any = None) -> None:
         self.parts = (call, args) if state is None else (call, args, state)
@@ -309,24 +309,25 @@ class _Call:
 
 
 class _Made:
-    """Pickled as an instance of a class, made without arguments, and its state, if that is not None."""
+    """Object that is pickled as an instance of a class made without arguments, and its state unless that is
+    None."""
 
     def __init__(self, kind: Any, state: Any) -> None:
         self.kind, self.state = kind, state
 
 
 class _Global:
-    """Pickled as a global of that name, which needs not be one."""
+    """Object that is pickled as a global of a name, which need not exist."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
 
-_PythonPickler: Any = pickle._Pickler  # it can be told more than the one in C
+_PythonPickler: Any = pickle._Pickler  # has hooks that the C pickler lacks
 
 
 class _Pickler(_PythonPickler):  # type: ignore[misc]
-    """Writes `_Global` where a callable stands, without looking whether there is one."""
+    """Pickler that writes `_Global` in place of a callable without a check that it exists."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _Global):
@@ -372,7 +373,7 @@ F8 = np.dtype("f8")
 
 
 def dtype(text: Any, state: Any = None) -> _Call:
-    """A dtype as numpy pickles it."""
+    """Return a dtype as numpy pickles it."""
     return _Call(DTYPE, (text, False, True), state)
 
 
@@ -386,7 +387,7 @@ def _structure(fields: dict[str, Any], size: int, names: Any = None) -> _Call:
 
 
 def nested_structure(levels: int) -> Any:
-    """Fields that lie over each other: each level has twice the fields of the one below, in one place."""
+    """Return nested overlapping fields: each level has twice the fields of the level below, at one offset."""
     inner: Any = F8
     for _ in range(levels):
         inner = _structure({"a": (inner, 0), "b": (inner, 0)}, 8)
@@ -481,8 +482,8 @@ BOUNDED = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_values_are_refused(name: str) -> None:
-    """Loaded from a checkpoint's object or found in an index: an error of ours, in bounded resources; in a
-    torch.save file the entry is refused, or the whole file."""
+    """A hostile value in a checkpoint's object or in an index raises a dcp error with bounded resources. In a
+    torch.save file the entry or the whole file is refused."""
     data = _hostile(name)
     with _bounded():
         with pytest.raises(CheckpointFormatError):
@@ -497,14 +498,14 @@ def test_hostile_values_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_values_that_only_look_hostile_are_cheap(name: str) -> None:
-    """They mean something, and take no more than they have in the file."""
+    """Values that look hostile but are valid load in bounded memory."""
     with _bounded():
         value = load_object("x", archive(_pickled(BOUNDED[name])), weights_only=True)
     assert type(value).__name__ in name
 
 
 def test_tensors_within_values_stay_inside_their_storages() -> None:
-    """A strided view that repeats itself to many times its bytes is refused."""
+    """A strided view that repeats its storage to many times the size is refused."""
     for sizes, strides in (((1 << 40,), (0,)), ((5,), (1,)), ((1 << 20, 1 << 20), (0, 0))):
         tensor = tensor_pickle(sizes, strides)[2:-1]
         data = archive(b"\x80\x02" + tensor + _pickled(np.ones(1))[2:-1] + b"\x86.")
@@ -513,7 +514,7 @@ def test_tensors_within_values_stay_inside_their_storages() -> None:
 
 
 def test_tensors_within_values_that_torch_does_not_make() -> None:
-    """Integers that want a gradient are refused."""
+    """An integer tensor with requires_grad is refused."""
     tail = _pickled(np.ones(1))[2:-1] + b"\x86."
     graded = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"FloatStorage", b"LongStorage"))
     graded = graded[2:-1].replace(b"\x89", b"\x88")
@@ -523,7 +524,7 @@ def test_tensors_within_values_that_torch_does_not_make() -> None:
 
 
 def test_fuzzed_pickles() -> None:
-    """Changed pickles of honest files and values, with the checksum right: an index that is consistent, a
+    """Randomly changed pickles of valid files and values, with valid checksums, give a consistent index, a
     value or a typed error."""
     state = {"a": torch.arange(6.0).view(2, 3).t(), "n": {0: [torch.ones(2), 1.5, "x"], "s": (2, None)}}
     numbers = [np.zeros(2, [("a", "<i4"), ("b", "<f8", (2,))]), np.datetime64("2026-01-02"), {"a"}]
@@ -541,7 +542,7 @@ def test_fuzzed_pickles() -> None:
                     count[read.__name__] += 1
                 except CheckpointError:
                     count["refused"] += 1
-    assert min(count.values()) > 5, count  # neither way is all that was tried
+    assert min(count.values()) > 5, count  # each outcome occurred
 
 
 def _value_of(blob: bytes) -> None:
@@ -549,7 +550,7 @@ def _value_of(blob: bytes) -> None:
 
 
 def test_a_hostile_object_is_listed_as_pickled(tmp_path: Any) -> None:
-    """Whoever looks at a checkpoint sees a value that was not decoded, and nothing happens."""
+    """`show` lists the value without decoding, and runs no code."""
     dcp.save({"x": np.array([print])}, checkpoint_id=str(tmp_path / "c"))
     (value,) = run("show", tmp_path / "c", "--objects", "--json").json["objects"]
     assert value["fqn"] == "x" and "print" not in str(value.get("value"))

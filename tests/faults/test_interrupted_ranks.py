@@ -1,4 +1,4 @@
-"""A rank leaves a save, load or proof by Ctrl-C while the others wait for it: they hear of it."""
+"""Ctrl-C on a rank during a save, load or proof: the other ranks stop waiting for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MOMENTS = {
     "load": ("state", "read", "open_read", "preadv"),
     "prove": ("state",),
 }
-"""At which rank 0 strikes the victim, which waits for it in an exchange; all but the first are operations."""
+"""Moments of each operation at which rank 0 interrupts the victim, which waits in an exchange. All but
+"state" are storage operations."""
 
 
 def _act(root: Path, operation: str, moment: str, strike: Any) -> None:
@@ -44,7 +45,8 @@ def _act(root: Path, operation: str, moment: str, strike: Any) -> None:
 
 
 def struck(rank: int, world_size: int, root: Path, operation: str, moment: str, victim: int) -> str:
-    """How one operation ended, which ``victim`` leaves when rank 0 comes to the moment."""
+    """Run one operation in which rank 0, at the moment, interrupts ``victim``. Return the outcome of this
+    rank."""
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     done: list[bool] = []
@@ -63,7 +65,7 @@ def struck(rank: int, world_size: int, root: Path, operation: str, moment: str, 
     except (dcp.CheckpointError, RuntimeError) as error:
         ended = str(error)
     store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    store.set(f"done/{rank}", "1")  # who leaves the group sooner closes connections, which tells as well
+    store.set(f"done/{rank}", "1")  # an early exit closes connections, which others notice
     store.wait([f"done/{other}" for other in range(world_size)], timedelta(seconds=120))
     return ended
 
@@ -82,7 +84,7 @@ def _cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
     ids=["some", "all"],
 )
 def test_a_rank_that_is_interrupted_while_it_waits_keeps_nobody(tmp_path: Path, some: Any) -> None:
-    """Stays interrupted, the others fail or have all that they need, and what is under the id is whole."""
+    """The rank is interrupted, the others fail naming it or complete, and the checkpoint is whole."""
     for operation, moment in some:
         root = tmp_path / f"{operation} {moment}"
         save_version(root, OLD)

@@ -1,5 +1,5 @@
-"""SIGKILL of trainers and of writer processes around asynchronous saves: the last commit stays, and who is
-left hears of it."""
+"""SIGKILL of trainers and of writer processes around asynchronous saves: the last commit stays, and the
+survivors get an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Kill = Callable[[], None]
 
 
 def die() -> None:
-    """SIGKILL for this process; what has a name in /dev/shm by then would stay there."""
+    """Kill this process with SIGKILL, unless it has a file in /dev/shm, which nothing would remove."""
     if "/dev/shm/" not in Path("/proc/self/maps").read_text() + "\n".join(open_files()):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,14 +52,14 @@ def _change(state: dict[str, Any]) -> None:
 
 
 class DeadlyStager(DefaultStager):
-    """Kills before or after it copies, once it is ``armed``."""
+    """Stager that calls ``kill`` before or after the copies, once ``armed``."""
 
     def __init__(self, phase: str | int, kill: Kill) -> None:
         super().__init__()
         self.phase, self.kill, self.armed = phase, kill, False
 
     def stage_local(self, *args: Any, **options: Any) -> StagedState:
-        """Copy, if it comes to that."""
+        """Copy, unless the phase kills before."""
         if self.armed and self.phase == "before the copies":
             self.kill()
         staged = super().stage_local(*args, **options)
@@ -69,7 +69,7 @@ class DeadlyStager(DefaultStager):
 
 
 class KillingManager:
-    """A manager in whose save of NEW ``kill`` is called, in a phase or before a numbered step on storage."""
+    """A manager that calls ``kill`` in a phase, or before a numbered storage step, of its save of NEW."""
 
     def __init__(self, root: Path, phase: str | int, kill: Kill, **options: Any) -> None:
         self.steps: list[str] = []
@@ -79,18 +79,19 @@ class KillingManager:
         self.manager = dcp.CheckpointManager(root, stager=self.stager, retries=0, **options)
 
     def writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
-        """A writer whose store tells its steps."""
+        """Return a writer whose store reports its steps to `observe`."""
         return dcp.FileSystemWriter(checkpoint_id, open_store=partial(PosixStore, observe=self.observe))
 
     def observe(self, op: str, name: str) -> None:
-        """A step of the storage is about to begin."""
+        """Count a storage step, and kill at the chosen one."""
         if self.armed:
             self.steps.append(op)
             if len(self.steps) == self.phase:
                 self.kill()
 
     def train(self, rank: int) -> str:
-        """Save OLD; then NEW, with overlap, and change the state. How that save ended."""
+        """Save OLD, then NEW with overlap, and change the state. Return the error of the second save, or
+        ""."""
         first = self.manager.save(OLD, _state_of(OLD, rank))
         assert first is not None
         first.result(TIMEOUT_SECONDS)
@@ -111,7 +112,7 @@ class KillingManager:
         return "" if error is None else f"{type(error).__name__}: {error}"
 
     def train_on(self, rank: int) -> list[str]:
-        """How the save ended, two further calls and closing."""
+        """Return the errors of `train`, of two further saves and of closing."""
         ends = [self.train(rank)]
         for step in (NEXT, NEXT + 1):
             ends.append(_error_of(partial(self.manager.save, step, _state_of(step, rank))))
@@ -127,11 +128,11 @@ def _error_of(call: Callable[[], object]) -> str:
 
 
 PHASES = ["state_dict", "before the copies", "after the copies", "staged", "done"]
-"""Of a save, beside the steps that it takes on storage."""
+"""Phases of a save, besides its storage steps."""
 
 
 def resume(rank: int, world_size: int, root: Path) -> tuple[int, list[int]]:
-    """The next run: what it restored, and what is there when it has saved NEW (again) and NEXT."""
+    """Run the next run of the job: restore, save NEW (again) and NEXT. Return (restored step, all steps)."""
     with dcp.CheckpointManager(root, timeout_seconds=TIMEOUT_SECONDS) as manager:
         state = _state_of(0, -1)
         restored = manager.restore(state)
@@ -148,7 +149,8 @@ def resume(rank: int, world_size: int, root: Path) -> tuple[int, list[int]]:
 
 @dataclass
 class Crash:
-    """A kill, and what became of it: ``resumed`` by rank, ``left`` when the next run has saved over it."""
+    """A kill and its effects: ``resumed`` has the next run by rank, ``left`` the folder of NEW after that
+    run."""
 
     victims: tuple[int, ...]
     phase: str | int
@@ -163,7 +165,8 @@ def _left_in(root: Path) -> tuple[set[str], dict[str, int]]:
 
 
 def resumed_from(crash: Crash, world_size: int) -> int:
-    """The version, where the killed are killed, and the rest is as if NEW had never begun or had ended."""
+    """Return the restored version. Assert that the victims were killed and that NEW was saved cleanly in the
+    end."""
     killed = [ending.killed for ending in crash.endings]
     assert killed == [rank in crash.victims for rank in range(world_size)], crash
     assert all(ending.value is not None for ending in crash.resumed), crash
@@ -183,8 +186,8 @@ def resumed_from(crash: Crash, world_size: int) -> int:
 def train_together(
     rank: int, world_size: int, root: Path, victims: tuple[int, ...], observer: int, phase: str | int
 ) -> tuple[list[str], list[str]]:
-    """Training of which ``victims`` are killed when ``observer`` is in a phase of its save: the storage steps
-    of a save, and how all ended."""
+    """Train, and kill ``victims`` when ``observer`` reaches a phase of its save. Return the storage steps of
+    the save and the errors of all calls."""
 
     def kill() -> None:
         for victim in victims:
@@ -203,8 +206,8 @@ Case = tuple[tuple[int, ...], int, str | int]
 
 
 def cases_of(steps: list[list[str]], *, exhaustive: bool) -> list[Case]:
-    """Either rank killed at steps of its own, both at once at those of rank 0; with ``exhaustive`` at all of
-    them, in all other phases, and at the steps of the other rank, too."""
+    """Return cases: a rank killed at its own steps, or both at steps of rank 0. With ``exhaustive``: at all
+    steps, in all other phases, and at steps of the other rank."""
     numbers = [range(1, len(own) + 1) for own in steps]
     if not exhaustive:
         return [((0,), 0, numbers[0][-2]), ((1,), 1, "after the copies"), ((0, 1), 0, "staged")]
@@ -229,7 +232,8 @@ def _every_loss(root: Path, exhaustive: bool) -> list[Crash]:
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Path, exhaustive: bool) -> None:
-    """Restores the last commit on both ranks; a survivor is given the rank by its saves, and closes."""
+    """Both ranks restore the last commit. A survivor's saves raise errors that name the killed rank, and it
+    can close."""
     for crash in in_lab(_every_loss, tmp_path, exhaustive, timeout_seconds=800):
         version = resumed_from(crash, 2)
         assert crash.phase != "done" or version == NEW
@@ -240,7 +244,7 @@ def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Pat
             if saved or version == OLD:
                 assert saved.startswith("CollectiveTimeoutError") and gone in saved, (crash, saved)
             assert any(gone in end for end in following), (crash, following)
-            assert closed == "" or gone in closed  # of a save that failed behind the last of them
+            assert closed == "" or gone in closed  # error of a failed save after the last one checked
 
 
 # -- writer processes ----------------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ def _strike(operation: StoreCall) -> None:
 
 
 def noted_store(path: Any, *, faults: tuple[Fault, ...], notes: Path, trainer: int) -> Store:
-    """A store with faults in the writer process, which leaves its id in a file (see `_writers_of`)."""
+    """Open a store with faults in the writer process, which leaves a file with its id (see `_writers_of`)."""
     if os.getpid() == trainer:
         return PosixStore(path)
     (notes / f"writer-{os.getpid()}").touch()
@@ -279,7 +283,7 @@ def _save_behind(root: Path, name: str, version: int, *faults: Fault) -> Any:
 
 
 def leave_data_loader(path: Path) -> None:
-    """A fork that holds all that its trainer had open, and does not notice its end."""
+    """Fork a process that inherits all open files and outlives the trainer."""
     pid = os.fork()
     if pid == 0:
         time.sleep(600)
@@ -288,11 +292,12 @@ def leave_data_loader(path: Path) -> None:
 
 
 def die_while_writing(rank: int, world_size: int, root: Path, victims: tuple[int, ...]) -> str:
-    """Trainers that die with a save that is being written; the survivor's result."""
+    """Kill the trainers ``victims`` during an asynchronous save. Return the class of the error at the
+    survivor."""
     _save_behind(root, "old", OLD).result(TIMEOUT_SECONDS)
     future = _save_behind(root, "x", NEW, Fault("write", onwards=True, delay_seconds=0.1))
     if rank in victims:
-        if len(victims) == world_size:  # else it would hide the trainer's end from the survivor's gloo, too
+        if len(victims) == world_size:  # with a survivor: it would also hide the death from gloo
             leave_data_loader(root / f"data-loader-{rank}")
         os.kill(os.getpid(), signal.SIGKILL)
     return type(future.exception(TIMEOUT_SECONDS)).__name__
@@ -303,7 +308,7 @@ WRITER_PHASES = {
     "before the plan": ("make_root", 1, 0),
     "before the commit": ("publish", 1, 0),
 }
-"""What kills the writer: operation, which time, of which rank."""
+"""Moment at which the writer is killed: storage operation, its number, and the rank."""
 
 
 def _failure(future: Any) -> tuple[set[str], str]:
@@ -313,7 +318,7 @@ def _failure(future: Any) -> tuple[set[str], str]:
 
 
 def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Writers are killed in each phase, each time over a committed checkpoint."""
+    """Kill a writer in each phase, each time in a save over a committed checkpoint."""
     found: dict[str, Any] = {}
     for phase, (operation, at, victim) in WRITER_PHASES.items():
         _save_behind(root, phase, OLD).result(TIMEOUT_SECONDS)
@@ -327,7 +332,7 @@ def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
 
 def die_while_copying(rank: int, world_size: int, root: Path) -> list[str]:
-    """Rank 0 is killed when its copies begin; rank 1's writer process has its part of that save by then."""
+    """Kill rank 0 when its copies begin; by then rank 1's writer process has its part of the save."""
     phase = "before the copies" if rank == 0 else NOBODY
     return KillingManager(root, phase, die, mode="process", writer=partial(_writer_of, root)).train_on(rank)
 
@@ -341,11 +346,11 @@ ALL = {
     "copying": (2, die_while_copying),
 }
 GO_ON = {"copying": 0}
-"""Who dies in a run that goes on by saves."""
+"""Rank that is killed, for each run that is continued afterwards."""
 
 
 def run_all(root: Path, runs: dict[str, Any]) -> tuple[Killed, Killed]:
-    """All groups of trainers side by side, and the next runs of those that go on."""
+    """Run all groups of trainers side by side, then the next runs of those in `GO_ON`."""
     for name in runs:
         (root / name).mkdir()
     groups = [Group(ranks, act, (root / name, *args)) for name, (ranks, act, *args) in runs.items()]
@@ -357,8 +362,8 @@ def run_all(root: Path, runs: dict[str, Any]) -> tuple[Killed, Killed]:
 
 @pytest.mark.parametrize("runs", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
 def test_writer_processes_and_trainers_that_are_killed(tmp_path: Path, runs: dict[str, Any]) -> None:
-    """What is staged is committed though its trainers die; a writer that dies fails its save on all
-    ranks, and the survivors of trainers that do hear who it was; the next run goes on from the commit."""
+    """A staged save is committed even if the trainers die. A killed writer fails the save on all ranks with
+    an error that names the writer's rank. The next run continues from the last commit."""
     try:
         endings, after = in_lab(run_all, tmp_path, runs, timeout_seconds=850)
         for name in runs:
@@ -381,7 +386,8 @@ def test_writer_processes_and_trainers_that_are_killed(tmp_path: Path, runs: dic
 
 
 def check_writers(root: Path, rank: int, found: dict[str, Any]) -> None:
-    """Each killed writer is named with its rank, the checkpoint before it stays, and the next save works."""
+    """Assert that the error names the killed writer's rank, the old checkpoint stays, and the next save
+    works."""
     for phase, ((classes, message), seen) in found.items():
         assert "WriterProcessError" in classes, (phase, message)
         assert f"rank {WRITER_PHASES[phase][2]} was killed by SIGKILL" in message, (phase, message)

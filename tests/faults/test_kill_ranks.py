@@ -1,4 +1,4 @@
-"""SIGKILL of a rank at every step and in every phase: the others say in time who is gone, and what stands."""
+"""SIGKILL of a rank at each step and in each phase: the others raise in time, with the rank and the state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _die(*args: Any, **kwargs: Any) -> None:
 
 
 def says_who(ending: Ending, victim: int) -> None:
-    """Assert that a survivor has raised what names the killed rank, and no other."""
+    """Assert that a survivor raised an error that names the killed rank alone."""
     assert not ending.hung and ending.signal == 0, ending
     assert ending.raised is not None, ending
     assert {"RankFailedError", "CheckpointException"} <= set(ending.raised.class_names), ending.raised
@@ -57,8 +57,8 @@ def says_who(ending: Ending, victim: int) -> None:
 def save_together(
     rank: int, world_size: int, folder: Path, victim: int, observer: int, at: int, *, mapped: bool = False
 ) -> list[str]:
-    """One save; ``victim`` is killed when ``observer`` is about to take its ``at``-th step. Steps taken.
-    ``mapped``: each rank has a half of some tensors, which a weight map puts together."""
+    """Save, and kill ``victim`` before the ``at``-th storage step of ``observer``. Return the steps taken.
+    ``mapped``: each rank has a half of some tensors, joined by a weight map."""
     steps: list[str] = []
 
     def observe(op: str, name: str) -> None:
@@ -75,7 +75,7 @@ def save_together(
 
 @dataclass
 class Loss:
-    """What one killed rank left."""
+    """State after one rank was killed."""
 
     victim: int
     observer: int
@@ -89,7 +89,8 @@ class Loss:
 
 
 def every_loss(root: Path, old: int | str, mapped: bool, every: int) -> list[Loss]:
-    """For each (victim, observer): kill at each ``every``-th of the observer's steps, and at the last."""
+    """Kill each victim at each ``every``-th storage step of each observer, and at the last. Return the
+    results."""
     save, before = partial(save_together, mapped=mapped), root / "before"
     if old != ABSENT:
         save_version(before, OLD)
@@ -131,14 +132,14 @@ LOST = [
 def lost(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[int | str, list[Loss]]]:
-    """What was there before, and every loss of a rank in the save over it."""
+    """Yield the old version and the results of killing a rank in the save over it."""
     root = tmp_path_factory.mktemp("lost")
     yield request.param[0], in_lab(every_loss, root, *request.param, timeout_seconds=800)
 
 
 def test_a_killed_rank_leaves_the_old_or_the_new_checkpoint(lost: tuple[int | str, list[Loss]]) -> None:
-    """Leaves one of the two, whole, for dcp and for stock; the next save commits over what was left, and a
-    coordinator that survives has left the folder as it was."""
+    """Readers, dcp and stock torch, see the whole old or the whole new checkpoint. The next save commits over
+    leftovers. A surviving coordinator removes all files of the failed save."""
     old, losses = lost
     assert len(losses) >= 12
     for loss in losses:
@@ -150,17 +151,17 @@ def test_a_killed_rank_leaves_the_old_or_the_new_checkpoint(lost: tuple[int | st
     for victim, observer in ((0, 0), (1, 0)):
         seen = [loss.dcp for loss in losses if (loss.victim, loss.observer) == (victim, observer)]
         assert seen == sorted(seen, key=lambda version: version == NEW) and NEW in seen
-    # Rank 1 takes no step in the commit, which cannot happen without its part.
+    # Rank 1 takes no step in the commit, and the commit needs the part of rank 1.
     assert all(loss.dcp == old for loss in losses if (loss.victim, loss.observer) == (1, 1))
 
 
 def test_the_survivor_names_the_killed_rank(lost: tuple[int | str, list[Loss]]) -> None:
-    """Raises an error with the victim's number, which says whether the checkpoint is committed."""
+    """The survivor raises an error with the rank of the victim and whether the checkpoint is committed."""
     for loss in lost[1]:
         assert loss.endings[loss.victim].killed, loss
         survivor = loss.endings[1 - loss.victim]
         if survivor.raised is None and loss.dcp == NEW:
-            continue  # committed, and it has heard of that
+            continue  # committed, and the survivor was notified
         says_who(survivor, loss.victim)
         assert survivor.raised is not None
         is_committed = bool(survivor.raised.facts.get("committed"))
@@ -171,7 +172,7 @@ def test_the_survivor_names_the_killed_rank(lost: tuple[int | str, list[Loss]]) 
 
 
 Case = tuple[str, int, bool]
-"""(phase, victim, by torch's protocol)"""
+"""(phase, victim, whether the ranks use torch's protocol)"""
 
 SAVES: list[Case] = [
     *[(phase, victim, False) for phase in ("state_dict", "set_up_planner", "write") for victim in (0, 1, 2)],
@@ -197,7 +198,8 @@ def _act_and_die(rank: int, world_size: int, folder: Path, version: int, *case: 
 
 
 def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[Ending], Any, Any]]:
-    """For each case: how the ranks ended, what is there then, and after one more save."""
+    """Return for each case: the endings of the ranks, the state of the folder, and the state after another
+    save."""
     save_version(root / "before", OLD)
     folders = [root / str(number) for number in range(len(cases))]
     for folder in folders:
@@ -225,7 +227,8 @@ def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[En
 def test_a_rank_killed_in_any_phase_is_named_by_the_others(
     tmp_path: Path, cases: list[Case], saves: bool
 ) -> None:
-    """Has both survivors name it, keeps the old checkpoint, and the next save commits and cleans up."""
+    """Both survivors name the killed rank, the old checkpoint stays, and the next save commits and cleans
+    up."""
     rows = in_lab(run_phases, tmp_path, cases, saves, timeout_seconds=800)
     for case, (endings, (seen, files), after) in zip(cases, rows, strict=True):
         victim = case[1]
@@ -240,7 +243,7 @@ def test_a_rank_killed_in_any_phase_is_named_by_the_others(
 
 
 def there(root: Path) -> list[tuple[str, str]]:
-    """By step that is there what dcp and stock torch find; each is readable, whoever was killed."""
+    """Return for each checkpoint which parts dcp and stock torch find. Assert that each can be read."""
     folders = [folder for folder in sorted(root.iterdir()) if (folder / "manifest.msgpack").exists()]
     assert all(findings(folder) <= HARMLESS for folder in folders), folders
     return [

@@ -1,4 +1,5 @@
-"""State dicts that do not fit the checkpoint, or each other across ranks: told by name, or asked for."""
+"""State dicts that differ from the checkpoint, or between ranks: errors name the entries; partial loads
+report them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def _stored() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of `_stored`."""
+    """Save `_stored`, and return the folder."""
     dcp.save(_stored(), checkpoint_id=tmp_path / "x", no_dist=True)
     return tmp_path / "x"
 
@@ -75,7 +76,8 @@ MISFITS: dict[str, tuple[dict[str, Any], type[CheckpointError], list[str]]] = {
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_what_does_not_fit_is_refused_by_name(checkpoint: Path, misfit: str) -> None:
-    """All problems in one error, also where as many elements are stored, or more, or in another precision."""
+    """One error names all mismatches, also of tensors with another shape of as many elements, or another
+    dtype."""
     state, kind, words = MISFITS[misfit]
     with pytest.raises(kind) as caught:
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
@@ -84,7 +86,7 @@ def test_what_does_not_fit_is_refused_by_name(checkpoint: Path, misfit: str) -> 
 
 
 def test_a_partial_load_keeps_what_is_missing_and_reports_it(checkpoint: Path) -> None:
-    """The rest is loaded; names of both kinds are in the report."""
+    """A partial load loads the rest, and the report names missing and unexpected entries."""
     state = _wanted(extra=torch.full((2,), 9.0)) | {"epoch": 3}
     del state["names"]
     report = dcp.load(state, checkpoint_id=checkpoint, no_dist=True, allow_partial_load=True)
@@ -146,7 +148,8 @@ DIFFERENCES: dict[str, tuple[str, list[str], Callable[[bool], dict[str, Any]]]] 
         },
     ),
 }
-"""State that is not the same on rank 1 of 3: the error, the names in it, and what a rank has."""
+"""State that differs on rank 1 of 3: the class of the error, the names in its message, and the state of a
+rank."""
 
 
 def _save_differing(rank: int, world_size: int, root: Path) -> Any:
@@ -163,7 +166,8 @@ def _save_differing(rank: int, world_size: int, root: Path) -> Any:
 
 
 def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_path: Path) -> None:
-    """One of the values would be lost: all ranks raise, naming the entry and who holds what."""
+    """All ranks raise an error that names the entry and the rank of each value, since one value would be
+    lost."""
     for results in run_ranks(3, _save_differing, tmp_path):
         for kind, (class_name, wrong, _) in DIFFERENCES.items():
             (names, fqns, text), left = results[kind]
@@ -175,7 +179,8 @@ def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_pat
 
 
 def save_with_a_difference_between_samples(rank: int, world_size: int, root: Path) -> Any:
-    """One element in the middle of a large tensor differs; what the default and other checks raise."""
+    """Save a large tensor with one different element in the middle, with each ``replica_check``; return the
+    errors."""
     state = {"w": torch.zeros(1 << 20)}
     state["w"][123_457] = float(rank)
     planners = [None, *[dcp.DefaultSavePlanner(replica_check=check) for check in ("sampled", "off")]]
@@ -186,8 +191,8 @@ def save_with_a_difference_between_samples(rank: int, world_size: int, root: Pat
 
 
 def test_all_bytes_of_replicas_are_compared(tmp_path: Path) -> None:
-    """``replica_check="sampled"`` misses one element of a million; "off" stores one of the replicas, as stock
-    torch does."""
+    """The default compares all bytes. ``replica_check="sampled"`` misses one element of a million; "off"
+    stores one of the replicas, as stock torch does."""
     for default, sampled, off in run_ranks(2, save_with_a_difference_between_samples, tmp_path):
         assert "ReplicaMismatchError" in default[0]
         assert default[1] == ["w"]

@@ -1,4 +1,4 @@
-"""Ranks that were given other options, or other kinds of objects: found out at once."""
+"""Options or managers that differ between ranks: an error at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ SAVE_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
-    """For each option the outcome where rank 1 is given another value; then all ranks agree again."""
+    """Return for each option the outcome if rank 1 has another value, and then the outcome if all ranks
+    agree."""
     dcp.save(STATE, checkpoint_id=root / "old")
     found: dict[str, Any] = {}
 
@@ -72,8 +73,8 @@ def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
 
 @pytest.mark.parametrize("way", ["columns", "objects", "async"])
 def test_options_that_differ_by_rank_are_told(tmp_path: Path, way: str) -> None:
-    """Each by its name, with what each rank has, on all ranks, before anything is written; the group serves
-    on, and a list of one pattern is that pattern."""
+    """All ranks raise an error with the option and the value of each rank, before any file is written. The
+    group still works. A list of one pattern equals the pattern."""
     for found, left in run_ranks(2, options_apart, tmp_path, way):
         values = SAVE_OPTIONS if way == "async" else LOAD_OPTIONS | SAVE_OPTIONS
         assert found.keys() == values.keys()
@@ -111,8 +112,8 @@ def _managers_apart(rank: int, world_size: int, root: Path) -> Any:
 
 
 def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
-    """Their ranks would save other steps, or wait where the others do not; the group serves on. So are all
-    of an option that is no choice on one rank."""
+    """All ranks raise an error: their managers would save different steps, or wait alone. The group still
+    works. The same holds for an option that is invalid on one rank."""
     for found, (refused, refusal, _) in run_ranks(2, _managers_apart, tmp_path / "run"):
         assert {"OptionError", "RankFailedError"} <= {*refused}, refusal
         assert "keep must be a Retention" in refusal
@@ -131,6 +132,6 @@ def _metrics_apart(rank: int, world_size: int, root: Path) -> list[str]:
 
 
 def test_metrics_that_differ_by_rank_are_warned_of_once(tmp_path: Path) -> None:
-    """Rank 0's are stored, and its log has what each rank gave."""
+    """The values of rank 0 are stored, and its log has the values of each rank."""
     (said,), others = run_ranks(2, _metrics_apart, tmp_path)
     assert "metrics['loss']" in said and "rank 0: 0.0; rank 1: 0.25" in said and others == []

@@ -1,4 +1,4 @@
-"""A checkpoint that is replaced between the reading of its index and that of its files."""
+"""A checkpoint that is replaced after a reader read its index and before the reader opens its files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.versions import save_version, version_of, version_state
 
 
 def reader(path: Any, overtake: Callable[[], None], *, times: int = 1) -> dcp.FileSystemReader:
-    """A reader before which another job replaces the checkpoint, each time it first opens a data file; what
-    ``overtake`` raises the file system says."""
+    """Return a reader that calls ``overtake``, which replaces the checkpoint, before it first opens a data
+    file, ``times`` times. An error of ``overtake`` is raised as the file system's."""
     left = [times]
 
     def hook(_: object) -> None:
@@ -50,7 +50,7 @@ def _replacing(path: Any) -> Callable[[], None]:
 
 @pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, ObjectLoadPlanner])
 def test_the_successor_is_loaded_whole(tmp_path: Path, planner: type[dcp.DefaultLoadPlanner]) -> None:
-    """Every value is of the new checkpoint, and the report says that it took a second look."""
+    """Each value is of the new checkpoint, and the report counts two attempts."""
     save_version(tmp_path, 1)
     state = version_state(0)
     report = dcp.load(state, storage_reader=reader(tmp_path, _replacing(tmp_path)), planner=planner())
@@ -68,7 +68,8 @@ def _refuse(number: int, path: Path) -> None:
 @pytest.mark.parametrize("is_replaced", [True, False])
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
 def test_one_refusal_of_a_data_file_is_no_damage(tmp_path: Path, number: int, is_replaced: bool) -> None:
-    """The names that a host knows may be behind those of the server: the manifest decides."""
+    """A load retries after ENOENT or ESTALE: a network file system may cache old names, so the manifest
+    decides."""
     save_version(tmp_path, 1)
 
     def overtake() -> None:
@@ -83,7 +84,7 @@ def test_one_refusal_of_a_data_file_is_no_damage(tmp_path: Path, number: int, is
 
 
 def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
-    """Says so, and names the place."""
+    """A load that is overtaken at each attempt raises an error with the path."""
     save_version(tmp_path, 1)
     newest, calls = tmp_path, list[int]()
     replace = _replacing(newest)
@@ -100,7 +101,8 @@ def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["*.distcp", "*"])
 def test_a_file_that_is_only_missing_stays_an_error(tmp_path: Path, gone: str) -> None:
-    """Nobody has committed since; nor is there anything to look at once the checkpoint was deleted."""
+    """A missing file is an error if no save committed since the index was read, or if the checkpoint was
+    deleted."""
     save_version(tmp_path, 1)
     calls = []
 
@@ -115,17 +117,17 @@ def test_a_file_that_is_only_missing_stays_an_error(tmp_path: Path, gone: str) -
 
 
 class Counted:
-    """A `Stateful` that counts what it is given."""
+    """`Stateful` that counts calls of `load_state_dict`."""
 
     def __init__(self) -> None:
         self.state, self.given = {"w": torch.zeros(8)}, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state itself."""
+        """Return the state itself."""
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count it."""
+        """Count the call."""
         self.given += 1
 
 
@@ -149,7 +151,8 @@ def _load_overtaken(rank: int, world_size: int, path: str, overtaken: int, how: 
 
 @pytest.mark.parametrize("overtaken", [0, 1])
 def test_all_ranks_load_the_successor(tmp_path: Path, overtaken: int) -> None:
-    """Also those that had read the first one to the end; objects get their state once."""
+    """All ranks load the new checkpoint, also ranks that had read all of the old; stateful objects load
+    once."""
     _save_counted(str(tmp_path), 1.0)
     for values, value, given, attempts in run_ranks(2, _load_overtaken, str(tmp_path), overtaken, "replaced"):
         assert (values, value) == ([2.0] * 8, 2.0)
@@ -157,8 +160,8 @@ def test_all_ranks_load_the_successor(tmp_path: Path, overtaken: int) -> None:
 
 
 def overtake_at_opens(folder: Path, versions: list[int]) -> None:
-    """From now on another save replaces what is in ``folder`` each time this process opens a data file of it
-    to read, until all of ``versions`` are saved."""
+    """Replace the checkpoint in ``folder``, from now on, each time this process opens a data file to read,
+    until all ``versions`` are saved."""
     is_saving: list[bool] = []
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -184,5 +187,5 @@ def _restore_overtaken(root: Path) -> tuple[int, list[Any], int | str]:
 
 
 def test_a_restore_that_is_overtaken_takes_no_older_step(tmp_path: Path) -> None:
-    """Restores the newest step as its last save left it, and does not take the replacements for damage."""
+    """A restore takes the newest step as last saved, and does not take replacements for damage."""
     assert in_lab(_restore_overtaken, tmp_path) == (2, [], 13)

@@ -1,4 +1,4 @@
-"""Jobs that save to one id by mistake, and somebody who loads it meanwhile."""
+"""Jobs that save to the same id by mistake, and a job that loads it meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
 ROUNDS = 14
 MOST_ROUNDS = 440  # versions have three digits
 PATIENCE_SECONDS = 120.0
-"""How long two writers may need to meet, on a machine that has little time for either of them."""
+"""Seconds that two writers may need to overlap, on a busy machine."""
 
 
 def _commits(folder: Path, version: int, start: float = 0.0, **options: Any) -> bool:
@@ -38,7 +38,8 @@ def _values_of(children: list[Child]) -> list[Any]:
 
 
 def write_often(folder: Path, first: int, start: float, bare: bool) -> dict[int, bool]:
-    """By version whether its save committed; some in a row, and more until the writers have met."""
+    """Save some versions, and more until the writers overlapped. Return for each version whether it
+    committed."""
     done: dict[int, bool] = {}
     met = folder.with_name("met")
     for version in range(first, first + MOST_ROUNDS):
@@ -58,7 +59,7 @@ def _read_often(folder: Path, end: Path) -> set[int | str]:
 
 
 def overwriting_race(root: Path, bare: bool) -> Any:
-    """Two writers and a reader on one id; what they did and saw, and what is there in the end."""
+    """Run two writers and a reader on one id. Return their results and the final state."""
     folder, start = root / "x", time.monotonic() + 0.3
     writers = [Child(write_often, folder, first, start, bare) for first in (100, 550)]
     reader = Child(_read_often, folder, root / "end")
@@ -70,8 +71,8 @@ def overwriting_race(root: Path, bare: bool) -> Any:
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_two_writers_overwrite_one_id(tmp_path: Path, bare: bool) -> None:
-    """Each save commits whole or raises CheckpointConflictError, a reader sees committed states only, and
-    `.metadata` is never that of another save in the end, though it is left out now and then."""
+    """Each save commits whole or raises CheckpointConflictError, and a reader sees committed states only. The
+    final `.metadata` is of the same save as the manifest, or missing."""
     done, seen, (last, stock, files, found) = in_lab(overwriting_race, tmp_path, bare)
     committed = {version for one in done for version in one if one[version]}
     assert len(committed) >= ROUNDS / 2
@@ -80,7 +81,7 @@ def test_two_writers_overwrite_one_id(tmp_path: Path, bare: bool) -> None:
     assert stock == last or (bare and stock == ABSENT)
     assert found == set() and files["data"] == files["manifest"] == 1 and (bare or files == CLEAN)
     assert MIXED not in seen and seen & committed
-    # A file that was replaced between opening the manifest and reading is gone, and named as missing.
+    # A load may find that a data file was replaced after it read the manifest, and raise that it is missing.
     assert seen - committed <= {ABSENT, "CorruptCheckpointError", "CheckpointConflictError"}
 
 
@@ -100,8 +101,8 @@ def _save_at(folder: Path, version: int, start: float, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_writers_create_one_id(tmp_path: Path, overwrite: bool) -> None:
-    """One wins and the others know that they lost, or came so late that they overwrote; with
-    ``overwrite=False`` exactly one commits, whoever comes when."""
+    """One writer wins; the others raise a conflict, or began late enough to overwrite. With
+    ``overwrite=False`` exactly one commits."""
     versions = (1, 2) if overwrite else (1, 2, 3)
     rounds = in_lab(_creating_race, tmp_path, versions, 5, {"overwrite": overwrite})
     for done, seen, stock, files in rounds:
@@ -112,7 +113,8 @@ def test_writers_create_one_id(tmp_path: Path, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_save_refuses_what_changed_since_it_began(tmp_path: Path, bare: bool) -> None:
-    """Leaves the other's checkpoint alone, where it is overtaken between its start and its commit."""
+    """A save that is overtaken between its start and its commit leaves the other job's checkpoint
+    unchanged."""
     folder = tmp_path / "x"
     save_version(folder, 1, torch_compatible=not bare)
     writer = dcp.FileSystemWriter(folder, torch_compatible=not bare)

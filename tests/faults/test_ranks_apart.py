@@ -1,4 +1,4 @@
-"""Ranks that are not about the same: another checkpoint, another operation; found out at once."""
+"""Ranks that call different operations, or use different checkpoints: an error at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RARE = pytest.mark.exhaustive
 
 
 def load_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any:
-    """Ranks 0 and 2 load one checkpoint, rank 1 another, or asks for nothing of it."""
+    """Load one checkpoint on ranks 0 and 2; on rank 1 load another, or request no entry of it."""
     save = dcp.save
     if kind == "stock":
         save = torch.distributed.checkpoint.save
@@ -40,8 +40,8 @@ def load_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
 
 @pytest.mark.parametrize("kind", ["columns", "reads nothing", "stock", pytest.param("objects", marks=_RARE)])
 def test_ranks_that_load_different_ids_are_told(tmp_path: Path, kind: str) -> None:
-    """Files of one checkpoint are not looked for in another, nor read there where they have the same names;
-    the error has both ids, and the group serves on."""
+    """The error has both ids, and the group still works. No rank reads the files of another rank's
+    checkpoint, even if their names are equal."""
     for (names, message, _), values in run_ranks(3, load_different_ids, tmp_path, kind):
         assert "PlanError" in names, message
         assert "rank 0, 2:" in message and str(tmp_path / "one") in message
@@ -50,7 +50,7 @@ def test_ranks_that_load_different_ids_are_told(tmp_path: Path, kind: str) -> No
 
 
 def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any:
-    """Ranks 0 and 2 save to one id, rank 1 to another; rank 1 or rank 0 may have nothing to write."""
+    """Save to one id on ranks 0 and 2, to another on rank 1; rank 1 or rank 0 may have nothing to write."""
     state: dict[str, Any] = dict(STATE)
     if kind == "writes":
         state["own"] = dcp.PerRank(torch.full((4,), float(rank)))
@@ -86,8 +86,8 @@ def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
     + [pytest.param(kind, marks=_RARE) for kind in ("one has nothing", "writes", "objects")],
 )
 def test_ranks_that_save_to_different_ids_are_told(tmp_path: Path, kind: str) -> None:
-    """Also where a rank has nothing to write, so that no file of its own is missing: the error has both ids,
-    nothing is left behind, what was there stays, and the group serves on."""
+    """The error has both ids, also if a rank writes no file. No file is left, the old checkpoint stays, and
+    the group still works."""
     for (names, message, _), left in run_ranks(3, save_different_ids, tmp_path, kind):
         assert "PlanError" in names, message
         assert "rank 0, 2:" in message and str(tmp_path / "one") in message
@@ -96,7 +96,7 @@ def test_ranks_that_save_to_different_ids_are_told(tmp_path: Path, kind: str) ->
 
 
 def use_by_other_names(rank: int, world_size: int, root: Path) -> Any:
-    """Each rank knows the folder by another name, and rank 1 has nothing to write."""
+    """Save and load with another path to the folder on each rank; rank 1 has nothing to write."""
     if rank == 0:
         (root / "real").mkdir()
     dist.barrier()
@@ -109,7 +109,7 @@ def use_by_other_names(rank: int, world_size: int, root: Path) -> Any:
 
 
 def test_one_checkpoint_may_have_several_names(tmp_path: Path) -> None:
-    """A mount that is called otherwise on another host is the same storage."""
+    """Ranks may use different paths to the same storage, as with mounts that differ between hosts."""
     assert run_ranks(2, use_by_other_names, tmp_path) == [([0.0, 1, 2, 3, 4, 5], 3, 3)] * 2
 
 
@@ -136,7 +136,7 @@ def _different_operations(rank: int, world_size: int, root: Path, other: str) ->
 
 @pytest.mark.parametrize("other", ["load", "make a manager", "save alone", "fail"])
 def test_ranks_in_different_operations_fail_at_once(tmp_path: Path, other: str) -> None:
-    """Long before the timeout of 1800 s, by the names of the operations; the next one works."""
+    """The error names the operations, long before the timeout of 1800 s, and the next operation works."""
     words = {
         "load": ("rank 1: load ", "must call the same function"),
         "make a manager": ("rank 1: CheckpointManager", "must call the same function"),

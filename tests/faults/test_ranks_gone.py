@@ -1,4 +1,4 @@
-"""Ranks that do not come, or end while the group forms: found out within the timeout."""
+"""Ranks that are absent, or end while the group forms: an error within the timeout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rank_2_stays_away(rank: int, world_size: int, root: Path, how: str, bound_s
         begun = time.monotonic() - busy_seconds()
         found = (*outcome(act), time.monotonic() - busy_seconds() - begun) if rank != 2 else None
         _meet(store, "done", rank, world_size)
-    finally:  # nobody waits for a rank that failed
+    finally:  # no rank waits for a failed rank
         for word in ("ready", "done"):
             store.set(f"{word}/{rank}", "1")
     os._exit(0) if found is None else None
@@ -42,7 +42,7 @@ def _meet(store: dist.Store, word: str, rank: int, world_size: int) -> None:
 
 
 def _prepared(rank: int, root: Path, how: str, bound_seconds: float) -> Callable[[], Any]:
-    """All that takes its time once is behind the group; what is left to do without rank 2."""
+    """Prepare all that takes time once, so that only the call without rank 2 is left to measure."""
     bound: dict[str, Any] = {"timeout_seconds": bound_seconds}
     if how in ("thread", "process"):
         manager = dcp.CheckpointManager(root, mode=how, **bound)  # type: ignore[arg-type]
@@ -76,8 +76,9 @@ _OTHER_WAITS = (*("process", "first load", "first manager", "load", "save", "sav
 
 @pytest.mark.parametrize("waits", [_WAITS, pytest.param(_OTHER_WAITS, marks=pytest.mark.exhaustive)])
 def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, ...]) -> None:
-    """Signs of life, and what trainers and writers tell each other, included; who is missing is named, and
-    nobody else. On a busy machine others may be too late as well: then all have more time once more."""
+    """The timeout bounds the whole wait, including heartbeats and messages between trainers and writers. The
+    error names the absent rank alone. On a busy machine other ranks may also be late: the test then repeats
+    with more time."""
     late = {}
     for factor in (1, 2, 4):
         bounds = [factor * (10.0 if how == "process" else 3.0) for how in waits]
@@ -140,7 +141,7 @@ def _store_of_rank_0(rank: int) -> dist.Store:
 
 @pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.exhaustive), "process"])
 def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str) -> None:
-    """The survivors get an error of ours that names it, and not torch's about sockets."""
+    """The survivors raise a dcp error that names rank 0, instead of torch's socket error."""
     groups = [
         Group(3, _rank_0_ends_while_the_group_forms, (tmp_path / when, kind, when))
         for when in ("early", "late")
