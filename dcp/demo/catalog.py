@@ -90,14 +90,14 @@ class CatalogAct:
         ``digests`` are of the last saved step of the job "run", ``losses`` by step those of the job
         "uninterrupted".
         """
-        self._narrator.chapter("Serve all of it as a catalog")
-        how = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
+        self._narrator.chapter("Serve all runs in a catalog")
+        how = "without configuration" if isinstance(self._place, FolderPlace) else "with --root BUCKET only"
         self._narrator.say(
-            f"""dcp serve with {how}: the checkpoints there in an SQLite database, an API on this machine
-            only, and a worker for its jobs."""
+            f"""dcp serve {how}: a catalog of the checkpoints in an SQLite database, an API on localhost,
+            and a worker for jobs."""
         )
         service = until_end.enter_context(CatalogService(self._root, self._place))
-        self._narrator.say(f"It was ready after {service.ready_seconds:.1f} s, at {service.url}.")
+        self._narrator.say(f"dcp serve was ready after {service.ready_seconds:.1f} s, at {service.url}.")
         # a transport of its own bypasses proxies
         with Client(service.url, transport=httpx.HTTPTransport()) as client:
             try:
@@ -113,14 +113,14 @@ class CatalogAct:
         found = {one.key for one in client.checkpoints(root=_ROOT_NAME)}
         saved = [(job, step) for job in _JOBS for step in self._steps if self._place.is_committed(job, step)]
         there = {f"{job}/{checkpoint_name(step)}" for job, step in saved}
-        claim = f"a scan finds all {len(there)} committed checkpoints, and nothing else"
+        claim = f"a scan finds all {len(there)} committed checkpoints and no others"
         self._narrator.check(claim, found == there, f"{sorted(found ^ there)[:3]}")
         best = client.checkpoints(root=_ROOT_NAME, run="uninterrupted", sort="metric:loss").first()
         lowest = min(self._steps, key=lambda step: losses[step])
         self._narrator.check(
-            f"the one of lowest loss of the uninterrupted job: step {lowest}, loss {losses[lowest]:.3f}",
+            f"a search finds the checkpoint of lowest loss: step {lowest}, loss {losses[lowest]:.3f}",
             best is not None and (best.step, best.metrics.get("loss")) == (lowest, losses[lowest]),
-            f"not {best}",
+            f"found {best}",
         )
 
     def _verify(self, client: Client) -> None:
@@ -128,8 +128,8 @@ class CatalogAct:
             one = self._checkpoint(client, f"{job}/{checkpoint_name(self._steps[-1])}")
             client.wait(client.verify(one), timeout_seconds=_WAIT_SECONDS)
             seen = client.checkpoint(one).verification
-            what = "the copy with the flipped bit" if job == "damaged" else "the checkpoint it was made of"
-            self._narrator.check(f"a job reads every byte: {what} is {outcome}", seen == outcome, seen)
+            what = "the copy with the flipped bit" if job == "damaged" else "its original"
+            self._narrator.check(f"a verification job reports {what} as {outcome}", seen == outcome, seen)
 
     def _convert(self, client: Client, digests: dict[str, str]) -> None:
         """Create a rule, register a matching checkpoint, and compare the download."""
@@ -143,25 +143,26 @@ class CatalogAct:
         }
         client.request("POST", "/rules", body=rule)
         self._narrator.say(
-            """A rule: what is committed to the run "released" becomes safetensors in "exports". A checkpoint
-            is copied there and registered, as dcp.CheckpointManager(catalog=...) does."""
+            """A rule converts checkpoints committed to the run "released" to safetensors in "exports". To
+            trigger the rule, a checkpoint is copied into that run and registered, as
+            dcp.CheckpointManager(catalog=...) does."""
         )
         self._place.copy("run", self._steps[-1], "released")
         source = client.register(f"released/{name}", root=_ROOT_NAME).id
         key, give_up = f"exports/{name}", time.monotonic() + _WAIT_SECONDS
         while not (found := [one for one in client.checkpoints(root=_ROOT_NAME) if one.key == key]):
             if time.monotonic() > give_up:
-                raise DemoError(f"the rule has made nothing within {_WAIT_SECONDS:g} seconds")
+                raise DemoError(f"the rule has not created {key} within {_WAIT_SECONDS:g} seconds")
             time.sleep(0.1)
         target = found[0]
-        self._narrator.check("the rule has converted it", target.format == "safetensors")
+        self._narrator.check("the rule has converted the checkpoint", target.format == "safetensors")
         parents = [edge.parent_id for edge in client.lineage(target.id).edges if edge.child_id == target.id]
-        self._narrator.check("the catalog knows what it was made of", parents == [source], f"{parents}")
+        self._narrator.check("the catalog records the source", parents == [source], f"found {parents}")
         path = client.download_file(target.id, "model.safetensors", self._root / "model.safetensors")
-        self._compare("the file that was made", path, digests)
+        self._compare("the converted file", path, digests)
         streamed = self._root / "streamed.safetensors"
         client.download(source or 0, streamed, drop_objects=True)
-        self._compare("the source, made into one file while it is sent", streamed, digests)
+        self._compare("the source, converted during the download", streamed, digests)
 
     def _compare(self, what: str, path: Path, digests: dict[str, str]) -> None:
         digest_of = import_module(TRAINING).digest_of
@@ -170,13 +171,13 @@ class CatalogAct:
         difference = compare_digests(wanted, found)
         missing = [name for name in digests if name.startswith("app.model.") and name not in found]
         self._narrator.check(
-            f"downloaded, {what}: all {len(found)} tensors are bit for bit what the job saved",
+            f"downloaded, {what}: all {len(found)} tensors equal the saved ones bit for bit",
             not difference and not missing,
-            difference or f"{missing[:3]} are not there",
+            difference or f"missing: {missing[:3]}",
         )
 
     def _checkpoint(self, client: Client, key: str) -> int:
         for one in client.checkpoints(root=_ROOT_NAME, state="any"):
             if one.key == key:
                 return one.id
-        raise DemoError(f"the catalog does not know {key}")
+        raise DemoError(f"the catalog has no checkpoint {key}")

@@ -60,7 +60,7 @@ class Place:
     """Checkpoints by job and step, below a path or URL ``base``.
 
     ``storage_options`` are for this process; jobs use ``environment``. ``leftover``: name of remains of a
-    killed save, in the plural; ``about_leftovers``: their location, for a heading; ``about_clearing``:
+    killed save, in the plural; ``about_leftovers``: their description; ``about_clearing``:
     their fate in the next save. ``state_of_killed``: state in `dcp ls` of a step whose save was killed;
     None if not listed.
     """
@@ -142,8 +142,8 @@ class FolderPlace(Place):
     """Place in local folders."""
 
     leftover = "files are half written"
-    about_leftovers = "its files"
-    about_clearing = "into the folder where the killed one left its halves"
+    about_leftovers = "half-written files"
+    about_clearing = "in the folder with the files of the killed save"
     state_of_killed = "incomplete"
 
     def __init__(self, folder: Path) -> None:
@@ -158,9 +158,9 @@ class FolderPlace(Place):
 class BucketPlace(Place):
     """Place in the bucket of an S3 server."""
 
-    leftover = "uploads are half done"
-    about_leftovers = "no object, but uploads that will never be completed"
-    about_clearing = "under the prefix where the killed one left its uploads"
+    leftover = "uploads are incomplete"
+    about_leftovers = "incomplete multipart uploads, and no object,"
+    about_clearing = "under the prefix with the uploads of the killed save"
     state_of_killed = None
 
     def __init__(self, server: S3Server) -> None:

@@ -61,12 +61,12 @@ class Story:
         characters = self._write_corpus()
         where = f"Folder: {self.root}"
         if not isinstance(self.place, FolderPlace):
-            where = f"It saves to a real S3 server, which runs as long as it. Logs: {self.root}"
+            where = f"Checkpoints go to an S3 server (SeaweedFS), stopped at the end. Logs: {self.root}"
         self.narrator.say(
-            f"""A transformer of 2.8 million parameters learns to write Python from this package's own source
-            ({characters:,} characters), with FSDP2 on CPU processes, started as torchrun does. Model, AdamW
-            state, step and each rank's random generator go through a dcp.CheckpointManager, which saves
-            behind the training loop. It takes a minute or two. {where}"""
+            f"""A transformer of 2.8 million parameters is trained on the source code of this package
+            ({characters:,} characters), with FSDP2 on CPU processes, started as torchrun does. A
+            dcp.CheckpointManager saves model, AdamW state, step and each rank's random generator in the
+            background. The demo takes a minute or two. {where}"""
         )
         reference = self.train_without_interruption()
         killed = self.kill_in_a_save(reference)
@@ -87,21 +87,21 @@ class Story:
         reference = self._train("uninterrupted", 2, checkpoints="uninterrupted")
         first, last = reference.losses[1], reference.losses[self.steps]
         self.narrator.check(
-            f"the model learns: loss {first:.3f} at the first step, {last:.3f} at the last",
+            f"the loss falls from {first:.3f} at the first step to {last:.3f} at the last",
             last < 0.8 * first,
-            "the loss did not fall by a fifth",
+            "expected a decrease by 20 % at least",
         )
         return reference
 
     def kill_in_a_save(self, reference: JobOutcome) -> JobOutcome:
         """Train the same run, and kill a save."""
         step, place = self.killed_step, self.place
-        self.narrator.chapter(f"The same again, but killed in the middle of the save of step {step}")
+        self.narrator.chapter(f"Train again, and kill the job in the middle of the save of step {step}")
         killed = self._train("killed", 2, checkpoints="run", stop=(step, "writing"))
         last = max(killed.losses, default=0)
         died = killed.exit_code == -signal.SIGKILL and last >= step
         self.narrator.check(
-            f"kill -9 ended the launcher and both ranks while step {step} was being saved behind them",
+            f"kill -9 ended the launcher and both ranks while step {step} was saved in the background",
             died,
             f"exit code {killed.exit_code}, last step {last}",
         )
@@ -110,14 +110,16 @@ class Story:
         halves = sorted(place.leftovers("run", step).items())
         sizes = [(name, size, whole[name.split(".")[0]]) for name, size in halves]
         left = place.shown(f"run/{checkpoint_name(step)}")
-        self.narrator.say(f"What it left in {left}, {place.about_leftovers}:")
+        self.narrator.say(f"The killed save left {place.about_leftovers} in {left}:")
         rows = [(name, f"{size:,}", f"{full:,}") for name, size, full in sizes]
         self.narrator.table(("file", "bytes", "bytes when complete"), *rows)
         count = sum(0 < size < full for _, size, full in sizes)
-        self.narrator.check(f"both ranks' {place.leftover}", count == 2, f"{count} are")
-        self.narrator.check("what is there is no checkpoint", not place.is_committed("run", step))
+        self.narrator.check(f"both ranks' {place.leftover}", count == 2, f"found {count}")
+        self.narrator.check(
+            f"step {step} does not count as a checkpoint", not place.is_committed("run", step)
+        )
         self._check_equal(
-            f"until then it was the same run: losses of steps 1 to {last} equal bit for bit",
+            f"losses of steps 1 to {last} equal those of the uninterrupted run bit for bit",
             largest_difference(reference.losses, killed.losses, range(1, last + 1)),
         )
         return killed
@@ -125,7 +127,7 @@ class Story:
     def find_last_checkpoint(self) -> None:
         """Find the checkpoint to resume from."""
         name, half = checkpoint_name(self.last_step), checkpoint_name(self.killed_step)
-        self.narrator.chapter("Find the last checkpoint that counts")
+        self.narrator.chapter("Find the newest committed checkpoint")
         listing = self._dcp("ls", self.place.shown("run"))
         killed = self.place.shown(f"run/{half}")
         self._dcp("verify", killed, status=3, claim=f"dcp verify refuses {half}")
@@ -135,12 +137,12 @@ class Story:
         }
         wanted = self.place.state_of_killed
         self.narrator.check(
-            f"dcp ls tells them apart: {half} is {wanted or 'not there'}",
+            f"dcp ls lists {name} as committed, {half} {f'as {wanted}' if wanted else 'not at all'}",
             states.get(half) == wanted and states.get(name) == "committed",
             repr(states),
         )
         self.narrator.check(
-            f"the newest committed one is {name}, and every byte of it verifies",
+            f"the newest committed checkpoint is {name}, and dcp verify finds no damage",
             found == name,
             f"found {found}",
         )
@@ -149,11 +151,11 @@ class Story:
         """Resume on the same number of ranks, with writer processes that outlive the job."""
         last, place = self.steps, self.place
         self.narrator.chapter(
-            f"Resume from step {self.last_step}, and kill it just after the state of step {last} was copied"
+            f"Resume from step {self.last_step}, and kill the job just after step {last} was staged"
         )
         self.narrator.say(
-            """This time each rank writes in a process of its own. Both ranks and their launcher are killed
-            as soon as both have handed over the copies of their last step."""
+            """This time each rank saves in a separate writer process. Both ranks and their launcher are
+            killed as soon as both have sent the staged copies of the last step to their writers."""
         )
         stop = (last, "staged")
         job = self._train("resumed-on-2", 2, checkpoints="run", writer="process", stop=stop)
@@ -163,7 +165,7 @@ class Story:
         give_up = time.monotonic() + _COMMIT_SECONDS
         while not (committed := place.is_committed("run", last)) and time.monotonic() < give_up:
             time.sleep(0.05)
-        self.narrator.check("the writers have committed the checkpoint all the same", committed)
+        self.narrator.check("the writer processes committed the checkpoint after the kill", committed)
         self._check_same_number(reference, job)
         return job
 
@@ -183,7 +185,7 @@ class Story:
         self, reference: JobOutcome, killed: JobOutcome, resumed: dict[int, JobOutcome]
     ) -> None:
         """Plot and print the losses."""
-        self.narrator.chapter("The losses of all runs")
+        self.narrator.chapter("Compare the losses of all runs")
         runs = {"uninterrupted": reference, "killed": killed}
         runs |= {f"resumed on {ranks}": job for ranks, job in resumed.items()}
         columns = [1, self.last_step, self.last_step + 1, self.killed_step, self.steps]
@@ -202,15 +204,15 @@ class Story:
         folders = [place.shown(f"{job}/{checkpoint_name(number)}") for job, number in saved]
         self._dcp("verify", *folders, status=0, claim="every byte of four checkpoints verifies")
         self.narrator.say(
-            f"""The resumed job saved step {step} {place.about_clearing}. It is a whole checkpoint now, and
-            the save has cleared the halves away:"""
+            f"""The resumed job saved step {step} again, {place.about_clearing}. The save completed, and
+            removed these leftovers:"""
         )
         self._dcp("verify", place.shown(f"run/{checkpoint_name(step)}"))
         left = place.data_files("run", step) | place.leftovers("run", step)
         strays = left.keys() - set(open_index(place.store("run", step)).files)
         findings = place.findings("run", step)
         self.narrator.check(
-            f"{checkpoint_name(step)} is a checkpoint, and nothing of the killed save is left in it",
+            f"{checkpoint_name(step)} is a valid checkpoint without leftovers of the killed save",
             not findings and not strays,
             f"{findings}, {strays}",
         )
@@ -222,8 +224,8 @@ class Story:
         self.place.copy("run", last, "damaged")
         name = self.place.flip_bit("damaged", last)
         damaged = self.place.shown(f"damaged/{checkpoint_name(last)}")
-        output = self._dcp("verify", damaged, status=1, claim="dcp verify finds it")
-        self.narrator.check(f"and names the tensor: {name}", name in output)
+        output = self._dcp("verify", damaged, status=1, claim="dcp verify finds the damage")
+        self.narrator.check(f"dcp verify names the damaged tensor: {name}", name in output)
 
     def read_with_stock_torch(self, resumed: dict[int, JobOutcome]) -> None:
         """Load in one process with stock torch."""
@@ -236,7 +238,7 @@ class Story:
             raise DemoError(f"the process that loads with stock torch failed:\n{output}")
         result: dict[str, Any] = json.loads(output)
         for ranks, digests in zip(places, result["stock"], strict=True):
-            who = {1: "1 rank", 2: "2 ranks, committed after they had died", 3: "3 ranks"}[ranks]
+            who = {1: "1 rank", 2: "2 ranks, committed after their kill", 3: "3 ranks"}[ranks]
             self._check_equal(
                 f"saved by {who}, loaded by stock torch: all {len(digests)} entries equal bit for bit",
                 compare_digests(resumed[ranks].digests(f"saved-{last}"), digests),
@@ -244,17 +246,17 @@ class Story:
         by_stock, by_ours = result["damaged_by_stock"], result["damaged_by_ours"]
         if isinstance(by_stock, dict):
             wrong = compare_digests(result["stock"][0], by_stock)
-            by_stock = f"loads it without a word, and {wrong or 'nothing differs'}"
-        self.narrator.say(f"The copy with the flipped bit: stock torch {by_stock}. dcp.load says:")
+            by_stock = f"loads it without an error: {wrong or 'no entry differs'}"
+        self.narrator.say(f"The copy with the flipped bit: stock torch {by_stock}. dcp.load raises:")
         self.narrator.output(by_ours)
         refused = by_ours.startswith("CorruptCheckpointError")
-        self.narrator.check("dcp.load refuses the copy", refused, by_ours)
+        self.narrator.check("dcp.load refuses the damaged copy", refused, by_ours)
 
     def serve_a_catalog(self, reference: JobOutcome, resumed: dict[int, JobOutcome]) -> None:
         """Serve the checkpoints in a catalog."""
         if any(find_spec(name) is None for name in ("fastapi", "httpx", "sqlalchemy")):
-            self.narrator.chapter("The catalog is not shown")
-            self.narrator.say("It needs more packages: pip install 'dcphub[server]'")
+            self.narrator.chapter("Skip the catalog")
+            self.narrator.say("The catalog needs more packages: pip install 'dcphub[server]'")
             return
         from dcp.demo.catalog import CatalogAct  # only here: training is shown without these packages, too
 
@@ -266,19 +268,19 @@ class Story:
         """Stop the catalog if running."""
         if self.service is not None:
             status = self.service.stop()
-            self.narrator.check("it ended in good order", status == 0, f"exit status {status}")
+            self.narrator.check("dcp serve shut down cleanly", status == 0, f"exit status {status}")
 
     def serve(self) -> None:
         """Keep the catalog running until Ctrl-C or SIGTERM."""
         if self.service is None:
             return
-        self.narrator.chapter("Look at it")
+        self.narrator.chapter("Browse the catalog")
         self.narrator.say(f"The catalog is at {self.service.url}/ until Ctrl-C.")
         try:
-            self.narrator.say(f"It ended by itself, with exit status {self.service.wait()}.")
+            self.narrator.say(f"dcp serve ended unexpectedly, with exit status {self.service.wait()}.")
         except KeyboardInterrupt:
             self.end_catalog()
-            self.narrator.say("It is stopped.")
+            self.narrator.say("The catalog is stopped.")
 
     # -- shared by chapters ---------------------------------------------------------------------------------
 
@@ -291,25 +293,26 @@ class Story:
         saved, loaded = killed.digests(f"saved-{step}"), job.digests(f"loaded-{step}")
         # a rank's generator has a meaning only on as many ranks
         difference = compare_digests(saved, loaded, without="" if ranks == 2 else "rng.")
-        what = "model, AdamW state, step" + (" and both generators" if ranks == 2 else "")
-        self._check_equal(f"on {ranks}: {what} loaded bit for bit as saved", difference)
+        what = "model, AdamW state, step" + (" and both random generators" if ranks == 2 else "")
+        on = _ranks_text(ranks)
+        self._check_equal(f"on {on}: {what} loaded bit for bit as saved", difference)
         first = min(job.losses, default=0)
-        self.narrator.check(f"on {ranks}: went on with step {first}", first == step + 1)
+        self.narrator.check(f"on {on}: training continues with step {first}", first == step + 1)
 
     def _check_same_number(self, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare with the reference run: equal bit for bit on the same number of ranks."""
         steps = range(self.last_step + 1, self.steps + 1)
         name = f"saved-{self.steps}"
         self._check_equal(
-            "on 2: losses bit for bit as without interruption",
+            "on 2 ranks: losses equal those of the uninterrupted run bit for bit",
             largest_difference(reference.losses, job.losses, steps),
         )
         self._check_equal(
-            "on 2: the random generators continue as without interruption",
+            "on 2 ranks: random numbers equal those of the uninterrupted run",
             largest_difference(reference.looks, job.looks, steps),
         )
         self._check_equal(
-            f"on 2: the state after step {self.steps} is bit for bit that of the uninterrupted run",
+            f"on 2 ranks: the state after step {self.steps} equals that of the uninterrupted run bit for bit",
             compare_digests(reference.digests(name), job.digests(name)),
         )
 
@@ -318,8 +321,9 @@ class Story:
         steps = range(self.last_step + 1, self.steps + 1)
         apart = largest_difference(reference.losses, job.losses, steps)
         self.narrator.check(
-            f"on {ranks}: losses as without interruption, within {RESHARDED_LOSS_TOLERANCE:g} (largest "
-            f"difference {apart:.1e}: other ranks add up in another order)",
+            f"on {_ranks_text(ranks)}: losses equal those of the uninterrupted run within "
+            f"{RESHARDED_LOSS_TOLERANCE:g} (largest difference {apart:.1e}; sums over another number of "
+            "ranks round differently)",
             apart <= RESHARDED_LOSS_TOLERANCE,
         )
 
@@ -352,8 +356,7 @@ class Story:
         Raises:
             DemoError: If the job fails or takes over five minutes, with the end of the log.
         """
-        on = "1 process" if ranks == 1 else f"{ranks} processes"
-        self.narrator.say(f"torch.multiprocessing starts {on} ...")
+        self.narrator.say(f"Starting {_ranks_text(ranks)} with torch.multiprocessing ...")
         training = import_module(TRAINING)
         results, log = self.root / "results" / name, self.root / "logs" / f"{name}.txt"
         results.mkdir(parents=True)
@@ -406,6 +409,10 @@ class Story:
         return output
 
 
+def _ranks_text(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
 # -- the command ---------------------------------------------------------------------------------------------
 
 
@@ -445,7 +452,7 @@ def _folder(root: Path | None, serve: bool, until_end: ExitStack) -> Path:
         root = Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="dcp-demo-")))
     root.mkdir(parents=True, exist_ok=True)
     if any(root.iterdir()):
-        raise DemoError(f"{root} is not empty; the demo wants a folder of its own")
+        raise DemoError(f"--root {root} is not empty: give a new or empty folder")
     return root.resolve()
 
 
@@ -464,8 +471,8 @@ def _tell(root: Path, is_kept: bool, save_every: int, on_s3: bool, serve: bool, 
         if not serve:
             story.end_catalog()
     except DemoError as error:
-        narrator.check("the demo ran to its end", False, str(error))
-    narrator.chapter("What this showed")
+        narrator.check("all parts of the demo run", False, str(error))
+    narrator.chapter("Summary")
     seconds = time.monotonic() - begun
     if narrator.failed:
         for claim in narrator.failed:
@@ -473,18 +480,20 @@ def _tell(root: Path, is_kept: bool, save_every: int, on_s3: bool, serve: bool, 
         narrator.say(f"{len(narrator.failed)} of {narrator.claims} checks failed, after {seconds:.0f} s.")
         return 1
     narrator.say(
-        """A job killed in the middle of a save loses the steps since its last checkpoint, and nothing else:
-        the half-written save is not taken for one, and on the same number of ranks training continues as if
-        nothing had happened, bit for bit. The same checkpoint loads on fewer and on more ranks, every bit of
-        it. With a writer process even a job that is killed right after a step was copied gets that step
-        committed. Stock torch reads what dcp wrote. A flipped bit is found, and the tensor named."""
+        """A job killed during a save loses only the steps since its last checkpoint: the half-written save
+        does not count as a checkpoint, and on the same number of ranks training continues bit for bit as
+        without interruption. The same checkpoint loads bit for bit on fewer and on more ranks. With writer
+        processes, a step that was staged before the kill is still committed. Stock torch reads checkpoints
+        written by dcp. dcp detects a flipped bit and names the tensor."""
     )
     narrator.say(f"All {narrator.claims} checks passed, in {seconds:.0f} s.")
     if serve:
         story.serve()
         return 1 if narrator.failed else 0
     if not is_kept:
-        narrator.say("The folder is removed; dcp demo --root DIR keeps it, --serve shows it in a browser.")
+        narrator.say(
+            "The checkpoints are removed. dcp demo --root DIR keeps them; --serve shows them in a browser."
+        )
     elif not on_s3:
-        narrator.say(f"To look at it in a browser: cd {shlex.quote(str(root))} && dcp serve")
+        narrator.say(f"To see the runs in a browser: cd {shlex.quote(str(root))} && dcp serve")
     return 0

@@ -66,7 +66,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output += process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert re.search(r"ok +it ended in good order\n +It is stopped\.", output)
+    assert re.search(r"ok +dcp serve shut down cleanly\n +The catalog is stopped\.", output)
     assert "FAILED" not in output
     assert re.search(r"All ([0-9]+) checks passed", output), output
 
@@ -80,7 +80,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     assert re.search(r"step-00000003 .* incomplete$", output, re.MULTILINE)
 
     for ranks in (1, 2, 3):
-        assert f"on {ranks}: went on with step 3" in output
+        assert re.search(rf"on {ranks} ranks?: training continues with step 3", output)
         log = (root / "results" / f"resumed-on-{ranks}" / "losses.jsonl").read_text().splitlines()
         assert len(log) == 2
     loss_columns = re.findall(r"^ +(uninterrupted|resumed on 2) .* ([0-9.]+)$", output, re.MULTILINE)
@@ -208,5 +208,5 @@ def test_demo_on_s3_from_end_to_end(tmp_path: Path) -> None:
     assert len(halves) == 2
     for _, size, full in halves:
         assert int(size.replace(",", "")) == 8 << 20 < int(full.replace(",", ""))
-    assert "step-00000006 is not there" in text
+    assert re.search(r"step-00000006\s+not\s+at\s+all", text)
     assert not (tmp_path / "s3").exists() and not (tmp_path / "checkpoints").exists()
