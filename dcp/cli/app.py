@@ -68,10 +68,10 @@ class Commands(TyperGroup):
 
 
 def demo(
-    root: Path | None = Option(None, help="Keep everything in this folder, which must be empty."),
+    root: Path | None = Option(None, help="Keep all files in this folder, which must be empty or new."),
     save_every: int = Option(10, min=1, help="Steps between saves; a run has four saves."),
-    s3: bool = Option(False, "--s3", help="Save to an S3 server, which is started here (SeaweedFS)."),
-    serve: bool = Option(False, "--serve", help="Keep the catalog up at the end, until Ctrl-C."),
+    s3: bool = Option(False, "--s3", help="Start a local S3 server (SeaweedFS) and save to it."),
+    serve: bool = Option(False, "--serve", help="Keep the catalog running at the end, until Ctrl-C."),
 ) -> None:
     """Train a small model, kill a save, resume on other numbers of ranks, and check every claim."""
     from dcp.demo.story import run_to_exit_status
@@ -91,16 +91,16 @@ _PANELS: dict[str, tuple[Callable[..., Answer | None], ...]] = {
 }
 _COMMANDS = {one.__name__: one for commands in _PANELS.values() for one in commands}
 _GROUPS: dict[str, tuple[str, str, dict[str, Callable[..., Answer | None]]]] = {
-    "map": ("Check and convert", "Maps from one model definition's weights to another's.", conversion.MAP),
-    "db": ("The service", "The database of the service: bring it up to date, look at it.", service.DB),
-    "keys": ("The service", "API keys of the service: make, list, revoke them.", service.KEYS),
-    "roots": ("The service", "The roots of the service: list them, and say what is gone.", service.ROOTS),
+    "map": ("Check and convert", "List and try weight maps between model definitions.", conversion.MAP),
+    "db": ("The service", "Upgrade the database of the service, or show its revision.", service.DB),
+    "keys": ("The service", "Create, list and revoke API keys of the service.", service.KEYS),
+    "roots": ("The service", "List roots of the service, and accept lost checkpoints.", service.ROOTS),
 }
 _CLASSES = {"convert": conversion.ConvertCommand}
 
 app = typer.Typer(
     name="dcp",
-    help="Look at checkpoints, compare, verify, convert, remove them: sharded ones, torch.save, safetensors.",
+    help="Inspect, compare, verify, convert and remove checkpoints: sharded, torch.save, safetensors.",
     no_args_is_help=True,
     cls=Commands,
     context_settings={"max_content_width": 120},

@@ -50,8 +50,8 @@ STORAGE: Final = Option(
     "--storage-options",
     metavar="JSON",
     help="Options of a URL's file system, as a JSON object such as "
-    '\'{"endpoint_url": "https://..."}\'. Rather set DCP_STORAGE_OPTIONS to it, where it has secrets, '
-    "which other users can see on a command line; or what the file system reads itself, such as AWS_*.",
+    '\'{"endpoint_url": "https://..."}\'. Other users can see a command line: pass secrets in the '
+    "variable DCP_STORAGE_OPTIONS instead, or in variables of the file system, such as AWS_*.",
 )
 _JSON: Final = Option(False, "--json", help="Print JSON instead of a table.")
 _DEBUG: Final = Option(False, "--debug", help="Show the traceback of an error.")
@@ -149,14 +149,14 @@ def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise CheckpointError(f'{source} is not a JSON object, such as {{"anon": true}}') from None
+        raise CheckpointError(f'{source}: expected a JSON object such as {{"anon": true}}') from None
     return {**defaults, **options} or None
 
 
 def sort_key(option: str, keys: Mapping[str, Callable[[T], Any]]) -> Callable[[T], Any] | None:
     """Return the key of ``--sort``, if given; invalid keys are usage errors."""
     if option and option not in keys:
-        raise typer.BadParameter(f"{option!r} is none of {', '.join(keys)}", param_hint="--sort")
+        raise typer.BadParameter(f"{option!r} is not one of {', '.join(keys)}", param_hint="--sort")
     return keys.get(option)
 
 
@@ -197,8 +197,8 @@ def _as_line(error: Exception) -> str:
     if isinstance(error, CheckpointError | OSError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(error.name)):
-        return f"this needs {error.name}: pip install 'dcphub[{extra}]'"
-    return f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)"
+        return f"this command needs {error.name}: pip install 'dcphub[{extra}]'"
+    return f"internal error: {type(error).__name__}: {error} (--debug prints the traceback; please report it)"
 
 
 def _extra_with(module: str | None) -> str | None:

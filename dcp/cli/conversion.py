@@ -77,7 +77,7 @@ def _size(text: str | None) -> int | None:
         return None
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write 5GB, 500MiB or a number of bytes")
+        raise typer.BadParameter(f"{text!r} is not a size: write 5GB, 500MiB or a number of bytes")
     power = " kmgt".index(match[2].lower() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -88,7 +88,7 @@ def _pairs(values: Strings, separator: str, what: str) -> dict[str, str]:
     for value in values or ():
         left, separated, right = value.partition(separator)
         if not separated or not left:
-            raise typer.BadParameter(f"{value!r} is not {what}")
+            raise typer.BadParameter(f"{value!r} is not of the form {what}")
         found[left] = right
     return found
 
@@ -99,14 +99,14 @@ def _dtypes(values: Strings) -> str | dict[str, str] | None:
         return None
     if len(values) == 1 and "=" not in values[0]:
         return values[0]
-    return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
+    return _pairs(values, "=", "GLOB=DTYPE; a single DTYPE applies to all tensors")
 
 
 def _numbers(text: str | None, what: str) -> list[float] | None:
     try:
         return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{what}: {text!r} are no numbers with commas between them") from None
+        raise typer.BadParameter(f"{what}: {text!r} is not a list of numbers such as 0.5,0.5") from None
 
 
 def _map_options(
@@ -121,7 +121,7 @@ def _map_options(
     given: dict[str, Any] = dict(locals())
     numbers = _pairs(sizes, "=", "NAME=NUMBER")
     if not all(number.isdecimal() and len(number) <= 20 for number in numbers.values()):
-        raise typer.BadParameter(f"--set {sizes!r} is not NAME=NUMBER")
+        raise typer.BadParameter(f"--set: {sizes!r} is not of the form NAME=NUMBER")
     return given | {"sizes": {name: int(number) for name, number in numbers.items()}}
 
 
@@ -136,7 +136,7 @@ def _map_of(name: str, how: dict[str, Any]) -> WeightMap:
 def _maps_of(names: list[str], how: dict[str, Any]) -> WeightMap | list[WeightMap | None] | None:
     """Return maps as `dcp.merge` takes them; a usage error for options about a map where none is."""
     if not names and any(how.values()):
-        raise typer.BadParameter("--inverse, --below, --config and --set are about --map, which is missing")
+        raise typer.BadParameter("--inverse, --below, --config and --set require --map")
     maps = [None if name == _NO_MAP else _map_of(name, how) for name in names]
     return maps[0] if len(maps) == 1 else maps or None
 
@@ -290,18 +290,18 @@ def _print_report(report: ConversionReport) -> None:
         printing.line(f"{weight:g} * {name}")
     seconds = report.seconds.get("total", 0.0)
     rate = f", {printing.size(int(report.bytes_written / seconds))}/s" if seconds > 0 else ""
-    resumed = f", {report.tasks_resumed} of {report.tasks} parts had been done before"
+    resumed = f", {report.tasks_resumed} of {report.tasks} parts reused from an earlier attempt"
     tensors, files = counted(report.tensor_count, "tensor"), counted(len(report.files), "file")
     wrote = f"{printing.size(report.bytes_written)} in {seconds:.1f} s{rate}"
     printing.line(f"{report.target}: {tensors} in {files}, {wrote}{resumed if report.tasks_resumed else ''}")
     if report.blocks_unverified:
-        print(f"{report.blocks_unverified} of the source's blocks have no checksum to compare with")
+        print(f"{report.blocks_unverified} blocks of the source have no checksum and were not verified")
     if report.dropped_objects:
         names = ", ".join(report.dropped_objects[:_MAX_LISTED])
         more = len(report.dropped_objects) - _MAX_LISTED
         printing.line(f"left out: {names}{f' and {more} more' if more > 0 else ''}")
     if report.unmerged:
-        print(f"{counted(len(report.unmerged), 'tensor')} of whole numbers are the first source's")
+        print(f"{counted(len(report.unmerged), 'integer tensor')} copied from the first source")
 
 
 # -- maps ----------------------------------------------------------------------------------------------------

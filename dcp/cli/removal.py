@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 _YES: Final = Option(False, "--yes", help="Carry out the changes; default: a dry run.")
 _REASONS: Final = {
-    "pinned": "it was pinned meanwhile",
-    "replaced": "another save has taken its place meanwhile",
+    "pinned": "it was pinned during the removal",
+    "replaced": "another save replaced the checkpoint during the removal",
 }
 _KINDS: Final = {
     "abandoned": "a save that never committed",
-    "removal": "a removal that was interrupted",
-    "strays": "files that the checkpoint does not refer to",
-    "conversion": "a conversion that was killed, and can still be resumed",
-    "replacement": "a conversion that was killed while it replaced a folder, which is put back",
-    "uploads": "uploads that were not finished",
+    "removal": "an interrupted removal",
+    "strays": "files that the checkpoint does not reference",
+    "conversion": "a killed conversion that can still be resumed",
+    "replacement": "a conversion killed while replacing a folder; the old folder is restored",
+    "uploads": "unfinished uploads",
 }
 
 
@@ -42,7 +42,7 @@ def rm(call: Call, uris: list[str] = URIS, yes: bool = _YES, options: str | None
     """
     done = call.each(uris, lambda uri: _remove(uri, storage_options(uri, options), yes=yes), _print_removed)
     if done and not yes and not call.json:
-        printing.error("nothing was removed: --yes does it")
+        printing.error("dry run, nothing removed: pass --yes to remove")
     return Answer(done)
 
 
@@ -59,16 +59,18 @@ def _remove(uri: str, options: dict[str, Any] | None, *, yes: bool) -> dict[str,
     if not files:
         with naming_near_places(uri, opener):
             raise CheckpointNotFoundError(
-                f"{store.url} holds no checkpoint that was committed; what killed saves left is for dcp gc.",
+                f"{store.url} holds no committed checkpoint; dcp gc removes leftovers of killed saves.",
                 path=store.url,
             )
     if read_notes(store).pinned:
-        raise CheckpointError(f"{store.url} is pinned and stays; CheckpointManager.unpin releases it")
+        raise CheckpointError(
+            f"{store.url} is pinned and was not removed; unpin it first with CheckpointManager.unpin"
+        )
     names = tuple(info.name for info in files)
     if yes:
         removed = remove_checkpoint(store, now_seconds)
         if removed.outcome != "deleted":
-            why = _REASONS.get(removed.outcome, "it is not there any more")
+            why = _REASONS.get(removed.outcome, "it no longer exists")
             raise CheckpointError(f"{store.url} was not removed: {why}")
         left = removed.left
     else:
@@ -118,12 +120,12 @@ def prune(
     def pruned(uri: str) -> list[tuple[Drop, bool]]:
         places = _places(uri, retention, options, has_rules=bool(last or every_steps))
         if not places and not call.json:
-            printing.line(f"{uri}: has nothing to drop")
+            printing.line(f"{uri}: nothing to drop")
         return call.each(places, dropped, partial(_print_drop, part or []))
 
     found = [one for some in call.each(uris, pruned, lambda _: None) for one in some]
     if any(one.outcome == "dropped" for one, _ in found) and not (yes or call.json):
-        printing.error("nothing was dropped: --yes does it")
+        printing.error("dry run, nothing dropped: pass --yes to drop")
     outcomes = {} if yes else {"dropped": "would drop"}
     return Answer(
         [
@@ -156,7 +158,8 @@ def _places(
         store = opener(uri)
         if not has_checkpoint(store):
             raise CheckpointNotFoundError(
-                f"{uri} is no checkpoint; of a run say how many steps keep the part, as by --last 2.",
+                f"{uri} is not a checkpoint. To prune a run, pass the steps that keep the part, such as "
+                "--last 2.",
                 path=store.url,
             )
         return [(store, retention.dropping)]
@@ -169,20 +172,20 @@ def _print_drop(wanted: list[str], dropped: tuple[Drop, bool]) -> None:
     names, files = ", ".join(part.name for part in found.parts), counted(len(found.files), "file")
     shared = printing.size(found.shared_bytes)
     if found.outcome == "pinned":
-        shown = "is pinned and stays whole; CheckpointManager.unpin releases it"
+        shown = "is pinned and was not changed; unpin it first with CheckpointManager.unpin"
     elif found.outcome == "absent":
         globs = [glob for name in wanted for glob in patterns_of_part(name)]
-        shown = "has nothing to drop" + (f": no name matches {', '.join(globs)}" if globs else "")
+        shown = "nothing to drop" + (f": no name matches {', '.join(globs)}" if globs else "")
         shown += f"; removed {files} of an earlier prune" if found.files else ""
     elif found.outcome == "shared":
-        shown = f"keeps its {names}: {shared} in files with what stays; --rewrite frees them"
+        shown = f"{names} not dropped: {shared} are in files shared with other tensors; pass --rewrite"
     else:
         verb, freed = "dropped" if is_done else "would drop", printing.size(found.freed_bytes)
         shown = f"{verb} {names}, {files}, {freed} freed"
         if found.rewritten_bytes:
-            shown += f", {printing.size(found.rewritten_bytes)} written anew"
+            shown += f", {printing.size(found.rewritten_bytes)} rewritten"
         if found.shared_bytes:
-            shown += f"; {shared} stay in files with others (--rewrite)"
+            shown += f"; {shared} stay in files shared with other tensors (pass --rewrite)"
     printing.line(f"{found.url}: {shown}")
 
 
@@ -218,14 +221,15 @@ def gc(
 
     def show(row: dict[str, Any]) -> None:
         if row["problem"] is not None:
-            printing.error(f"{row['url']} is left alone: {row['problem']}")
+            printing.error(f"{row['url']}: not removed: {row['problem']}")
             return
-        stays = "; in use now, it stays" if yes and row["files"] and not row["removed"] else ""
+        stays = "; not removed, because in use" if yes and row["files"] and not row["removed"] else ""
         printing.line(f"{row['url']}: {_KINDS[row['kind']]}{stays}")
         for name in row["files"]:
             printing.line(f"  {name}")
         for name in row["uploads"]:
-            printing.line(f"  {name} (unfinished upload{'' if uploads else '; stays, unless --uploads'})")
+            kept = "" if uploads else "; kept without --uploads"
+            printing.line(f"  {name} (unfinished upload{kept})")
 
     found = find_leftovers(root, before_seconds, open_store=opener)
     rows = call.each(found, removed, show)
@@ -235,6 +239,6 @@ def gc(
     def show_sum() -> None:
         printing.line(f"{root}: {'removed' if yes else 'would remove'} {counted(files, 'file')}, {size}")
         if files and not yes:
-            printing.error("nothing was removed: --yes does it")
+            printing.error("dry run, nothing removed: pass --yes to remove")
 
     return Answer(rows, show_sum)

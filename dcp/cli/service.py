@@ -37,7 +37,9 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 _ACCOUNT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]{0,63}")
 
-_CONFIG: Final = Option(None, metavar="FILE", help="TOML; else DCP_SERVER_CONFIG, dcp-server.toml.")
+_CONFIG: Final = Option(
+    None, metavar="FILE", help="TOML file of settings [$DCP_SERVER_CONFIG or dcp-server.toml]."
+)
 _DATABASE: Final = Option(None, metavar="URL", help="Database URL; overrides the settings.")
 
 
@@ -45,13 +47,13 @@ def serve(
     config: Path | None = _CONFIG,
     host: str | None = Option(None, help="The address to listen on [127.0.0.1]."),
     port: int | None = Option(None, help="The port to listen on [8470]."),
-    root: Strings = Option(None, metavar="[NAME=]URL", help="A place of checkpoints [./checkpoints]."),
-    database: str | None = Option(None, metavar="URL", help="[sqlite:///dcp-catalog.sqlite]"),
+    root: Strings = Option(None, metavar="[NAME=]URL", help="Folder or URL of runs [./checkpoints]."),
+    database: str | None = Option(None, metavar="URL", help="Database URL [sqlite:///dcp-catalog.sqlite]."),
     worker: bool | None = Option(None, "--worker/--no-worker", help="Start a worker too [yes]."),
 ) -> None:
-    """Serve the catalog over HTTP: with nothing given, of ./checkpoints, on this machine only.
+    """Serve the catalog over HTTP. Without options: of ./checkpoints, on this machine only.
 
-    All settings may stand in a file or in the environment; see docs/how-to/run-the-service.md.
+    Settings can also be set in a file or in environment variables; see docs/how-to/run-the-service.md.
     """
     flags: dict[str, Any] = {
         "host": host,
@@ -60,7 +62,7 @@ def serve(
         "database_url": database,
         "embedded_worker": worker,
     }
-    gc.disable()  # until it listens: some hundred modules are to be imported
+    gc.disable()  # faster imports of some hundred modules; enabled when the service listens
     settings = _settings(config, **flags)
     from dcp.server.serving import serve
 
@@ -76,7 +78,7 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
     if config is not None:
         if not config.is_file():
             fail(f"--config: {config} is not a file")
-        os.environ[CONFIG_VARIABLE] = str(config.absolute())  # a worker that is started reads the same
+        os.environ[CONFIG_VARIABLE] = str(config.absolute())  # for the worker process
     try:
         return Settings(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
@@ -87,8 +89,8 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
         for line in lines[:-1]:
             printing.error(line)
         fail(lines[-1])
-    except ValueError as error:  # of bytes that are no text, too
-        fail(f"{os.environ.get(CONFIG_VARIABLE, DEFAULT_CONFIG)} is no TOML: {error}")
+    except ValueError as error:  # including invalid UTF-8
+        fail(f"{os.environ.get(CONFIG_VARIABLE, DEFAULT_CONFIG)} is not valid TOML: {error}")
 
 
 def _settings_options(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Settings:
@@ -105,9 +107,11 @@ def _roots_of(given: list[str]) -> dict[str, dict[str, str]] | None:
         is_named = bool(equals) and "/" not in before
         name, url = (before, url) if is_named else (_name_of(item), item)
         if not name or not url:
-            raise typer.BadParameter(f"{item!r} is neither a folder or URL nor NAME=URL", param_hint="--root")
+            raise typer.BadParameter(f"{item!r} is not a folder, a URL or NAME=URL", param_hint="--root")
         if name in roots:
-            raise typer.BadParameter(f"two roots are called {name}: give NAME=URL", param_hint="--root")
+            raise typer.BadParameter(
+                f"two roots have the name {name!r}: pass NAME=URL with unique names", param_hint="--root"
+            )
         roots[name] = {"url": url}
     return roots or None
 
@@ -127,7 +131,7 @@ def worker(
 ) -> None:
     """Run the jobs of the service: conversions, verifications, scans and others.
 
-    Any number of workers may run, on one machine or on several with access to the database and the roots.
+    Several workers can run, also on other machines with access to the database and the roots.
     SIGTERM and SIGINT end a worker; another worker continues its job.
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
@@ -177,10 +181,10 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
         with closing(Database(settings.database_url.get_secret_value(), pool_size=2)) as opened:
             file = Path(opened.url.database or "")
             if opened.dialect == "sqlite" and not (is_made or file.exists()):
-                fail(f"there is no database {file}: dcp serve makes it, or dcp db upgrade")
+                fail(f"database file {file} not found: create it with dcp serve or dcp db upgrade")
             if with_tables and migrations.is_pending(opened):
                 if opened.dialect != "sqlite" or not settings.migrate:
-                    fail("the database lacks the tables of this version: back it up and run dcp db upgrade")
+                    fail("the database has an older schema: back it up, then run dcp db upgrade")
                 migrations.upgrade(opened)
             with opened.read():
                 pass
@@ -192,14 +196,14 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
 
 
 def _upgrade(settings: Settings = _SETTINGS) -> None:
-    """Create the database or upgrade it from any older version. Make a backup before."""
+    """Create the database, or upgrade it from any older version. Make a backup first."""
     from dcp.server.database import migrations
     from dcp.server.features import features
 
-    features()  # they declare tables of their own
+    features()  # imports the features, which declare tables
     with _opened(settings, with_tables=False, is_made=True) as opened:
         before, after = migrations.upgrade(opened), migrations.REVISION
-    print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
+    print(f"upgraded: {before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
 
 
 def _status(settings: Settings = _SETTINGS) -> Answer:
@@ -209,7 +213,8 @@ def _status(settings: Settings = _SETTINGS) -> Answer:
     with _opened(settings, with_tables=False, is_made=True) as opened:
         current, head = migrations.current(opened), migrations.REVISION
     is_current = current == head
-    shown = f"up to date at {head}" if is_current else f"{current or 'empty'}, needed is {head}"
+    state = f"at revision {current}" if current else "empty"
+    shown = f"up to date at {head}" if is_current else f"{state}, but {head} is required: run dcp db upgrade"
     data = {"current": current, "needed": head, "is_current": is_current}
     return Answer(data, lambda: print(shown), 0 if is_current else EXIT_FINDINGS)
 
@@ -240,7 +245,9 @@ def _create(
     _check_names("--scope", scopes, get_args(Scope))
     _check_names("--root", root or (), sorted(settings.roots))
     if not _NAME.fullmatch(name):
-        raise typer.BadParameter("letters, digits and _./:@+=- are taken, 128 at most", param_hint="NAME")
+        raise typer.BadParameter(
+            f"{name!r} is not a valid name: use up to 128 letters, digits and _./:@+=-", param_hint="NAME"
+        )
     now_seconds = time.time()
     with _opened(settings, is_made=True) as opened, opened.write() as connection:
         made = keys.create_key(
@@ -259,7 +266,7 @@ def _create(
     if is_idle:
         where = f"the page /people/{made.account_id}, or by POST /api/v1/grants"
         print(
-            f"{made.account} has no role: the key is refused until an admin grants one on {where}",
+            f"{made.account} has no role yet, so the key is refused until an admin grants one on {where}",
             file=sys.stderr,
         )
     data = {"id": made.id, "name": name, "scopes": sorted({*scopes}), "key": made.key}
@@ -279,7 +286,8 @@ def _service_account(connection: Connection, name: str, now_seconds: float) -> i
         return int(found.id)
     if not _ACCOUNT.fullmatch(name) or find_account(connection, "person", name) is not None:
         raise typer.BadParameter(
-            "letters, digits and _.+@=- are taken, 64 at most, and not the name of a person",
+            f"{name!r} is not a valid name: use up to 64 letters, digits and _.+@=-, and not the name of a "
+            "person",
             param_hint="--account",
         )
     times = {"created_seconds": now_seconds, "updated_seconds": now_seconds}
@@ -293,13 +301,16 @@ def _service_account(connection: Connection, name: str, now_seconds: float) -> i
 def _check_names(option: str, given: Any, known: Any) -> None:
     for name in given:
         if name not in known:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(known) or 'none'}", param_hint=option)
+            choices = f"choose from: {', '.join(known)}" if known else "none is configured"
+            raise typer.BadParameter(f"{name!r} is unknown; {choices}", param_hint=option)
 
 
 def _duration(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
     if match is None or int(match[1]) == 0:
-        raise typer.BadParameter(f"{text!r} is not such as 12h, 30d or 52w", param_hint="--expires")
+        raise typer.BadParameter(
+            f"{text!r} is not a duration such as 12h, 30d or 52w", param_hint="--expires"
+        )
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -341,7 +352,7 @@ def _revoke(
     key: str = Argument(..., help="Id of the key, or its prefix from the list."),
     settings: Settings = _SETTINGS,
 ) -> None:
-    """End a key, at once and for ever."""
+    """Revoke a key immediately and permanently."""
     from dcp.server.catalog import audit
     from dcp.server.core.security import keys
 
@@ -349,7 +360,7 @@ def _revoke(
     with _opened(settings) as opened, opened.write() as connection:
         found = [one for one in keys.list_keys(connection) if key in (str(one.id), one.prefix)]
         if not found:
-            fail(f"there is no key {key!r}; dcp keys list shows all")
+            fail(f"key {key!r} not found; dcp keys list shows all keys")
         record = keys.revoke_key(connection, found[0].id, now_seconds)
         detail = {"name": record.name}
         audit.record(connection, "cli", "key.revoke", f"key:{record.id}", detail, now=now_seconds)
@@ -380,7 +391,7 @@ def _print_roots(rows: list[RootRow]) -> None:
     cells = []
     for row in rows:
         state = row.scan_state if isinstance(row.scan_state, dict) else {}
-        scanned = describe_time(row.scanned_seconds) if row.is_configured else "not configured any more"
+        scanned = describe_time(row.scanned_seconds) if row.is_configured else "no longer configured"
         cells.append((row.name, scanned, state.get("found"), row.lost or None))
     printing.table(("name", "scanned", ">found", ">lost"), cells)
     for row in rows:
@@ -393,10 +404,10 @@ def _accept(
     yes: bool = Option(False, "--yes", help="Carry out the change; default: a dry run."),
     settings: Settings = _SETTINGS,
 ) -> None:
-    """Accept that many checkpoints, missing in the last scan, are gone for good.
+    """Mark checkpoints that the last scan missed as vanished.
 
-    The root is scanned again now. Missing checkpoints are marked as vanished, unless more are missing than in
-    the last scan.
+    A scan that misses many checkpoints keeps them, because the storage may only be unmounted. This command
+    scans the root again, and confirms the loss unless more checkpoints are missing than in the last scan.
     """
     from dcp.server.catalog import audit
     from dcp.server.catalog.runs import list_roots
@@ -408,25 +419,26 @@ def _accept(
         with opened.read() as connection:
             rows = {row.name: row for row in list_roots(connection) if row.is_configured}
         if name not in rows:
-            fail(f"there is no root {name!r}: {', '.join(rows) or 'none'}")
+            known = f"configured are {', '.join(rows)}" if rows else "no root is configured"
+            fail(f"root {name!r} not found: {known}")
         row = rows[name]
         if not row.lost:
-            print(f"root {name}: nothing is in doubt")
+            print(f"root {name}: the last scan found all checkpoints; nothing to accept")
             return
         print(row.scan_error)
         if not yes:
-            print("with --yes: look once more, and mark as vanished what is not there")
+            print("dry run: pass --yes to scan again and mark the missing checkpoints as vanished")
             return
         # roots given as flags of `dcp serve` are in the database only
         place = settings.roots.get(name) or RootSettings(url=row.url)
         report = scan_root(opened, Roots({name: place}), name, accepted=row.lost)
         if report.lost:
-            fail(f"more is missing by now, and nothing was marked: {report.trouble[0]}")
+            fail(f"no checkpoint was marked, because more are missing now: {report.trouble[0]}")
         detail = {"accepted": row.lost, "vanished": report.vanished}
         opened.transact(
             lambda connection: audit.record(connection, "cli", "root.accept", f"root:{name}", detail)
         )
-        print(f"{report.vanished} marked as vanished; {report.found} are there")
+        print(f"{report.vanished} checkpoints marked as vanished; {report.found} found")
 
 
 ROOTS: Final[dict[str, Callable[..., Answer | None]]] = {"list": _list_roots, "accept": _accept}

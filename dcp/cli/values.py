@@ -82,7 +82,7 @@ def cat(
             shape = reader.shape_of(row, slices)
             if math.prod(shape) > printing.MAX_JSON_ELEMENTS:
                 many = f"{math.prod(shape):,} elements are too many for JSON"
-                raise CheckpointError(f"{reader.name}: {many}; take a --slice, or --npy")
+                raise CheckpointError(f"{reader.name}: {many}; pass --slice or --npy")
             values = _decoded(reader, row, reader.read(row, slices)).tolist()
             dtype = reader.index.dtype(row).name
             return Answer({"fqn": fqn, "dtype": dtype, "shape": shape, "values": values})
@@ -97,7 +97,9 @@ def _slices(text: str) -> Slices:
     for part in map(str.strip, text.split(",")):
         bounds = part.split(":")
         if not _PART.fullmatch(part) or (len(bounds) == 3 and bounds[2] and not int(bounds[2])):
-            raise typer.BadParameter(f"{part!r} of --slice {text!r} is none of 3, 0:2, ::-1 and ...")
+            raise typer.BadParameter(
+                f"--slice {text!r}: {part!r} is not an index or slice, such as 3, 0:2, ::-1 or ..."
+            )
         numbers = [int(bound) if bound.strip(".") else None for bound in bounds]
         parts.append(... if part == "..." else slice(*numbers) if ":" in part else int(part))
     return tuple(parts)
@@ -111,12 +113,12 @@ def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
     if fqn not in index.objects.position:
         raise CheckpointError(f"{reader.name}: {_absent(fqn, [*index.fqns, *index.objects.fqns])}", fqn=fqn)
     if is_tensor:
-        raise CheckpointError(f"{reader.name}: {fqn!r} is no tensor, and has no slices and no .npy", fqn=fqn)
+        raise CheckpointError(f"{reader.name}: {fqn!r} is not a tensor: omit --slice and --npy", fqn=fqn)
     (row,) = object_rows(reader.store, index, [fqn], limit_bytes=_MAX_SHOWN_BYTES)
     if not row.is_plain:
         raise CheckpointError(
-            f"{reader.name}: {fqn!r} is pickled ({row.bytes} bytes), and pickles are not run; load it with "
-            "dcp.load(..., weights_only=False) if you trust the checkpoint",
+            f"{reader.name}: {fqn!r} is a pickled object ({row.bytes} bytes), which dcp cat does not "
+            "unpickle; if you trust the checkpoint, use dcp.load(..., weights_only=False)",
             fqn=fqn,
         )
     data = {"fqn": fqn, "type": type(row.value).__name__, "value": row.value}
@@ -127,10 +129,10 @@ def _absent(fqn: str, names: Sequence[str]) -> str:
     """Return names below a prefix without a value, or similar names."""
     below = [name.removeprefix(f"{fqn}.") for name in names if name.startswith(f"{fqn}.")]
     if below:
-        return f"{fqn!r} is not a value, {len(below):,} are below it: {_children(fqn, below)}"
+        return f"{fqn!r} is a prefix of {len(below):,} values, not a value: {_children(fqn, below)}"
     close = near_names(fqn, names)
-    return f"there is no {fqn!r}; " + (
-        f"did you mean {' or '.join(map(repr, close))}?" if close else "dcp show lists all"
+    return f"no entry {fqn!r} in the checkpoint; " + (
+        f"did you mean {' or '.join(map(repr, close))}?" if close else "dcp show lists all entries"
     )
 
 
@@ -275,7 +277,7 @@ def _print_statistics(
     sizes = f"{counted(len(tensors), 'tensor')}, {values}, {printing.size(found.bytes_read)}"
     printing.line(f"{found.url}: {sizes} read, {total.nans:,} NaN, {total.infs:,} infinite")
     if total.nans + total.infs:
-        print("min, max, mean, std, norm and values are of the finite elements; nan and inf count the others")
+        print("min, max, mean, std, norm and values cover finite elements; nan and inf count all others")
     print()
     rows = [(one.fqn, one.dtype, printing.shape(one.shape), *_cells(one.statistics)) for one in tensors]
     header = ("tensor", "dtype", "shape", *(f">{name}" for name in _SORTED[1:]), "values")
@@ -345,7 +347,7 @@ def diff(
             progress=progress,
         )
     if not renames and (rule := _renaming(found)):
-        printing.error(f"the same names with another prefix: --rename {rule} compares these")
+        printing.error(f"the names differ by a prefix: compare with --rename {rule}")
     tensors = found.tensors if by is None else sorted(found.tensors, key=by)
     return Answer(
         found, lambda: _print_difference(found, tensors, top), 0 if found.is_empty else EXIT_FINDINGS
@@ -384,7 +386,7 @@ def _print_difference(found: Difference, tensors: Sequence[TensorDifference], to
     same = f"{counted(len(found.equal), 'tensor')} and {counted(found.equal_objects, 'object')} equal"
     printing.line(f"{found.a} and {found.b}: {verdict} ({same}, {printing.size(found.bytes_read)} read)")
     if found.equal and not found.bytes_read:
-        printing.line("compared by checksums; no tensor was read: dcp verify reads and checks them")
+        printing.line("compared by checksums, without reading tensors; dcp verify reads every byte")
     header = ["tensor", "what", "before", "after", ">differ", ">max abs", ">relative L2"]
     if tensors:
         print()
@@ -492,7 +494,7 @@ def _print_report(report: VerifyReport) -> None:
     read = f"{tensors}, {files}, {printing.size(report.bytes)} read"
     unchecked = report.unchecked_bytes
     if 0 < unchecked < report.bytes:
-        read += f", {printing.size(unchecked)} of it without a checksum to compare with"
+        read += f", {printing.size(unchecked)} of them without a checksum"
     verdict = "readable, no checksums" if unchecked and unchecked == report.bytes else "ok"
     verdict = verdict if report.ok else counted(len(report.faults), "finding")
     printing.line(f"{report.url}: {verdict} ({read})")

@@ -75,7 +75,7 @@ def watch(
                     if status:
                         raise typer.Exit(EXIT_FINDINGS)
                 if not steps.has_found_run:  # --once
-                    fail(f"{run} is not there: --once has no steps to give")
+                    fail(f"{run} does not exist; omit --once to wait for the run")
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
 
@@ -112,7 +112,7 @@ def _run(
         printing.error(f"{step.checkpoint_id}: the command {shown} (try {number} of {tries})")
         if not steps.is_committed(step):
             printing.error(
-                f"{step.checkpoint_id} was deleted or saved anew meanwhile, and is not tried again"
+                f"{step.checkpoint_id} was deleted or replaced during the command; no further tries"
             )
             return 0
         if number < tries:

@@ -59,8 +59,8 @@ def test_what_is_there_stays_unless_asked(source: Path, tmp_path: Path) -> None:
     [
         (("--to", "pickle"), "pickle"),
         ((), "--to"),
-        (("--to", "dcp", "--shard-size", "many"), "is no size"),
-        (("--to", "dcp", "--shard-size", "9" * 400), "is no size"),
+        (("--to", "dcp", "--shard-size", "many"), "is not a size"),
+        (("--to", "dcp", "--shard-size", "9" * 400), "is not a size"),
         (("--to", "dcp", "--rename", "abc"), "REGEX=>NEW"),
         (("--to", "dcp", "--files", "0"), "--files"),
     ],

@@ -37,7 +37,7 @@ def test_rm_lists_and_removes_only_if_asked_to(tmp_path: Path) -> None:
     names = [f"{folder}/{path.name}" for folder in folders for path in sorted(folder.iterdir())]
     before = content(tmp_path)
     planned = run("rm", *folders)
-    assert (planned.status, planned.err) == (0, "dcp: nothing was removed: --yes does it\n")
+    assert (planned.status, planned.err) == (0, "dcp: dry run, nothing removed: pass --yes to remove\n")
     assert [line for line in planned.out.splitlines() if ": would remove " not in line] == names
     assert content(tmp_path) == before
     done = run("rm", *folders, "--yes")
@@ -139,7 +139,7 @@ def test_gc_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> N
     before = content(tmp_path)
     planned = run("gc", tmp_path)
     assert planned.status == 0
-    assert "--yes does it" in planned.err
+    assert "pass --yes" in planned.err
     assert f"{tmp_path}: would remove 5 files, 35 B" in planned.out
     assert all(f"  {Path(name).name}\n" in planned.out for name in gone)
     assert content(tmp_path) == before
@@ -193,7 +193,7 @@ def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path)
         fcntl.flock(ledger, fcntl.LOCK_EX)
         held = run("gc", tmp_path, "--hours", "0.5", "--yes")
         assert (held.status, held.err) == (0, "")
-        assert "in use now, it stays" in held.out
+        assert "not removed, because in use" in held.out
         assert "removed 0 files" in held.out
         assert (work / "output" / "model.pt").read_bytes() == b"half"
     done = run("gc", tmp_path, "--hours", "0.5", "--yes")
@@ -226,7 +226,7 @@ def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     before = content(tmp_path)
     planned = run("prune", tmp_path, "--last", "1")
-    assert (planned.status, planned.err) == (0, "dcp: nothing was dropped: --yes does it\n")
+    assert (planned.status, planned.err) == (0, "dcp: dry run, nothing dropped: pass --yes to drop\n")
     assert planned.out.count("would drop optimizer, 1 file, ") == 2
     assert run("prune", tmp_path, "--last", "1", "--yes", "--dry-run").out == planned.out
     rows = run("prune", tmp_path, "--last", "1", "--json").json
@@ -237,7 +237,7 @@ def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
     assert done.out == planned.out.replace("would drop", "dropped")
     found = [parts_there(tmp_path / f"step-{step}", step) for step in (5, 10, 15)]
     assert found == ["weights", "weights", "whole"]
-    assert run("prune", tmp_path, "--last", "1", "--yes").out == f"{tmp_path}: has nothing to drop\n"
+    assert run("prune", tmp_path, "--last", "1", "--yes").out == f"{tmp_path}: nothing to drop\n"
     assert "optimizer was dropped on" in run("show", tmp_path / "step-5").out
     (row,) = run("prune", tmp_path / "step-5", "--json", "--yes").json
     assert (row["outcome"], row["done"], row["freed_bytes"]) == ("absent", False, 0)

@@ -155,9 +155,9 @@ def test_cat_prints_other_values(kind: str, request: pytest.FixtureRequest) -> N
     assert run("cat", folder, "name").out == "'a\\x1b[31m'\n"
     assert run("cat", folder, "step", "--json").json == {"fqn": "step", "type": "int", "value": 7}
     pickled = run("cat", folder, "device")
-    assert (pickled.status, pickled.out) == (3, "") and "pickles are not run" in pickled.err
+    assert (pickled.status, pickled.out) == (3, "") and "does not unpickle" in pickled.err
     sliced = run("cat", folder, "step", "--slice", "0")
-    assert sliced.status == 3 and "no tensor" in sliced.err
+    assert sliced.status == 3 and "not a tensor" in sliced.err
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_cat_prints_other_values(kind: str, request: pytest.FixtureRequest) -> N
     [
         ("model.half2", "did you mean 'model.half'"),
         ("qqqqqqqq", "dcp show"),
-        ("model", "'model' is not a value, 5 are below it: model.w, model.half, model.scalar, "),
+        ("model", "'model' is a prefix of 5 values, not a value: model.w, model.half, model.scalar, "),
     ],
 )
 def test_cat_of_what_is_not_there_says_what_is(ours: Path, name: str, hint: str) -> None:
@@ -211,7 +211,7 @@ def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
     assert (shown.status, shown.err) == (0, "")
     summary, table, histogram = shown.out.split("\n\n")
     assert summary.startswith(f"{ours}: 5 tensors, 2,006 values, ") and "1 NaN, 0 infinite" in summary
-    assert summary.endswith("of the finite elements; nan and inf count the others")
+    assert summary.endswith("cover finite elements; nan and inf count all others")
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     header = ["dtype", "shape", "min", "max", "mean", "std", "norm", "nan", "inf", "zero", "values"]
     assert rows["tensor"] == header
@@ -257,7 +257,7 @@ def test_diff_with_other_prefixes_says_how_to_compare(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=a)
     dcp.convert(a, b, to="safetensors", only="model", rename={r"^model\.": ""})
     told = run("diff", a, b)
-    hint = r"dcp: the same names with another prefix: --rename '^model\.=>' compares these"
+    hint = r"dcp: the names differ by a prefix: compare with --rename '^model\.=>'"
     assert (told.status, told.err) == (1, f"{hint}\n")
     same = run("diff", a, b, "--exclude", "optim", "--rename", r"^model\.=>")
     assert (same.status, same.err) == (0, "")

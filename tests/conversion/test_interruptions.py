@@ -404,7 +404,7 @@ def test_what_is_moved_aside_is_put_back_and_replaces_nothing(tmp_path: Path) ->
     (listed,) = command("gc", root, "--hours", "0", "--json").json
     assert listed["kind"] == "replacement" and listed["files"]
     assert not [name for name in listed["files"] if name.startswith("aside/")]
-    assert "which is put back" in command("gc", root, "--hours", "0").out
+    assert "the old folder is restored" in command("gc", root, "--hours", "0").out
     assert not (root / "target").exists()
     shutil.copytree(root, copy := tmp_path / "copy")
     _collect(copy)
@@ -414,5 +414,5 @@ def test_what_is_moved_aside_is_put_back_and_replaces_nothing(tmp_path: Path) ->
     with pytest.raises(CheckpointConflictError, match="was created by another process") as refused:
         _convert(root / "2", root / "target", "safetensors")
     done = command("gc", root, "--hours", "0", "--yes")
-    assert "is left alone" in done.err and str(aside) in done.err and str(aside) in str(refused.value)
+    assert "not removed" in done.err and str(aside) in done.err and str(aside) in str(refused.value)
     assert ((root / "target" / "new").read_text(), _values(aside)) == ("new", {1})

@@ -101,9 +101,9 @@ def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
             return sorted(key.rpartition("/")[2] for key in raw.uploads(kept).values())
 
         planned = run("gc", s3_root, "--hours", "0", *options)
-        assert (planned.status, planned.err) == (0, "dcp: nothing was removed: --yes does it\n")
+        assert (planned.status, planned.err) == (0, "dcp: dry run, nothing removed: pass --yes to remove\n")
         assert "  __7_0.0123abcd.distcp\n" in planned.out
-        assert "  __6_0.4567abcd.distcp (unfinished upload; stays, unless --uploads)\n" in planned.out
+        assert "  __6_0.4567abcd.distcp (unfinished upload; kept without --uploads)\n" in planned.out
         assert run("rm", gone, *options).out.count(f"{gone}/") == 3
         assert raw.list(s3_root) == before
         assert len(uploads()) == 2

@@ -46,7 +46,7 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
         assert left == pytest.approx(30 * 86_400, abs=300)
         run("keys create ci", status=3)  # there is a valid one of this name
         made = [run(f"keys create {name} --account nightly") for name in ("ci", "cd")]  # of an account
-        assert all("nightly has no role: the key is refused until" in said for said in made)
+        assert all("nightly has no role yet, so the key is refused until" in said for said in made)
         mine = [said.split()[0] for said in made]
         answers = [app.base.get(f"{API}/account", headers={"Authorization": f"Bearer {one}"}) for one in mine]
         assert {one.json()["actor"] for one in answers} == {"service-account:nightly"}
@@ -79,7 +79,7 @@ def test_a_database_that_is_not_there_is_missed_and_not_made(line: str, tmp_path
     """Whoever lists or takes back has mistaken its name, or the folder."""
     absent = tmp_path / "absent.sqlite"
     shown = run(f"{line} --database sqlite:///{absent}", status=3)
-    assert f"there is no database {absent}" in shown and not absent.exists()
+    assert f"database file {absent} not found" in shown and not absent.exists()
 
 
 def test_settings_that_are_none(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_settings_that_are_none(tmp_path: Path) -> None:
     assert all(f"{name}: " in shown for name in ("port", "nonsense", "roots")) and "many" not in shown
     for unread in (b"roots = [\n", b"\xff\xfe"):
         config.write_bytes(unread)
-        assert f"{config} is no TOML" in run(f"serve --config {config}", status=3)
+        assert f"{config} is not valid TOML" in run(f"serve --config {config}", status=3)
     assert "is not a file" in run(f"serve --config {tmp_path}/none.toml", status=3)
     for roots in ("--root noname=", "--root /", "--root a/runs --root b/runs"):
         run(f"serve {roots}", status=2)
@@ -111,14 +111,14 @@ def test_a_persons_word(tmp_path: Path) -> None:
     with running_app(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}", tmp_path) as app:
         catalog = Catalog(app, tmp_path)
         catalog.scan()
-        assert "nothing is in doubt" in run("roots accept main")
+        assert "nothing to accept" in run("roots accept main")
         shutil.rmtree(root / "run")
         catalog.scan()
         assert "12 of 24 checkpoints were not found" in run("roots list")
-        assert "with --yes" in run("roots accept main")
+        assert "pass --yes" in run("roots accept main")
         shutil.rmtree(root / "other")
-        assert "nothing was marked" in run("roots accept main --yes", status=3)
+        assert "no checkpoint was marked" in run("roots accept main --yes", status=3)
         assert {*catalog.states().values()} == {"committed"}
-        assert "24 marked as vanished; 0 are there" in run("roots accept main --yes")
+        assert "24 checkpoints marked as vanished; 0 found" in run("roots accept main --yes")
         assert {*catalog.states().values()} == {"vanished"}
-    assert "there is no root 'elsewhere': main" in run("roots accept elsewhere", status=3)
+    assert "root 'elsewhere' not found: configured are main" in run("roots accept elsewhere", status=3)
