@@ -1,4 +1,5 @@
-"""docs/reference/format.md is enough to read a checkpoint: a second reader, written from it, proves it."""
+"""docs/reference/format.md is sufficient to read a checkpoint, as a second reader written from the page
+shows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ GOLDEN = Path(__file__).parent / "golden" / "record-bfloat16-2x3.zip"
 
 
 class SecondReader:
-    """Reads a folder by the document alone: msgpack, struct and zlib, nothing of the package."""
+    """Reader of a folder, written from the page with msgpack, struct and zlib, without the package."""
 
     def __init__(self, folder: Path) -> None:
         data = (folder / "manifest.msgpack").read_bytes()
@@ -38,13 +39,13 @@ class SecondReader:
 
     @staticmethod
     def unpack(size: int, packing: int, data: bytes) -> bytes:
-        """A blob."""
+        """Decompress a blob."""
         content = zlib.decompress(data) if packing else data
         assert len(content) == size
         return content
 
     def column(self, encoded: list[Any]) -> list[int]:
-        """A column of integers."""
+        """Decode a column of integers."""
         count, first, base, width, packing, data = encoded
         stored = count if first is None else count - 1
         code = {0: "", 1: "B", 2: "H", 4: "I", 8: "q"}[width]
@@ -58,17 +59,17 @@ class SecondReader:
         return values
 
     def rows(self, encoded: list[Any]) -> list[bytes]:
-        """Byte strings."""
+        """Decode byte strings."""
         lengths, joined = self.column(encoded[0]), self.unpack(*encoded[1])
         ends = accumulate(lengths)
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def strings(self, encoded: list[Any]) -> list[str]:
-        """Strings."""
+        """Decode strings."""
         return [row.decode() for row in self.rows(encoded)]
 
     def plain(self, data: bytes) -> Any:
-        """Plain data."""
+        """Decode plain data."""
 
         def tuples(value: Any) -> Any:
             if isinstance(value, list):
@@ -87,12 +88,12 @@ class SecondReader:
 
     @staticmethod
     def dtype_table() -> dict[int, tuple[str, int]]:
-        """(name, item size) by code, from the document's own table."""
+        """Return (name, item size) by code, from the table of the page."""
         cells = re.findall(r"\| (\d+) \| (\w+) \| (\d+) \|", DOCUMENT.read_text(encoding="utf-8"))
         return {int(code): (name, int(size)) for code, name, size in cells}
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-        """(dtype name, shape, C-ordered bytes) by name, all chunks put together and verified."""
+        """Return (dtype name, shape, C-ordered bytes) by name, joined from all chunks and verified."""
         tensors, chunks = self.manifest["tensors"], self.manifest["chunks"]
         names = self.strings(self.manifest["files"]["names"])
         shapes, chunk_rows = iter(self.column(tensors["shapes"])), iter(range(1 << 60))
@@ -127,14 +128,14 @@ class SecondReader:
         return result
 
     def objects(self) -> dict[str, Any]:
-        """Values by name, of those that have one in the manifest."""
+        """Return values by name, for objects with a value in the manifest."""
         objects = self.manifest["objects"]
         values = [self.plain(row) for row in self.rows(objects["values"])]
         rows = zip(self.strings(objects["fqns"]), self.column(objects["plain"]), strict=True)
         return {fqn: values[row] for fqn, row in rows if row >= 0}
 
     def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """Where each value stood in the nested state dict."""
+        """Return the path of each value in the nested state dict."""
         section = self.manifest["planner_data"]
         positions, keys = iter(self.column(section["positions"])), iter(self.strings(section["keys"]))
         kinds = iter(self.column(section["is_position"]))
@@ -146,7 +147,7 @@ class SecondReader:
 
 
 def save_as_rank(rank: int, world_size: int, folder: str) -> None:
-    """A matrix in two shards, and what all ranks have."""
+    """Save a matrix in two shards, and entries that all ranks have."""
     mesh = init_device_mesh("cpu", (world_size,))
     tensors = whole_tensors()
     tensors["matrix"] = distribute_tensor(tensors["matrix"], mesh, [Shard(0)], src_data_rank=None)
@@ -155,7 +156,7 @@ def save_as_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
-    """Of several shapes, sizes and dtypes, and many alike."""
+    """Return tensors of several shapes, sizes and dtypes, and many equal ones."""
     tensors = {
         "matrix": torch.arange(1500.0).view(5, 300).bfloat16(),
         "vector": torch.arange(7),
@@ -167,7 +168,7 @@ def whole_tensors() -> dict[str, torch.Tensor]:
 
 
 def test_a_second_reader_reads_a_checkpoint(tmp_path: Path) -> None:
-    """Tensors that two ranks saved, values and paths are read by the document alone."""
+    """The second reader reads tensors that two ranks saved, values and paths."""
     run_ranks(2, save_as_rank, str(tmp_path))
     reader, tensors = SecondReader(tmp_path), whole_tensors()
     found = reader.tensors()
@@ -181,7 +182,7 @@ def test_a_second_reader_reads_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_table_of_dtypes_is_complete(tmp_path: Path) -> None:
-    """Each dtype of torch that can be stored is in it, with its size and the code of the manifest."""
+    """The table has each dtype of torch that can be stored, with the size and the code of the manifest."""
     known = {name: dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype)}
     names = {str(dtype)[6:] for dtype in known.values()}
     table = SecondReader.dtype_table()
@@ -199,7 +200,7 @@ def test_the_table_of_dtypes_is_complete(tmp_path: Path) -> None:
 
 
 def test_the_examples_are_real() -> None:
-    """The bytes shown for a record are those of the golden record; the plain value's are those encoded."""
+    """The bytes on the page are the bytes of the golden record and of the encoded plain value."""
     text = DOCUMENT.read_text(encoding="utf-8")
     golden = GOLDEN.read_bytes()
     assert f"has {len(golden)} bytes" in text

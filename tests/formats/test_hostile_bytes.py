@@ -1,4 +1,4 @@
-"""Damaged and hostile files of every format: a typed error or a valid value, in bounded time and memory."""
+"""Damaged and hostile files of each format: a typed error or a valid value, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ STATE: dict[Any, Any] = {
 
 
 def resealed(data: bytes) -> bytes:
-    """A manifest whose checksum fits again, which would stop nearly all of the damage."""
+    """Return a manifest with a valid checksum, since a wrong checksum would stop nearly all damage at
+    once."""
     body = data if data.endswith(SEAL) else data + SEAL
     return body + zlib.crc32(body).to_bytes(4, "big")
 
 
 def seeds(folder: Path) -> dict[str, tuple[str, bytes, Callable[[bytes], bytes]]]:
-    """By kind a file of a checkpoint, its bytes, and what is done to them after the damage."""
+    """Return by kind a file of a checkpoint, the file's bytes, and a function to apply after the damage."""
     dcp.save(STATE, checkpoint_id=folder / "ours", no_dist=True)
     stock.save({"w": torch.ones(3), "lr": [0.1, {"a": ()}]}, checkpoint_id=folder / "stock", no_dist=True)
     torch.save(STATE, folder / "m.pt")
@@ -61,7 +62,8 @@ def seeds(folder: Path) -> dict[str, tuple[str, bytes, Callable[[bytes], bytes]]
 
 
 def mutants(data: bytes, random_: random.Random) -> Iterator[bytes]:
-    """Endless damage: bits, bytes, magic numbers, cuts, insertions, repetitions, copies from elsewhere."""
+    """Yield damaged copies without end: bits, bytes, magic numbers, cuts, insertions, repetitions, moved
+    bytes."""
     magic = [b"\0", b"\xff", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0" * 8]
     magic += [b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"PK\5\6", b"9" * 30, b"R.", b"\x85\x81b"]
     while True:
@@ -87,7 +89,8 @@ def mutants(data: bytes, random_: random.Random) -> Iterator[bytes]:
 
 
 def fuzz(folder: Path, kind: str, rounds: int, seed: int) -> int:
-    """Open mutants, and read their values; how many were accepted. Anything but a typed error propagates."""
+    """Open damaged copies and read their values. Return how many were accepted; an untyped error
+    propagates."""
     name, original, finished = seeds(folder / kind)[kind]
     store, accepted = MemoryStore(f"fuzz-{kind}"), 0
     place = store.url if name in ("manifest.msgpack", ".metadata") else f"{store.url}/{name}"
@@ -109,7 +112,7 @@ def fuzz(folder: Path, kind: str, rounds: int, seed: int) -> int:
 
 
 def limited_fuzz(folder: Path, kind: str, rounds: int) -> int:
-    """In a process of its own, whose address space may grow by 512 MB over what its imports take."""
+    """Fuzz with a limit on the address space: 512 MB more than the imports take."""
     fuzz(folder / "first", kind, 20, 0)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + (512 << 20), resource.RLIM_INFINITY))
@@ -121,20 +124,20 @@ KINDS = ("manifest", "sealed manifest", "metadata", "torch file", "safetensors")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_input_gives_a_typed_error_or_a_valid_value(tmp_path: Path, kind: str) -> None:
-    """Over mutations of valid files nothing but `CheckpointError` is raised, quickly and in little memory."""
+    """Mutations of valid files raise only `CheckpointError`, quickly and in little memory."""
     assert in_lab(limited_fuzz, tmp_path, kind, ROUNDS) < ROUNDS
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_input_exhaustively(tmp_path: Path, kind: str) -> None:
-    """The same, for some minutes."""
+    """Repeat the test above for some minutes."""
     assert in_lab(limited_fuzz, tmp_path, kind, EXHAUSTIVE_ROUNDS) < EXHAUSTIVE_ROUNDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_cut_is_noticed(tmp_path: Path, kind: str) -> None:
-    """A file that lost its end, at whatever byte, is an error; so is a manifest with bytes behind it."""
+    """A file truncated at any byte is an error, and so is a manifest with bytes after the end."""
     name, data, _ = seeds(tmp_path)[kind]
     store = MemoryStore(f"cut-{kind}")
     place = store.url if name in ("manifest.msgpack", ".metadata") else f"{store.url}/{name}"
@@ -160,7 +163,7 @@ CALLS = {
 @pytest.mark.parametrize("where", ["file", "metadata"])
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_that_a_pickle_calls_is_run(tmp_path: Path, call: str, where: str) -> None:
-    """Looking at the file says what it would need, its other entries are there, and nothing ran."""
+    """A pickle's call never runs. The index lists the refused entry with the name of the function."""
     pickled = b"\x80\x04}X\x01\0\0\0x" + CALLS[call] + b"s."
     if where == "metadata":
         (tmp_path / ".metadata").write_bytes(pickled)

@@ -29,11 +29,11 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def resealed(change: Change) -> bytes:
-    """The small index' manifest after ``change(fields)``, with a checksum that fits again."""
+    """Return the small index as a manifest after ``change(fields)``, with a valid checksum."""
     fields = msgpack.unpackb(encode_manifest(small_index()))
     del fields["crc32"]
     change(fields)
-    # one more entry in the map than packed here; the map has fewer than 16, so its head is one byte
+    # one more key in the map than packed here; a map of fewer than 16 keys has a head of one byte
     body: bytes = msgpack.packb(fields)
     body = bytes([body[0] + 1]) + body[1:] + b"\xa5crc32\xce"
     return body + struct.pack(">I", zlib.crc32(body))
@@ -42,7 +42,7 @@ def resealed(change: Change) -> bytes:
 @examples(100)
 @given(indexes_of_torch())
 def test_round_trip(index: CheckpointIndex) -> None:
-    """What is encoded is decoded again, every column with its type; the summary says the same."""
+    """An encoded index decodes to equal columns of equal types, and the summary agrees."""
     data = encode_manifest(index)
     assert_same(decode_manifest(data), index)
     summary = summarize_manifest(data)
@@ -50,7 +50,7 @@ def test_round_trip(index: CheckpointIndex) -> None:
 
 
 def test_golden_bytes() -> None:
-    """The manifest of version 1.0, committed once, is decoded for ever and still written byte by byte."""
+    """A committed manifest of version 1.0 can be decoded, and is still written byte by byte."""
     decoded = decode_manifest(GOLDEN.read_bytes())
     assert_same(decoded, small_index())
     assert (decoded.provenance, decoded.user) == (small_index().provenance, small_index().user)
@@ -69,12 +69,12 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 
 def drop(section: str, key: str) -> Change:
-    """A change that removes one key."""
+    """Return a change that removes one key."""
     return lambda fields: fields[section].pop(key)
 
 
 def put(section: str, key: str, value: Any) -> Change:
-    """A change that replaces one key's value."""
+    """Return a change that replaces the value of one key."""
     return lambda fields: fields[section].__setitem__(key, value)
 
 
@@ -120,7 +120,7 @@ OF_THE_SUMMARY: list[Change] = [
     ],
 )
 def test_inconsistent_fields_are_refused(change: Change) -> None:
-    """A lie under a correct checksum is a format error, whichever field tells it."""
+    """An inconsistent field under a valid checksum is a format error, whichever the field."""
     with pytest.raises(CheckpointFormatError):
         decode_manifest(resealed(change))
     if change in OF_THE_SUMMARY:
@@ -141,14 +141,14 @@ def test_inconsistent_fields_are_refused(change: Change) -> None:
     ids=lambda value: str(value)[:24],
 )
 def test_a_small_manifest_cannot_claim_a_large_index(column: list[Any], limit: int) -> None:
-    """Constant columns of a huge count and zlib bombs are refused before memory is taken for them."""
+    """Constant columns with a huge count and zlib bombs are refused before memory is allocated for them."""
     bomb = zlib.compress(bytes(1 << 28), 1) if column[-1] == "bomb" else b""
     data = resealed(put("chunks", "files", [*column[:-1], bomb]))
     assert refused_with_bytes(decode_manifest, data) < limit << 20
 
 
 def refused_with_bytes(decode: Callable[[bytes], object], data: bytes) -> int:
-    """Peak memory of decoding ``data``, which must fail."""
+    """Return the peak memory of decoding ``data``, which must fail."""
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointFormatError):
@@ -187,7 +187,7 @@ values = st.recursive(
 
 
 def bits(value: Any) -> Any:
-    """``value`` as something that compares by type and, for floats, by bits."""
+    """Return ``value`` in a form that compares types and, for floats, bits."""
     kind = type(value)
     if kind is float:
         return kind, struct.pack("<d", value)
@@ -203,14 +203,14 @@ def bits(value: Any) -> Any:
 @examples(200)
 @given(values)
 def test_plain_values_come_back(value: Any) -> None:
-    """Values come back with exact types, order of keys, and the very bits of floats."""
+    """Decoded values have the exact types, order of keys, and bits of floats."""
     encoded = encode_plain(value)
     assert encoded is not None
     assert bits(decode_plain(encoded)) == bits(value)
 
 
 class Color(enum.IntEnum):
-    """An int by inheritance."""
+    """Subclass of int."""
 
     RED = 1
 
@@ -235,7 +235,7 @@ Point = collections.namedtuple("Point", "x y")
     ids=lambda value: type(value).__name__,
 )
 def test_anything_else_is_not_plain(value: Any) -> None:
-    """A subclass or foreign object, at any depth, is refused: it would come back as something else."""
+    """A subclass or foreign object, at any depth, is refused, because decoding would return another type."""
     assert encode_plain(value) is None
 
 
@@ -249,5 +249,6 @@ HOSTILE += [b"\x91" * 60_000, b"\xdd\x00\x00\xff\xf0" * 13_000, b"\x01" * (MAX_P
 
 @pytest.mark.parametrize("data", HOSTILE, ids=lambda data: data[:12].hex())
 def test_hostile_bytes_are_refused(data: bytes) -> None:
-    """Truncated, doubled, over-deep, unhashable and lying input gives the typed error, without memory."""
+    """Truncated, doubled, too deep, unhashable and inconsistent input raises the typed error in little
+    memory."""
     assert refused_with_bytes(decode_plain, data) < 4 << 20

@@ -1,4 +1,4 @@
-"""Files of newer versions are told from damage: an error that says so, in every format that may grow."""
+"""Files of newer versions: an error that differs from damage, in each format that may be extended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.programs import run_program
 
 
 def newer(match: str) -> Any:
-    """The one kind of error, which is never taken for damage."""
+    """Expect the error of a newer version, which is never the error of damage."""
     return pytest.raises(UnsupportedFormatError, match=match)
 
 
@@ -37,7 +37,8 @@ def newer(match: str) -> Any:
 
 
 def test_metadata_of_torch_2_15() -> None:
-    """Its tensors' properties have a sixth field, strides; a committed file is read."""
+    """A committed `.metadata` of torch 2.15, whose tensor properties have a sixth field, strides, can be
+    read."""
     index = decode_torch_metadata((GOLDEN / "torch-2.15.metadata").read_bytes())
     assert [index.shape(row) for row in range(2)] == [(3, 2), (2,)]
     assert [index.dtype(row).name for row in range(2)] == ["float32", "bfloat16"]
@@ -45,14 +46,14 @@ def test_metadata_of_torch_2_15() -> None:
 
 
 def metadata(**changes: Any) -> Metadata:
-    """Of a checkpoint without entries."""
+    """Return metadata of a checkpoint without entries."""
     made = Metadata({}, storage_data={}, storage_meta=StorageMeta(save_id="1"), version="1.0.0")
     made.__dict__.update(changes)
     return made
 
 
 def with_tensor(**chunk_changes: Any) -> Metadata:
-    """Of a checkpoint with one tensor."""
+    """Return metadata of a checkpoint with one tensor."""
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
     chunk.__dict__.update(chunk_changes)
     entry = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [chunk])
@@ -60,7 +61,7 @@ def with_tensor(**chunk_changes: Any) -> Metadata:
 
 
 def test_unknown_fields_of_torch() -> None:
-    """A field of a later torch that says something is refused; an empty one is not."""
+    """An unknown field of a later torch is refused if it has a value, and ignored if empty."""
     for changed in (metadata(compression="zstd"), with_tensor(strides=(1,)), metadata(version="2.0.0")):
         with newer("newer torch"):
             decode_torch_metadata(pickle.dumps(changed))
@@ -72,7 +73,7 @@ def test_unknown_fields_of_torch() -> None:
 
 
 def rezipped(blob: bytes, version: bytes) -> bytes:
-    """A torch.save file of another version."""
+    """Return a torch.save file with another version number."""
     target = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(blob)) as old, zipfile.ZipFile(target, "w") as new:
         for name in old.namelist():
@@ -81,7 +82,7 @@ def rezipped(blob: bytes, version: bytes) -> bytes:
 
 
 def test_zips_of_a_later_torch(tmp_path: Path) -> None:
-    """Files of torch.save above the version that torch reads today."""
+    """A torch.save file of a later version than torch reads today is refused."""
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     blob = (tmp_path / "m.pt").read_bytes()
     (tmp_path / "m.pt").write_bytes(rezipped(blob, b"10\n"))
@@ -95,7 +96,7 @@ def test_zips_of_a_later_torch(tmp_path: Path) -> None:
 
 
 def changed(folder: Path, change: Callable[[dict[str, Any]], object], version: list[int]) -> Path:
-    """A checkpoint of ours whose manifest is changed, of another version, with a checksum that fits."""
+    """Save a checkpoint, and change fields and version of the manifest with a valid checksum."""
     dcp.save({"w": torch.ones(2), "n": {"a": 1}}, checkpoint_id=folder, no_dist=True)
     (folder / ".metadata").unlink()
     fields = msgpack.unpackb((folder / "manifest.msgpack").read_bytes())
@@ -103,7 +104,7 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object], version: l
     fields["version"] = version
     change(fields)
     body = msgpack.packb(fields)
-    body = bytes([body[0] + 1]) + body[1:] + b"\xa5crc32\xce"  # of fewer than 16 keys, and one more
+    body = bytes([body[0] + 1]) + body[1:] + b"\xa5crc32\xce"  # a map of fewer than 16 keys, plus one key
     (folder / "manifest.msgpack").write_bytes(body + struct.pack(">I", zlib.crc32(body)))
     return folder
 
@@ -117,7 +118,8 @@ UNKNOWN_HERE: list[Callable[[dict[str, Any]], object]] = [
 
 @pytest.mark.parametrize("change", UNKNOWN_HERE)
 def test_a_later_minor_version_that_cannot_be_read(tmp_path: Path, change: Any) -> None:
-    """New packings, dtypes and columns are a newer dcphub's if the version says so, and else no writer's."""
+    """Unknown packings, dtypes or missing columns name a newer dcphub if the minor version is later; else
+    they are format errors."""
     with newer(r"version 1\.1.*newer dcphub"):
         dcp.open_index(changed(tmp_path / "newer", change, [1, 1]))
     with pytest.raises(CheckpointFormatError) as refused:
@@ -132,7 +134,7 @@ def test_a_later_minor_version_that_cannot_be_read(tmp_path: Path, change: Any) 
 
 
 def test_a_later_minor_version_with_more_in_it_is_read(tmp_path: Path) -> None:
-    """Additions do not break this reader; paths that it cannot decode are told when they are asked for."""
+    """Unknown additions are ignored. Paths that cannot be decoded raise an error only when used."""
     more = changed(tmp_path / "more", lambda fields: fields.update(novelty={"x": [1]}), [1, 7])
     assert dcp.read(more)["n"] == {"a": 1}
     paths = changed(tmp_path / "paths", lambda fields: fields["planner_data"].pop("keys"), [1, 1])
@@ -142,7 +144,7 @@ def test_a_later_minor_version_with_more_in_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_newer_major_version_is_refused(tmp_path: Path) -> None:
-    """By loads and verifications, which tell it from damage."""
+    """Loads and `verify` refuse a newer major version with an error that differs from damage."""
     place = changed(tmp_path, lambda fields: None, [2, 0])
     with newer(r"version 2\.0.*newer dcphub"):
         dcp.load({"w": torch.zeros(2)}, checkpoint_id=place, no_dist=True)

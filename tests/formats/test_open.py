@@ -1,4 +1,4 @@
-"""Which file is the truth of a folder, in every state that saves, overwrites and crashes leave."""
+"""Choice between the files of a folder, in each state that saves, overwrites and crashes leave."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ MANIFEST, METADATA = "manifest.msgpack", ".metadata"
 
 
 def save(folder: Path, value: int, **more: Any) -> bytes:
-    """A save of ours; its `.metadata`."""
+    """Save with dcp, and return the `.metadata`."""
     dcp.save({"w": torch.full((3,), value), **more}, checkpoint_id=folder, no_dist=True)
     return (folder / METADATA).read_bytes()
 
 
 def seen(folder: Path) -> tuple[str, int]:
-    """The format that a reader takes the folder for, and the value that it loads."""
+    """Return the format that a reader detects, and the loaded value."""
     state = {"w": torch.zeros(3, dtype=torch.int64)}
     dcp.load(state, checkpoint_id=folder, unexpected="ignore", no_dist=True)
     return dcp.open_index(folder).format, int(state["w"][0])
 
 
 def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path) -> None:
-    """The manifest names the .metadata that it replaces, so that one is known to be the old one."""
+    """The manifest names the `.metadata` that the save replaces, so a reader ignores the old `.metadata`."""
     stock.save({"w": torch.full((3,), 1)}, checkpoint_id=tmp_path, no_dist=True)
     old = (tmp_path / METADATA).read_bytes()
     save(tmp_path, 2)
@@ -50,7 +50,8 @@ def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path)
 def test_damage_to_our_own_metadata_does_not_hide_the_manifest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A flipped bit anywhere in .metadata is not taken for an overwrite by stock; nothing of it is read."""
+    """A `.metadata` with a flipped bit is reported as damaged, and not taken for an overwrite by stock
+    torch."""
     data = save(tmp_path, 1)
     for position in range(0, len(data), 37):
         damaged = bytearray(data)
@@ -64,7 +65,7 @@ def test_damage_to_our_own_metadata_does_not_hide_the_manifest(
 
 @pytest.mark.parametrize("name", [MANIFEST, METADATA])
 def test_a_damaged_truth_is_an_error_with_its_path(tmp_path: Path, name: str) -> None:
-    """It is not papered over with the other file, and nothing older comes back."""
+    """A reader does not use the other file or older data in place of a damaged file."""
     save(tmp_path, 1)
     if name == METADATA:
         (tmp_path / MANIFEST).unlink()
@@ -78,7 +79,8 @@ def test_a_damaged_truth_is_an_error_with_its_path(tmp_path: Path, name: str) ->
 
 
 def test_nothing_committed_is_said_so(tmp_path: Path) -> None:
-    """Data files without a commit: the error says that the save did not finish, and what was looked for."""
+    """With data files but no commit, the error says that the save did not finish and which files are
+    missing."""
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint.*manifest\.msgpack.*Check the path"):
         dcp.open_index(tmp_path)
     (tmp_path / "__0_0.3f9c2a1b.distcp").write_bytes(b"data")
@@ -91,7 +93,7 @@ def test_nothing_committed_is_said_so(tmp_path: Path) -> None:
 
 
 def save_alone(rank: int, world_size: int, folder: str, kind: str) -> None:
-    """A part of a matrix, a replica, and a tensor of its own, each rank without the others."""
+    """Save a part of a matrix, a replica, and a tensor that only this rank has, without collectives."""
     part: Any = torch.arange(24.0).view(4, 6)[2 * rank : 2 * rank + 2].clone()
     part.global_shape, part.global_offsets = (4, 6), ((2 * rank, 0),)
     part.local_offsets, part.local_sizes = ((0, 0),), ((2, 6),)
@@ -107,7 +109,8 @@ def save_alone(rank: int, world_size: int, folder: str, kind: str) -> None:
 
 
 def test_saves_of_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
-    """One tensor's boxes, each with its file; equal replicas once; and each rank may have its own alone."""
+    """The merged index has each rank's box of the matrix, equal replicas once, and the entries of single
+    ranks."""
     run_ranks(2, save_alone, str(tmp_path), "")
     index = dcp.open_index(tmp_path)
     assert set(index.fqns) == {"m.w", "same", "own.0", "own.1"} and list(index.objects.fqns) == ["lr"]
@@ -122,11 +125,11 @@ def test_saves_of_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
     assert set(dcp.open_index(tmp_path, rank=1).fqns) == {"m.w", "same", "own.1"}
     assert len(dcp.open_index(tmp_path, rank=5).fqns) == 4
     save(tmp_path, 5)
-    assert seen(tmp_path) == ("dcp", 5)  # of all ranks: leftovers do not hide it
+    assert seen(tmp_path) == ("dcp", 5)  # a later save of all ranks replaces the saves of single ranks
 
 
 def test_saves_of_stocks_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
-    """``__{rank}.metadata`` without manifests; what is not finished is none."""
+    """Several ``__{rank}.metadata`` are merged without manifests; unfinished files are ignored."""
     run_ranks(2, save_alone, str(tmp_path), "stock")
     (tmp_path / "__0.metadata.tmp").write_bytes(b"not yet")
     assert set(dcp.open_index(tmp_path).fqns) == {"own.0", "own.1"}
@@ -142,7 +145,7 @@ def test_saves_of_stocks_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -
 def test_saves_that_contradict_each_other_are_not_merged(
     tmp_path: Path, kind: str, error: Any, said: str
 ) -> None:
-    """Two ranks with different data under one name: neither is silently dropped."""
+    """Different data of two ranks under one name is an error; no rank's data is dropped silently."""
     run_ranks(2, save_alone, str(tmp_path), kind)
     with pytest.raises(error, match=said):
         dcp.open_index(tmp_path)
@@ -153,7 +156,8 @@ def test_saves_that_contradict_each_other_are_not_merged(
 
 @pytest.mark.parametrize("name", [MANIFEST, METADATA])
 def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path, name: str) -> None:
-    """An old manifest with a new .metadata is a race with another save of ours: the new one is loaded."""
+    """An old manifest with a new `.metadata` means that another save of dcp runs: a load gets the new
+    checkpoint."""
     folder = tmp_path / "x"
     save(folder, 1)
 

@@ -1,4 +1,4 @@
-"""Pickles. Internal: each opcode and each attack on the decoder, of which files at the door show few."""
+"""Pickles. Internal: each opcode and each attack on the decoder, most of which no public file has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SOME = allow_list(
 
 
 def decode(data: bytes, **named: Any) -> Any:
-    """The value of a pickle in which no global is allowed."""
+    """Decode a pickle with an empty allow-list."""
     return decode_pickle(data, find=NOTHING, **named)
 
 
@@ -63,7 +63,7 @@ plain_values = st.recursive(
 @examples(150)
 @given(plain_values, st.integers(4, 5))
 def test_plain_values_of_both_picklers(value: Any, protocol: int) -> None:
-    """Whatever plain value Python's C or Python pickler writes comes back equal, type for type."""
+    """A plain value from Python's C or Python pickler decodes to an equal value of equal types."""
     if protocol == 4 and "bytearray" in repr(value):
         protocol = 5  # before 5 a bytearray is a call
     buffer = io.BytesIO()
@@ -73,7 +73,7 @@ def test_plain_values_of_both_picklers(value: Any, protocol: int) -> None:
 
 
 def repr_of(value: Any) -> Any:
-    """A comparable form that tells types apart, and does not depend on the order of sets."""
+    """Return a comparable form that distinguishes types and ignores the order of sets."""
     if isinstance(value, (list, tuple)):
         return (type(value), [repr_of(item) for item in value])
     if isinstance(value, dict):
@@ -84,7 +84,7 @@ def repr_of(value: Any) -> Any:
 
 
 def test_memo_keeps_identity_and_cycles() -> None:
-    """Shared and self-referring values come back shared and self-referring."""
+    """Shared and self-referring values are decoded with the same identities."""
     shared = [1]
     cycle: list[Any] = [shared, shared]
     cycle.append(cycle)
@@ -94,14 +94,14 @@ def test_memo_keeps_identity_and_cycles() -> None:
 
 
 class Exploit:
-    """Runs a command when it is unpickled."""
+    """Object that runs a command when unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)
 
 
 class Setter:
-    """Has its state set by a function of its class."""
+    """Object whose state is set by a function of its class."""
 
     def __setstate__(self, state: Any) -> None:
         os.system(state)
@@ -141,7 +141,8 @@ ATTACKS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_run_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way a pickle can call, import or look up something is refused as unsafe, and nothing ran."""
+    """Each way in which a pickle can call, import or look up an object is refused as unsafe, and no code
+    runs."""
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     with pytest.raises(UnsafeObjectError) as caught:
@@ -205,7 +206,7 @@ def forged(
     function: bytes = b"_rebuild_tensor_v2",
     rest: bytes = b"",
 ) -> bytes:
-    """A tensor's pickle with parts of one's choice; without any, a good one of two by three floats."""
+    """Return a tensor's pickle with replaced parts; by default a valid tensor of two by three floats."""
     hooks = b"ccollections\nOrderedDict\n)R"
     head = b"\x80\x02ctorch._utils\n" + function + b"\n("
     return head + storage + b"K\0" + sizes + b"K\x03K\x01\x86\x89" + hooks + rest + b"tR."
@@ -236,6 +237,6 @@ FORGED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_tensors(name: str) -> None:
-    """A tensor that reaches outside its storage, or is not one, is a format error."""
+    """A pickled tensor that exceeds its storage, or is no tensor, is a format error."""
     with pytest.raises(CheckpointFormatError):
         decode_tensor_pickle(FORGED[name])

@@ -1,4 +1,4 @@
-"""What an error says of the place where no checkpoint is: what is below it, beside it and in it."""
+"""Hints of the error for a path without a checkpoint: checkpoints below, beside and in the path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dcp
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs with steps, one of which is only begun, and a file of weights."""
+    """Save two runs with steps, one step without a commit, and a file of weights."""
     root = tmp_path_factory.mktemp("runs")
     for name in ("a/step-2", "a/step-10", "a/step-9", "b/step-1"):
         dcp.save({"n": 1}, checkpoint_id=root / name, no_dist=True)
@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(place: Path) -> str:
-    """What `dcp.open_index` says."""
+    """Return the message of the error of `dcp.open_index`."""
     with pytest.raises(dcp.CheckpointNotFoundError) as caught:
         dcp.open_index(place)
     assert caught.value.path
@@ -32,14 +32,14 @@ def said(place: Path) -> str:
 
 
 def test_the_steps_below_a_run_are_told(runs: Path) -> None:
-    """Committed ones, the newest first."""
+    """Committed steps below are listed, the newest first."""
     assert f"{runs}/a holds no checkpoint: " in said(runs / "a")
     assert said(runs / "a").endswith("\nCheckpoints below it: step-10, step-9, step-2.")
     assert "\nFolders below it: files, b, a" in said(runs)
 
 
 def test_what_is_beside_a_missing_place_is_told(runs: Path) -> None:
-    """Names like the one that was given; or all, also of the first folder that is there."""
+    """Similar names beside a missing path are listed, or else all names of the nearest existing folder."""
     assert said(runs / "b/step-7") == (
         f"{runs}/b/step-7 holds no checkpoint: it does not exist.\n{runs}/b has step-1."
     )

@@ -1,4 +1,4 @@
-"""Records of tensors and values: stock torch, zipfile and we agree about them, whoever wrote them."""
+"""Records of tensors and values: torch, zipfile and dcp read the records of dcp and of stock torch alike."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def _torch_options() -> Iterator[None]:
-    """Whatever a test tells torch.save about checksums ends with the test."""
+    """Reset torch.save's checksum option after a test."""
     yield
     torch.serialization.set_crc32_options(True)
 
 
 def made(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Bytes that differ at neighbouring places, valid for bool."""
+    """Return a tensor with different neighbouring bytes, valid for bool."""
     count = torch.Size(shape).numel() * dtype.itemsize
     return (torch.arange(count) % (2 if dtype is torch.bool else 251)).to(torch.uint8).view(dtype).view(shape)
 
 
 def records(folder: Path) -> dict[str, bytes]:
-    """The bytes of each tensor's record, by name."""
+    """Return the bytes of each tensor's record, by name."""
     index = dcp.open_index(folder)
     data = {name: (folder / name).read_bytes() for name in index.files}
     found = {}
@@ -58,7 +58,7 @@ def records(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_loads_each_record_by_itself(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Any dtype and shape, alone and among others of its kind, also mapped; zipfile checks its CRC."""
+    """torch.load, also with mmap, reads a record of any dtype and shape; zipfile confirms the CRC."""
     state = {f"{shape}.{n}": made(dtype, shape) for shape in SHAPES for n in range(3)}
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     for fqn, data in records(tmp_path / "c").items():
@@ -71,7 +71,7 @@ def test_torch_loads_each_record_by_itself(dtype: torch.dtype, tmp_path: Path) -
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """A record of version 1.0, committed once, is loaded by torch and still written byte by byte."""
+    """torch loads a committed record of version 1.0, and dcp still writes it byte by byte."""
     golden = GOLDEN.read_bytes()
     loaded = torch.load(io.BytesIO(golden), weights_only=True)
     assert torch.equal(loaded, torch.arange(6, dtype=torch.bfloat16).reshape(2, 3))
@@ -97,7 +97,8 @@ TENSORS: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize(("crc", "alignment"), [(True, 1), (False, 65536)])
 def test_what_stock_saved_is_found(tmp_path: Path, crc: bool, alignment: int) -> None:
-    """Permuted layouts, parameters, any dtype, however far torch pads and whether it computes checksums."""
+    """A load reads permuted layouts, parameters and any dtype, with any padding and with or without
+    checksums."""
     torch.serialization.set_crc32_options(crc)
     torch.utils.serialization.config.save.storage_alignment = alignment
     try:
@@ -113,7 +114,7 @@ def test_what_stock_saved_is_found(tmp_path: Path, crc: bool, alignment: int) ->
 def changed(
     folder: Path, change: Callable[[str, bytes], bytes | None], method: int = zipfile.ZIP_STORED
 ) -> Path:
-    """A stock checkpoint of one tensor, whose record is packed anew with entries changed (None: dropped)."""
+    """Return a stock checkpoint of one tensor, with the entries of the record changed (None: removed)."""
     stock.save({"t": torch.arange(5)}, checkpoint_id=folder, no_dist=True)
     record, stream = folder / "__0_0.distcp", io.BytesIO()
     with zipfile.ZipFile(record) as source, zipfile.ZipFile(stream, "w", method) as target:
@@ -130,14 +131,14 @@ def changed(
 
 
 def load(folder: Path) -> list[int]:
-    """The tensor."""
+    """Load and return the tensor."""
     state = {"t": torch.zeros(5, dtype=torch.int64)}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return list(state["t"].tolist())
 
 
 def test_zips_of_other_writers_are_read_and_what_torch_never_writes_is_told(tmp_path: Path) -> None:
-    """The layout is zip's, not torch's padding; deflated and big-endian records are refused, not misread."""
+    """Zip files with another layout than torch's are read; compressed and big-endian records are refused."""
     assert load(changed(tmp_path / "plain", lambda name, content: content)) == [0, 1, 2, 3, 4]
     with pytest.raises(UnsupportedFormatError, match=r"'t'.*compressed"):
         load(changed(tmp_path / "deflated", lambda name, content: content, zipfile.ZIP_DEFLATED))
@@ -148,7 +149,7 @@ def test_zips_of_other_writers_are_read_and_what_torch_never_writes_is_told(tmp_
 
 
 class Evil:
-    """Runs code when a pickle of it is loaded."""
+    """Object that runs code when unpickled."""
 
     def __reduce__(self) -> Any:
         return (print, ("owned",))
@@ -171,7 +172,8 @@ class Evil:
 def test_records_that_do_not_add_up_are_refused(
     tmp_path: Path, suffix: str, content: bytes | None, error: type[CheckpointError], capsys: Any
 ) -> None:
-    """Entries that are missing, of the wrong size, no tensor, or code: the error names the tensor."""
+    """A record with missing entries, wrong sizes, no tensor, or code is refused with the name of the
+    tensor."""
     folder = changed(tmp_path, lambda name, old: content if name.endswith(suffix) else old)
     with pytest.raises(error, match=r"'t'|print"):
         load(folder)

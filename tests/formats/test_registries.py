@@ -1,4 +1,4 @@
-"""Formats and stores of other packages: what they may be called, and those that are broken are named."""
+"""Formats and stores of other packages: errors name broken packages, and the other formats still work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.crashes import in_lab
 
 
 def told(act: Callable[[], Any]) -> str:
-    """The class and the words of the error of ``act``."""
+    """Return the class and the message of the error of ``act``, or ""."""
     try:
         act()
     except CheckpointError as error:
@@ -30,7 +30,7 @@ def told(act: Callable[[], Any]) -> str:
 
 
 def install(folder: Path, package: str, group: str, name: str, code: str) -> None:
-    """A package as `pip install` leaves it, with an entry point to OBJECT, where Python finds it."""
+    """Install a package as pip does, with an entry point to OBJECT, on the import path."""
     module, site = f"plugin_{package}", folder / package
     metadata = site / f"{package}-1.0.dist-info"
     metadata.mkdir(parents=True)
@@ -41,7 +41,7 @@ def install(folder: Path, package: str, group: str, name: str, code: str) -> Non
 
 
 def with_broken_packages(folder: Path, code: str) -> tuple[str, str, bool]:
-    """What an index and a store say beside them, and whether our own formats are still written."""
+    """Return the errors of opening an index and a store, and whether the built-in formats can be written."""
     install(folder, "bad", "dcphub.formats", "bad", code)
     install(folder, "worse", "dcphub.stores", "bad", code)
     said = told(lambda: dcp.open_index(folder)), told(lambda: open_store("bad://x"))
@@ -50,7 +50,8 @@ def with_broken_packages(folder: Path, code: str) -> tuple[str, str, bool]:
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('no')", "import sys; sys.exit(3)", "x =", "OBJECT = 5"])
 def test_a_package_that_cannot_be_imported_is_named(code: str, tmp_path: Path) -> None:
-    """However its import ends: an exit would be the end of the program, without a word."""
+    """A failed import of any kind is named, also sys.exit(), which would otherwise end the program
+    silently."""
     index, store, are_ours_there = in_lab(with_broken_packages, tmp_path, code)
     assert "UnsupportedFormatError" in index and "entry point bad of the group dcphub.formats" in index
     assert "bad of the group dcphub.stores" in store
@@ -58,7 +59,8 @@ def test_a_package_that_cannot_be_imported_is_named(code: str, tmp_path: Path) -
 
 
 def with_faulty_readers(folder: Path) -> list[str]:
-    """What three formats say of their checkpoints: readers that raise, that return nonsense, and that lie."""
+    """Return the errors of three formats: a reader that raises, one that returns no index, and one with bad
+    names."""
 
     def raising(*_: object) -> Any:
         raise KeyError("a fault")
@@ -83,7 +85,8 @@ def with_faulty_readers(folder: Path) -> list[str]:
 
 
 def test_a_reader_with_a_fault_costs_its_own_checkpoints(tmp_path: Path) -> None:
-    """The error is typed, names the place and the format; what others read is read."""
+    """The error of a faulty reader is typed and names path and format; files of other formats can still be
+    read."""
     faulty, odd, lying = in_lab(with_faulty_readers, tmp_path)
     assert "UnsupportedFormatError" in faulty and str(tmp_path / "a.faulty") in faulty
     assert "UnsupportedFormatError" in odd and str(tmp_path / "b.odd") in odd

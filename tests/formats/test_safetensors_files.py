@@ -1,4 +1,4 @@
-"""safetensors files and Hugging Face folders, with safetensors' own library and torch's as the oracles."""
+"""safetensors files and Hugging Face folders, compared with the library safetensors and with torch."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def opened(data: bytes) -> CheckpointIndex:
-    """The index of a file."""
+    """Return the index of a file."""
     store = MemoryStore("tests/formats-safetensors")
     store.publish("m.safetensors", data, durable=False)
     return dcp.open_index(f"{store.url}/m.safetensors")
 
 
 def blob(header: Any, data: bytes = b"") -> bytes:
-    """A file with ``header`` (text or what json writes) and ``data``."""
+    """Return a file with ``header`` (text, or a value for json) and ``data``."""
     text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
 def tensor(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[str, Any]:
-    """One entry of a header."""
+    """Return one entry of a header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -82,7 +82,7 @@ def tensor(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[st
     ids=lambda data: repr(data[8:40]),
 )
 def test_what_the_specification_forbids_is_refused(data: bytes) -> None:
-    """Holes, overlaps, lies about sizes, doubled keys and broken JSON give the typed error, quickly."""
+    """Holes, overlaps, wrong sizes, doubled keys and broken JSON raise the typed error, quickly."""
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError):
@@ -93,7 +93,7 @@ def test_what_the_specification_forbids_is_refused(data: bytes) -> None:
 
 
 def test_an_unknown_element_type_is_named() -> None:
-    """A type of a newer specification is unsupported, not corrupt."""
+    """A dtype of a newer specification is unsupported, not corrupt, and the error names it."""
     with pytest.raises(UnsupportedFormatError, match=r"F6_E2M3.*newer safetensors"):
         opened(blob({"a": tensor(0, 3, [4], "F6_E2M3")}, b"abc"))
 
@@ -115,7 +115,7 @@ def _weights(count: int = 4) -> dict[str, torch.Tensor]:
 
 
 def _sharded(folder: Path, weights: dict[str, torch.Tensor], files: int = 3) -> dict[str, str]:
-    """As Hugging Face writes them; the weight map."""
+    """Write a sharded folder as Hugging Face does, and return the weight map."""
     folder.mkdir(exist_ok=True)
     mapped = {fqn: f"model-{n % files + 1:05}-of-{files:05}.safetensors" for n, fqn in enumerate(weights)}
     for name in set(mapped.values()):
@@ -138,7 +138,8 @@ def _assert_holds(index: CheckpointIndex, folder: Path, weights: dict[str, torch
 
 
 def test_one_file(tmp_path: Path) -> None:
-    """A file by itself, in its folder, and under another name; metadata is user metadata."""
+    """A file is read by its path, by its folder, and under another name; its metadata becomes user
+    metadata."""
     weights = _weights()
     path = tmp_path / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt", "note": "x"})
@@ -150,7 +151,7 @@ def test_one_file(tmp_path: Path) -> None:
 
 
 def test_a_sharded_folder(tmp_path: Path) -> None:
-    """Every tensor is found where the map says; other files of the folder do not matter."""
+    """Each tensor is read from the file in the map; other files of the folder are ignored."""
     weights = _weights(7)
     _sharded(tmp_path, weights)
     index = dcp.open_index(tmp_path)
@@ -160,7 +161,8 @@ def test_a_sharded_folder(tmp_path: Path) -> None:
 
 
 def test_torch_files_with_a_map(tmp_path: Path) -> None:
-    """pytorch_model.bin.index.json names torch.save files; ties within a file, strides and values survive."""
+    """A pytorch_model.bin.index.json names torch.save files; ties within a file, strides and values are
+    kept."""
     first = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2), "note": "text"}
     first["tied"] = first["b"]
     second = {"c": torch.arange(3.0)}
@@ -182,7 +184,7 @@ def test_torch_files_with_a_map(tmp_path: Path) -> None:
 
 
 def test_shards_that_stock_dcp_notes(tmp_path: Path) -> None:
-    """Files in which stock's HuggingFaceStorageWriter noted offsets are shards of one tensor."""
+    """Files with offsets by stock's HuggingFaceStorageWriter are shards of one tensor."""
     whole = torch.arange(30.0).view(6, 5)
     for number, rows in enumerate((slice(0, 2), slice(2, 6)), start=1):
         noted = {"w": {"saved_offsets": [rows.start, 0]}}
@@ -262,7 +264,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_folders(tmp_path: Path, name: str) -> None:
-    """What is missing or contradicts itself is told, with the file's name."""
+    """An error names the file that is missing or inconsistent."""
     damage, error, text = DAMAGES[name]
     _sharded(tmp_path, _weights(7))
     damage(tmp_path)
@@ -271,7 +273,7 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
 
 
 def test_links_are_followed_only_if_asked(tmp_path: Path) -> None:
-    """The cache of a model hub is a folder of links; the error tells how to read it."""
+    """A model hub's cache, a folder of links, is refused with an error that says how to read it."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     weights = _weights()

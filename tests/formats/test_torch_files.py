@@ -1,4 +1,4 @@
-"""Files of torch.save: what torch.load gives, and what cannot be read spoils its own entry alone."""
+"""Files of torch.save: values equal to torch.load's; an unsupported value affects only its own entry."""
 
 from __future__ import annotations
 
@@ -76,21 +76,21 @@ CASES: dict[str, Any] = {
 
 
 def written(folder: Path, value: Any, **options: Any) -> Path:
-    """A file of torch.save."""
+    """Write a file with torch.save, and return the path."""
     torch.save(value, folder / "m.pt", **options)
     return folder / "m.pt"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_structure_and_values_are_those_of_torch_load(tmp_path: Path, name: str) -> None:
-    """Values, types, order of keys and nesting, dtypes and bits."""
+    """Values, types, order of keys, nesting, dtypes and bits equal those of torch.load."""
     value = CASES[name]
     path = written(tmp_path, value() if callable(value) else value)
     assert_same(dcp.read(path), torch.load(path, weights_only=True))
 
 
 class Custom:
-    """A class that no allow-list knows."""
+    """Class outside of each allow-list."""
 
     def __init__(self) -> None:
         self.tensor = torch.ones(1)
@@ -98,7 +98,8 @@ class Custom:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_cannot_be_read_spoils_its_own_entry_alone(tmp_path: Path) -> None:
-    """Foreign classes, sparse and quantised tensors are listed with what they need; the others are there."""
+    """Foreign classes, sparse and quantised tensors are listed with their reason; other entries can be
+    read."""
     state = {
         "good": torch.arange(3.0),
         "custom": Custom(),
@@ -120,13 +121,13 @@ def test_what_cannot_be_read_spoils_its_own_entry_alone(tmp_path: Path) -> None:
 
 
 class _SparseFile(io.RawIOBase):
-    """Leaves out large pieces, which are zeros here."""
+    """File that skips large pieces, which are zeros in this test."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
 
     def write(self, data: Any) -> int:
-        """As a file does."""
+        """Write small pieces, and seek over large ones."""
         view = memoryview(data).cast("B")
         if len(view) > 1 << 20:
             self._file.seek(len(view), 1)
@@ -135,14 +136,14 @@ class _SparseFile(io.RawIOBase):
         return len(view)
 
     def close(self) -> None:
-        """As a file does."""
+        """Close the file."""
         self._file.close()
 
 
 def test_files_beyond_4_gib(tmp_path: Path) -> None:
-    """torch's own zip64: entries of more than 4 GiB, and behind them."""
+    """Entries of more than 4 GiB in torch's zip64 files, and entries after them, are read."""
     path, large = tmp_path / "large.pt", torch.empty((1 << 32) + 100, dtype=torch.uint8)
-    torch.serialization.set_crc32_options(False)  # which would read four gigabytes
+    torch.serialization.set_crc32_options(False)  # a checksum would read four gigabytes
     try:
         file = _SparseFile(path)
         torch.save({"a": torch.arange(5.0), "large": large, "b": torch.arange(7.0)}, cast(IO[bytes], file))
@@ -155,7 +156,7 @@ def test_files_beyond_4_gib(tmp_path: Path) -> None:
 
 
 def test_older_formats_are_recognised(tmp_path: Path) -> None:
-    """The formats of before torch 1.6, bare pickles, TorchScript and big-endian files say what they are."""
+    """Errors name the formats before torch 1.6, bare pickles, TorchScript and big-endian files."""
     path = written(tmp_path, {"a": torch.ones(1)}, _use_new_zipfile_serialization=False)
     cases: list[tuple[bytes, type[Exception], str]] = [
         (path.read_bytes(), UnsupportedFormatError, r"before 1\.6"),
@@ -179,14 +180,14 @@ def test_older_formats_are_recognised(tmp_path: Path) -> None:
 
 
 def test_names_that_collide_are_refused(tmp_path: Path) -> None:
-    """Two entries under one flat name could not be told apart."""
+    """Two entries with the same flat name are refused."""
     for state in ({"a.b": 1, "a": {"b": 2}}, {"m": {1: torch.ones(1), "1": torch.ones(1)}}):
         with pytest.raises(UnsupportedFormatError, match="rename one"):
             dcp.open_index(written(tmp_path, state))
 
 
 def test_a_flipped_bit_in_the_pickle_is_damage(tmp_path: Path) -> None:
-    """Shapes and strides are read from the pickle, so its checksum is compared."""
+    """The checksum of the pickle is verified, because shapes and strides are read from the pickle."""
     path = written(tmp_path, {"a": torch.ones(7)})
     data = bytearray(path.read_bytes())
     data[data.index(b"FloatStorage") + 1] ^= 1

@@ -1,4 +1,4 @@
-"""Stock torch's `.metadata`: every kind of real save, older layouts, and all that is refused."""
+"""Stock torch's `.metadata`: each kind of real save, older layouts, and invalid files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.formats_indexes import (
     ids=["rich", "objects", "tensor", "nothing"],
 )
 def test_real_saves(tmp_path: Path, state_dict: Callable[[], dict[str, Any]]) -> None:
-    """The index of a stock save is the one its Metadata objects say."""
+    """The index of a stock save agrees with its Metadata objects."""
     metadata = stock_save(tmp_path, state_dict())
     index = decode_torch_metadata((tmp_path / ".metadata").read_bytes())
     assert_same(index, index_of(metadata))
@@ -50,7 +50,7 @@ def test_real_saves(tmp_path: Path, state_dict: Callable[[], dict[str, Any]]) ->
 
 
 def test_golden_files() -> None:
-    """Committed files of two ranks, with DTensor and ShardedTensor, still give the same index."""
+    """Committed files of two ranks, with DTensor and ShardedTensor, give the same index."""
     index = decode_torch_metadata((GOLDEN / "torch-2.13-two-ranks.metadata").read_bytes())
     boxes = {fqn: [index.box(chunk) for chunk in index.chunks(row)] for fqn, row in index.position.items()}
     assert boxes == {
@@ -69,7 +69,7 @@ def test_golden_files() -> None:
 
 
 def test_fields_that_older_versions_lack() -> None:
-    """Without version, storage_meta (torch 2.3) or its modules (torch 2.6) nothing else changes."""
+    """Metadata without version, storage_meta (torch 2.3) or its modules (torch 2.6) gives the same index."""
     metadata = small_metadata()
     expected = index_of(metadata)
     del metadata.storage_meta.modules  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def test_fields_that_older_versions_lack() -> None:
 
 
 def test_transformed_entries_are_named() -> None:
-    """An entry that went through a stream transform, as stock's zstd, is refused and not misread."""
+    """An entry with a stream transform, such as stock's zstd, is refused."""
     metadata = small_metadata()
     metadata.storage_data[MetadataIndex("t", [1, 0])].transform_descriptors = ["stream.zstd"]
     with pytest.raises(UnsupportedFormatError, match=r"'t'.*transform"):
@@ -89,7 +89,7 @@ def test_transformed_entries_are_named() -> None:
 
 
 def test_missing_place_is_corruption() -> None:
-    """A chunk or object that no file holds, as after a failed writer thread, is an error with its name."""
+    """A chunk or object without a file, as after a failed writer thread, is an error with its name."""
     for key in (MetadataIndex("t", [1, 0]), MetadataIndex("o")):
         metadata = small_metadata()
         del metadata.storage_data[key]
@@ -110,13 +110,13 @@ def test_missing_place_is_corruption() -> None:
     ],
 )
 def test_wrong_kinds(changes: dict[str, Any], error: type[Exception], match: str) -> None:
-    """A value of a kind that stock does not put there is an error that says where."""
+    """A value of a type that stock torch does not write is an error that names the place."""
     with pytest.raises(error, match=match):
         decode(small_metadata(**changes))
 
 
 def change_tensor(**changes: Any) -> Metadata:
-    """The small metadata with its tensor entry changed."""
+    """Return the small metadata with a changed tensor entry."""
     metadata = small_metadata()
     entry = metadata.state_dict_metadata["t"]
     assert isinstance(entry, TensorStorageMetadata)
@@ -125,7 +125,7 @@ def change_tensor(**changes: Any) -> Metadata:
 
 
 def change_chunk(offsets: Any, sizes: Any) -> Metadata:
-    """The small metadata with its tensor's only chunk changed."""
+    """Return the small metadata with the only chunk of the tensor changed."""
     return change_tensor(chunks=[ChunkStorageMetadata(offsets, sizes)])
 
 
@@ -146,13 +146,13 @@ def change_chunk(offsets: Any, sizes: Any) -> Metadata:
     ],
 )
 def test_wrong_tensors(metadata: Metadata, match: str) -> None:
-    """Sizes that are no sizes, boxes outside the tensor and properties that dcp cannot hold are refused."""
+    """Invalid sizes, boxes outside the tensor and properties that dcp cannot hold are refused."""
     with pytest.raises((CheckpointFormatError, CorruptCheckpointError), match=match):
         decode(metadata)
 
 
 def test_shared_chunk_lists_are_refused() -> None:
-    """A list of chunks that thousands of tensors share would make a small file a huge index."""
+    """A list of chunks shared by thousands of tensors is refused: a small file would become a huge index."""
     metadata = small_metadata()
     entry = metadata.state_dict_metadata["t"]
     assert isinstance(entry, TensorStorageMetadata)
@@ -168,7 +168,7 @@ def test_shared_chunk_lists_are_refused() -> None:
 
 
 def test_endless_planner_data() -> None:
-    """Self-referring data is dropped, data that repeats itself exponentially is refused, both at once."""
+    """Self-referring planner data is dropped, and exponentially repeated data is refused, both quickly."""
     endless: list[Any] = []
     endless.append(endless)
     assert "deeper" in decode(small_metadata(planner_data=endless)).provenance["planner_data_dropped"]

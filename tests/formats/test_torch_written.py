@@ -1,4 +1,4 @@
-"""What is written for torch. Internal: any index as `.metadata`; saves make few such."""
+"""`.metadata` for torch. Internal: any index, of which saves make few."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.support.formats_indexes import index_of, rich_state_dict, stock_save
 
 
 def decode(index: CheckpointIndex) -> Metadata:
-    """What stock reads from the encoded index."""
+    """Return the Metadata that stock torch reads from the encoded index."""
     metadata = pickle.loads(encode_torch_metadata(index, checkpoint_id="here", save_id="abc"))
     assert isinstance(metadata, Metadata)
     return metadata
 
 
 def test_equals_what_stock_wrote(tmp_path: Path) -> None:
-    """The metadata of a stock save, through our index and encoder, is the original: each object with exactly
-    the attributes that stock gives it."""
+    """The metadata of a stock save, decoded and encoded by dcp, is equal: each object has exactly the
+    attributes of stock torch."""
     original = stock_save(tmp_path, rich_state_dict())
     copy = decode(index_of(original))
     for fqn, entry in original.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and strides_of(entry.properties) is not None:
-            # from torch 2.15 on: of the tensor that was saved, and refused by older ones
+            # since torch 2.15, which stores the strides of the saved tensor; older versions refuse strides
             entry.properties = tensor_properties(entry.properties.dtype, entry.properties.requires_grad, None)
         assert vars(copy.state_dict_metadata[fqn]).keys() == vars(entry).keys()
     expected_meta = StorageMeta(checkpoint_id="here", save_id="abc")
