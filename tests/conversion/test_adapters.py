@@ -1,4 +1,5 @@
-"""Adapters of peft into their base, as peft itself merges them; to the last bit: test_numbers."""
+"""Merges of peft adapters into their base, compared with peft's own merge; test_numbers compares exact
+bits."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ import dcp
 from dcp.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from tests.support.conversion import command, names_in, write_adapter
 
-# Elsewhere in the tests that need them: each worker collects this file, and one has to run it.
+# The tests import these themselves: slow imports, not while tests are collected.
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 
 def llama(*, tied: bool = False) -> LlamaForCausalLM:
-    """Two layers; or a smaller one, whose output is its embedding."""
+    """Return a model of two layers, or a smaller one with the output tied to the embedding."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -31,7 +32,7 @@ def llama(*, tied: bool = False) -> LlamaForCausalLM:
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """With `Conv1D`, of which one is square."""
+    """Return a model with `Conv1D` layers, one of them square."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -39,7 +40,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def save_adapter(model: Any, folder: Path, seed: int = 1, **config: Any) -> None:
-    """An adapter that was trained: neither of its factors is 0."""
+    """Save an adapter with random factors, as after training: neither factor is 0."""
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(model, LoraConfig(**config))
@@ -84,7 +85,7 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ],
 )
 def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
-    """All weights, targeted or not, and the model's outputs."""
+    """All weights, targeted or not, and the outputs of the model equal peft's merge."""
     from peft import PeftModel
 
     make, config = _CONFIGS[case]
@@ -111,9 +112,9 @@ def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "lm_head"]])
 def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None:
-    """What it adds to one end would be added to both: an error, also where the folder that is written says
-    so; without a configuration the two are weights of their own then. An adapter that keeps them tied is
-    merged into both."""
+    """An adapter of one tied weight would change the other as well: an error, also if only the target's
+    configuration ties them. Without a configuration the two become separate weights. An adapter of both with
+    tying is merged into both."""
     llama(tied=True).save_pretrained(tmp_path / "base")
     torch.save(llama(tied=True).state_dict(), tmp_path / "base.pt")
     save_adapter(llama(tied=True), tmp_path / "adapter", r=2, target_modules=modules)
@@ -160,7 +161,7 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
     ],
 )
 def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, Any], words: str) -> None:
-    """Named, all that a configuration asks for, before anything is written."""
+    """One error names all unsupported settings of a configuration, before any file is written."""
     save_file({"m.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
     write_adapter(tmp_path / "lora", _PLAIN | config, _FACTORS)
     with pytest.raises((UnsupportedFormatError, CheckpointFormatError), match=words.replace("(", r"\(")):

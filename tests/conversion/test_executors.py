@@ -1,4 +1,4 @@
-"""Who carries a conversion out, how it ends, and how much memory it takes."""
+"""Executors of a conversion: threads, processes and Dask; interruption; peak memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHARDS: dict[str, Any] = {"to": "safetensors", "shard_bytes": 4 * _ELEMENTS}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tensors, a shard each: three tasks."""
+    """Save three tensors, each a shard, which convert in three tasks."""
     path = tmp_path_factory.mktemp("source") / "checkpoint"
     state = {f"t{n}": torch.full((_ELEMENTS,), n, dtype=torch.int32) for n in range(3)}
     dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -44,14 +44,14 @@ def _check(target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The URL of a Dask scheduler with two worker processes."""
+    """Yield the URL of a Dask scheduler with two worker processes."""
     with dask_cluster(threads=1) as made:
         yield f"dask://{made.scheduler_address.removeprefix('tcp://')}"
 
 
-@pytest.mark.exhaustive  # a cluster takes ten seconds; a job by one is in tests/service/jobs
+@pytest.mark.exhaustive  # a cluster takes ten seconds; tests/service/jobs has a job on one
 def test_a_dask_cluster_converts_and_merges(cluster: str, source: Path, tmp_path: Path) -> None:
-    """What a task needs, a map among it, travels with it; the bytes are those of any executor."""
+    """A task carries all its inputs, such as a map; the bytes equal those of the other executors."""
     report = dcp.convert(source, tmp_path / "model", executor=cluster, **_SHARDS)
     _check(tmp_path / "model")
     assert (report.tasks, report.tasks_resumed, report.blocks_unverified) == (3, 0, 0)
@@ -68,7 +68,7 @@ def test_a_dask_cluster_converts_and_merges(cluster: str, source: Path, tmp_path
 
 
 def test_processes_say_how_far_they_are(source: Path, tmp_path: Path) -> None:
-    """Progress counts bytes up to all of them."""
+    """Progress counts bytes up to the total."""
     seen: list[Any] = []
     report = dcp.convert(source, tmp_path / "model", workers=2, progress=seen.append, **_SHARDS)
     _check(tmp_path / "model")
@@ -77,7 +77,7 @@ def test_processes_say_how_far_they_are(source: Path, tmp_path: Path) -> None:
 
 
 def test_an_executor_of_the_callers(source: Path, tmp_path: Path) -> None:
-    """Its threads do the work, and it is not shut down."""
+    """The caller's threads run the tasks, and the pool is not shut down."""
     with ThreadPoolExecutor(2) as pool:
         dcp.convert(source, tmp_path / "model", executor=pool, **_SHARDS)
         assert pool.submit(lambda: 5).result() == 5
@@ -98,7 +98,8 @@ dcp.convert(source, target, to="safetensors", shard_bytes=120_000, workers=2, pr
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL", "a worker"])
 def test_an_interrupted_conversion_ends_its_processes(how: str, source: Path, tmp_path: Path) -> None:
-    """If only the command itself is ended; where a worker is killed nobody waits for it. None has torch."""
+    """The workers end if only the command is killed, and the command does not wait for a killed worker. No
+    worker imports torch."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with Program("-c", _WAITING, source, tmp_path / "model", **pipes) as run:
         assert run.stdout is not None and run.stdout.readline() == "here\n"
@@ -134,7 +135,7 @@ print(own + int(workers) * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrs
 
 
 def _peak_mebibytes(call: str, source_bytes: int = 1, workers: int = 2) -> float:
-    """Of a call in a process of its own, with its workers."""
+    """Return the peak memory of a call in a process of its own, with its workers."""
     run = run_program("-c", _MEASURED, call, str(source_bytes), str(workers), finalizes=True)
     assert run.returncode == 0, run.stderr
     return int(run.stdout) / 1024
@@ -148,10 +149,10 @@ def _peak_mebibytes(call: str, source_bytes: int = 1, workers: int = 2) -> float
     ],
 )
 def test_peak_memory_is_a_few_buffers(to: str, mebibytes: int, tmp_path: Path) -> None:
-    """Half of it by strides: all processes together stay below 300 MiB, however large the model is."""
+    """All processes together use less than 300 MiB for a model of any size, half of which is strided."""
     rows, target = mebibytes << 20 >> 13, tmp_path / ("copy.pt" if to == "torch" else "copy")
     w, t = (torch.from_numpy(np.zeros(shape, np.float32)) for shape in ((rows, 1024), (1024, rows)))
-    torch.save({"w": w, "t": t.t()}, tmp_path / "model.pt")  # zeros of numpy take no memory until written
+    torch.save({"w": w, "t": t.t()}, tmp_path / "model.pt")  # numpy's zeros take no memory until written
     call = f"dcp.convert({str(tmp_path / 'model.pt')!r}, {str(target)!r}, to={to!r}, workers=2)"
     assert _peak_mebibytes(call, mebibytes << 20) < 300
 
@@ -159,7 +160,7 @@ def test_peak_memory_is_a_few_buffers(to: str, mebibytes: int, tmp_path: Path) -
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("adapter", [False, True])
 def test_peak_memory_of_a_merge(tmp_path: Path, adapter: bool) -> None:
-    """Eight sources of 192 MiB through two workers; a low-rank adapter of 4,096 by 8,192."""
+    """Merge eight sources of 192 MiB with two workers, or a low-rank adapter, in less than 300 MiB."""
     rows, columns = 12288, 8192
     save_file({"m.weight": torch.zeros(rows, columns, dtype=torch.bfloat16)}, tmp_path / "0.safetensors")
     sources, adapters = [str(tmp_path / "0.safetensors")] * 8, []
@@ -173,7 +174,7 @@ def test_peak_memory_of_a_merge(tmp_path: Path, adapter: bool) -> None:
 
 
 def _safetensors(path: Path, tensors: dict[str, int]) -> Path:
-    """A file of zeros, which has holes in their place; of bytes by name."""
+    """Write a sparse file of zeros from sizes in bytes by name."""
     ends = [0, *itertools.accumulate(tensors.values())]
     header = {
         name: {"dtype": "U8", "shape": [size], "data_offsets": [end - size, end]}
@@ -188,7 +189,7 @@ def _safetensors(path: Path, tensors: dict[str, int]) -> Path:
 
 @pytest.mark.exhaustive
 def test_a_torch_file_beyond_four_gibibytes(tmp_path: Path) -> None:
-    """Entries and offsets that need zip64 are where torch looks for them; the source is sparse."""
+    """torch loads a file with entries and offsets of zip64, converted from a sparse source."""
     source = _safetensors(tmp_path / "large.safetensors", {"big": 5 << 30, "last": 3})
     with source.open("r+b") as file:
         file.seek(-3, os.SEEK_END)

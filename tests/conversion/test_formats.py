@@ -1,4 +1,4 @@
-"""Conversions between all formats: everything comes out as it went in, and as other libraries make it."""
+"""Conversions between all formats: values survive, and files equal those of the other libraries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def _torch(path: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A torch.save file with int keys, tuples, lists, views, an OrderedDict with metadata, an empty dict."""
+    """Save a torch.save file with int keys, tuples, lists, views, an OrderedDict with metadata, an empty
+    dict."""
     state = training_state()
     state["kinds"]["view"] = state["kinds"]["large"][3:90, 5:60].t()
     state["kinds"]["expanded"] = torch.arange(4.0).expand(3, 4)
@@ -60,7 +61,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A training state as one process saves it, by each package."""
+    """Save a training state with one process, by dcp and by stock torch."""
     folder = tmp_path_factory.mktemp("training")
     dcp.save(training_state(), checkpoint_id=folder / "ours", no_dist=True)
     torch.distributed.checkpoint.save(training_state(), checkpoint_id=folder / "stock", no_dist=True)
@@ -69,7 +70,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=["ours", "stock"])
 def sharded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Four ranks' shards on all dimensions."""
+    """Save four ranks' shards, split on all dimensions."""
     path = tmp_path_factory.mktemp("sharded") / "checkpoint"
     run_ranks(4, save_sharded, str(path), request.param)
     return path
@@ -94,7 +95,8 @@ def test_all_of_a_torch_file_comes_back(way: tuple[str, ...], original: Path, tm
 
 
 def test_a_part_keeps_its_containers_and_renamed_entries_leave_them(original: Path, tmp_path: Path) -> None:
-    """Of a filter nothing else is left, and a renamed entry goes where its name says."""
+    """A filtered conversion keeps the containers of the selected entries; a renamed entry moves to its new
+    name."""
     expected = _torch(original)
     _convert(original, tmp_path / "part.pt", to="torch", only=["optimizer", "layers"])
     assert_same(_torch(tmp_path / "part.pt"), {key: expected[key] for key in ("optimizer", "layers")})
@@ -111,13 +113,13 @@ def test_a_part_keeps_its_containers_and_renamed_entries_leave_them(original: Pa
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_a_torch_file_is_what_stock_makes(kind: str, training: dict[str, Path], tmp_path: Path) -> None:
-    """Nesting, values and bytes are those of dcp_to_torch_save, loaded or mapped; a zip that is sound, whose
-    storages lie where torch computes them."""
+    """Nesting, values and bytes equal those of dcp_to_torch_save, loaded or mapped. The zip is valid, with
+    storages at the offsets that torch computes."""
     source, target = training[kind], tmp_path / "model.pt"
     dcp.convert(source, target, to="torch")
     stock.dcp_to_torch_save(source, tmp_path / "stock.pt")
     expected = torch.load(tmp_path / "stock.pt", weights_only=False)
-    if kind == "ours":  # stock makes strings of an optimizer's keys, which ours notes when it saves
+    if kind == "ours":  # stock converts an optimizer's keys to strings; dcp stores their type
         state = expected["optimizer"]["state"]
         expected["optimizer"]["state"] = {int(key): value for key, value in state.items()}
     assert_same(_torch(target), expected)
@@ -133,7 +135,7 @@ def test_a_torch_file_is_what_stock_makes(kind: str, training: dict[str, Path], 
 
 
 def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -> None:
-    """Globs select, regular expressions rename, dtypes are cast by the first glob that matches a name."""
+    """Globs select, regular expressions rename, and the first glob that matches a name casts."""
     source = training_state()
     given: dict[str, Any] = {"only": ["model.*", "epoch"], "exclude": "*.bias", "dtype": "bfloat16"}
     _convert(
@@ -168,19 +170,19 @@ def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -
 def test_options_that_cannot_be_meant_write_nothing(
     options: dict[str, Any], words: str, training: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Each is an error that says why."""
+    """Each invalid option raises an error with the reason, and no file is written."""
     with pytest.raises(PlanError, match=words):
         dcp.convert(training["ours"], tmp_path / "model.pt", **{"to": "torch"} | options)
     assert names_in(tmp_path) == []
 
 
 class Custom:
-    """A class that no allow-list knows."""
+    """Class outside of each allow-list."""
 
 
 def test_no_pickle_is_run(tmp_path: Path) -> None:
-    """A value that needs a class stops the conversion with its name, whoever saved it, or is left out if that
-    is asked for."""
+    """A value that needs a class stops the conversion with the entry's name, whichever package saved it, or
+    is left out with drop_objects=True."""
     state = {"w": torch.ones(3), "custom": Custom()}
     dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
     torch.save(state, tmp_path / "file.pt")
@@ -203,8 +205,8 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
 
 
 def test_format_utils_are_torchs(tmp_path: Path) -> None:
-    """Their parameters are called as torch's, all four combinations with these give one state dict, and they
-    replace what is there."""
+    """The functions have torch's parameter names and replace existing targets. All four combinations of dcp
+    and stock torch give one state dict."""
     original = tmp_path / "model.pt"
     torch.save(training_state(), original)
     for name in ("dcp_to_torch_save", "torch_save_to_dcp"):
@@ -226,15 +228,16 @@ def test_format_utils_are_torchs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> None:
-    """The source among it, as torch's own tests do it; a source that the target would replace is refused."""
+    """A conversion keeps other files of the folder, such as the source, but refuses to replace a file of the
+    source."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "readme.txt").write_text("mine")
-    if to == "dcp":  # a folder within stays where it is
+    if to == "dcp":  # a folder within is kept
         (folder / "logs").mkdir()
         (folder / "logs" / "log.txt").write_text("log")
     others = {path.relative_to(folder) for path in folder.rglob("*")}
-    for number in (1.0, 2.0):  # and again, over the checkpoint
+    for number in (1.0, 2.0):  # the second conversion overwrites the checkpoint
         torch.save({"model": {"w": torch.full((3,), number)}}, folder / "model.pt")
         inode = (folder / "model.pt").stat().st_ino
         if to == "dcp":
@@ -256,7 +259,8 @@ def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> 
 
 
 def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> None:
-    """Header, order, padding and payload of all element types; what has no place there is named."""
+    """Header, order, padding and payload equal the library's for all dtypes; an unsupported dtype is
+    named."""
     kinds = many_kinds()
     dcp.save(kinds, checkpoint_id=tmp_path / "flat", no_dist=True)
     _convert(tmp_path / "flat", tmp_path / "m.safetensors", to="safetensors", exclude="tied")
@@ -272,7 +276,8 @@ def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> Non
 
 
 def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path: Path) -> None:
-    """No shard is larger than asked unless one tensor is, and the index names the shard of each tensor."""
+    """No shard is larger than shard_bytes unless it has a single tensor; the index names the shard of each
+    tensor."""
     target = tmp_path / "model"
     report = _convert(training["ours"], target, to="safetensors", only="model", shard_bytes=1000)
     document = json.loads((target / "model.safetensors.index.json").read_text())
@@ -290,13 +295,13 @@ def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path
     assert_same({name: found[f"model.{name}"] for name in source}, dict(source))
 
 
-# -- our own -------------------------------------------------------------------------------------------------
+# -- dcp -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("files", "chunks"), [(1, "keep"), (3, "keep"), (3, "split")])
 def test_a_checkpoint_loads_and_verifies(files: int, chunks: Any, sharded: Path, tmp_path: Path) -> None:
-    """Any number of files, the source's chunks or new ones, of shards on all dimensions: both packages load
-    the same, and nothing is read twice."""
+    """Both packages load the same from any number of files, with the source's chunks or new ones. The
+    conversion reads no byte twice."""
     target, expected = tmp_path / "copy", {**sharded_tensors(), "step": 12}
     report = _convert(sharded, target, to="dcp", files=files, chunks=chunks)
     assert len(report.files) == files and report.blocks_unverified == 0
@@ -319,7 +324,7 @@ def test_a_checkpoint_loads_and_verifies(files: int, chunks: Any, sharded: Path,
 
 
 def test_a_copy_of_a_training_state_has_all_of_it(training: dict[str, Path], tmp_path: Path) -> None:
-    """Values, paths and ties stay as they are stored, and the copy notes of what it was made."""
+    """Values, paths and ties are kept, and the provenance of the copy names the source."""
     _convert(training["ours"], tmp_path / "copy", to="dcp", files=2)
     source, copy = dcp.open_index(training["ours"]), dcp.open_index(tmp_path / "copy")
     assert copy.planner_data == source.planner_data
@@ -333,7 +338,8 @@ def test_a_copy_of_a_training_state_has_all_of_it(training: dict[str, Path], tmp
 
 
 def test_a_checkpoint_that_is_replaced_leaves_nothing(training: dict[str, Path], tmp_path: Path) -> None:
-    """The old one's files go once the new manifest is there; without overwrite it stays."""
+    """The old files are deleted after the new manifest is published; without overwrite the old checkpoint
+    stays."""
     target = tmp_path / "copy"
     _convert(training["ours"], target, to="dcp", only="model")
     old = {*dcp.open_index(target).files}
@@ -346,7 +352,8 @@ def test_a_checkpoint_that_is_replaced_leaves_nothing(training: dict[str, Path],
 
 
 def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Path) -> None:
-    """Neither it nor a file of it is replaced, and nothing that is no file."""
+    """A conversion does not replace the source, a file of the source, or a path that is not a regular
+    file."""
     source = training["ours"]
     with pytest.raises(PlanError, match="both"):
         _convert(source, source, to="dcp", overwrite=True)
@@ -360,8 +367,8 @@ def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Pat
 
 @pytest.mark.parametrize(("to", "name"), list(_NAMES.items()))
 def test_damage_of_the_source_stops_it(to: str, name: str, tmp_path: Path) -> None:
-    """One flipped bit is an error that names the tensor, and no target appears; who asks for no comparison
-    gets what is there."""
+    """One flipped bit is an error that names the tensor, without a target. verify="none" converts the damaged
+    bytes."""
     dcp.save({"w": torch.ones(5000)}, checkpoint_id=tmp_path / "damaged", no_dist=True)
     flip(tmp_path / "damaged")
     with pytest.raises(dcp.CorruptCheckpointError, match="'w' is damaged"):

@@ -1,4 +1,4 @@
-"""Whole folders of Hugging Face: what `from_pretrained` makes of them, what a template may bring there."""
+"""Hugging Face folders: `from_pretrained` loads them, and only allowed files of a template are copied."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _paths(folder: Path) -> set[str]:
 
 
 def _beside(folder: Path) -> set[str]:
-    """Of a template all that is no weights."""
+    """Return the names of a template's files other than weights."""
     return {name for name in _names(folder) if not name.startswith("model")}
 
 
 def _model(seed: int = 0) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM  # seconds of each process that collects tests
+    from transformers import LlamaConfig, LlamaForCausalLM  # slow import: not while tests are collected
 
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -87,7 +87,7 @@ def _assert_same_model(found: Any, expected: Any) -> None:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the training began with: model, generation settings, tokenizer and its chat template."""
+    """Save the model before training, with generation settings, a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("template")
     model = _model(seed=1)
     model.generation_config.max_new_tokens = 5
@@ -98,7 +98,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step of a training, as trainers nest it."""
+    """Save a step of a training, nested as trainers do."""
     folder = tmp_path_factory.mktemp("run") / "step-7"
     dcp.save({"model": _model(seed=2).state_dict(), "step": 7}, checkpoint_id=folder, no_dist=True)
     return folder
@@ -116,8 +116,8 @@ _OF_MODEL: dict[str, Any] = {
 def test_a_model_is_what_was_trained(
     template: Path, checkpoint: Path, tmp_path: Path, shard_bytes: int | None
 ) -> None:
-    """`from_pretrained` of the folder: each tensor, the outputs, the tokenizer and its chat template, the
-    settings of generation; in one file, and in shards with an index."""
+    """`from_pretrained` of the folder, one file or shards with an index, has each tensor, the outputs, the
+    tokenizer, the chat template and the generation settings."""
     from transformers import AutoTokenizer
 
     dcp.convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=template, shard_bytes=shard_bytes)
@@ -139,7 +139,7 @@ def test_a_model_is_what_was_trained(
 
 
 def _adapted(base: Any) -> Any:
-    from peft import LoraConfig, get_peft_model  # seconds of each process that collects tests
+    from peft import LoraConfig, get_peft_model  # slow import: not while tests are collected
 
     torch.manual_seed(5)
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
@@ -152,8 +152,8 @@ def _adapted(base: Any) -> Any:
 
 @pytest.mark.parametrize("is_whole_state", [False, True])
 def test_an_adapter_is_what_was_trained(tmp_path: Path, is_whole_state: bool) -> None:
-    """Of PEFT's own state dict, and chosen from that of the whole training: `PeftModel.from_pretrained` has
-    each tensor of it, and computes alike."""
+    """`PeftModel.from_pretrained` has each tensor and computes the same, from PEFT's own state dict and from
+    the selected part of a whole training state."""
     from peft import PeftModel, get_peft_model_state_dict
 
     model = _adapted(_model())
@@ -175,13 +175,13 @@ def test_an_adapter_is_what_was_trained(tmp_path: Path, is_whole_state: bool) ->
     assert torch.equal(_logits(found), _logits(model))
     assert not torch.equal(_logits(found), _logits(_model()))
     state = {name: torch.zeros_like(tensor) for name, tensor in get_peft_model_state_dict(model).items()}
-    assert not dcp.load(state, checkpoint_id=made, no_dist=True).unexpected  # a checkpoint as any other
+    assert not dcp.load(state, checkpoint_id=made, no_dist=True).unexpected  # dcp can load the folder
 
 
 def test_the_configuration_says_the_dtype_of_the_weights(
     template: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Otherwise `from_pretrained` would make the model in the template's."""
+    """config.json gets the dtype of the weights; `from_pretrained` would otherwise use the template's."""
     dcp.convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=template, dtype="bfloat16")
     found = _loaded(tmp_path / "hf")
     _assert_same_model(found, _model(seed=2).bfloat16())
@@ -191,8 +191,8 @@ def test_the_configuration_says_the_dtype_of_the_weights(
 
 
 def test_names_that_nobody_would_read_are_refused(template: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Of tensors that are called otherwise than all of the template's: `from_pretrained` would pass over
-    them, and make the weights up."""
+    """A conversion is refused if no tensor has a name of the template: `from_pretrained` would ignore the
+    tensors and initialise the model at random."""
     with pytest.raises(PlanError, match=r"no tensor is called as those of .* are: 'model\.model\.embed"):
         dcp.convert(
             checkpoint, tmp_path / "hf", to="safetensors", only="model", executor="inline", hf=template
@@ -201,7 +201,7 @@ def test_names_that_nobody_would_read_are_refused(template: Path, checkpoint: Pa
 
 
 def _hostile(folder: Path, template: Path) -> Path:
-    """A template with what must not get into anybody's folder, and a link to a secret under a known name."""
+    """Make a template with files that must not be copied, and a link to a secret under a known name."""
     shutil.copytree(template, folder)
     secret = folder.parent / "secret"
     secret.write_text("secret")
@@ -220,8 +220,8 @@ def _hostile(folder: Path, template: Path) -> Path:
 def test_a_stranger_s_template_gives_known_files_alone(
     template: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """No code, no weights, no commits of checkpoints, nothing that a link leads to outside of it; links
-    within are read. Further files come when they are asked for, weights and links never."""
+    """No code, weights, checkpoint commits, or targets of links outside of the template are copied; links
+    within are read. hf_also= copies further files, but never weights and links to the outside."""
     folder = _hostile(tmp_path / "template", template)
     dcp.convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder)
     usual = {_WEIGHTS, "merges.txt", *_beside(template)} - {"tokenizer.json"}
@@ -237,7 +237,7 @@ _BELOW = {
     "question_encoder_tokenizer/tokenizer_config.json": "{}",
     "question_encoder_tokenizer/vocab.txt": "who",
 }
-"""Of folders of a template, what from_pretrained reads."""
+"""Files in sub-folders of a template that from_pretrained reads."""
 
 _NOT_BELOW = (
     "additional_chat_templates/evil.py",
@@ -251,7 +251,8 @@ _NOT_BELOW = (
 
 
 def _with_folders(folder: Path, template: Path) -> Path:
-    """What models, their trainers and their export leave in a folder, and links out of it."""
+    """Make a template with the sub-folders that models, trainers and exports leave, and links to the
+    outside."""
     shutil.copytree(template, folder)
     for path, text in {**_BELOW, **dict.fromkeys(_NOT_BELOW, "evil")}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -265,8 +266,8 @@ def _with_folders(folder: Path, template: Path) -> Path:
 
 
 def test_folders_of_a_template(template: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """Chat templates and tokenizers of their own are copied; what a trainer, an export or a link has there is
-    not. Asked for is code by its glob, but neither weights of other formats nor those of another model."""
+    """Sub-folders of chat templates and tokenizers are copied, files of trainers, exports and links are not.
+    hf_also= copies code by a glob, but neither weights of other formats nor those of another model."""
     folder = _with_folders(tmp_path / "template", template)
     usual = {_WEIGHTS, *_BELOW, *_beside(template)}
     dcp.convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=folder)
@@ -294,15 +295,14 @@ def test_folders_of_a_template(template: Path, checkpoint: Path, tmp_path: Path)
 def test_options_that_cannot_be_meant(
     template: Path, checkpoint: Path, tmp_path: Path, options: dict[str, Any], told: str
 ) -> None:
-    """Each with an error of its own."""
+    """Each combination raises its own error."""
     options = {"hf": template, "target": "folder", **options}
     with pytest.raises(OptionError, match=told):
         dcp.convert(checkpoint, tmp_path / options.pop("target"), **options)
 
 
 def test_what_stood_in_the_folder_before(template: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """A model in place of an adapter: nothing of the old one misleads `from_pretrained`; what is nobody's
-    stays."""
+    """A model replaces an adapter: `from_pretrained` reads no old file; unrelated files stay."""
     target = tmp_path / "hf"
     _adapted(_model()).save_pretrained(target)
     (target / "README.md").write_text("mine")
@@ -315,7 +315,7 @@ def test_what_stood_in_the_folder_before(template: Path, checkpoint: Path, tmp_p
 
 
 def _hub_cache(folder: Path, template: Path) -> Path:
-    """A cache of the hub with one model, as it is on disk: links to files that are called by their hash."""
+    """Make a cache of the hub with one model: links to files that are named by their hash."""
     repository = folder / "models--somebody--small"
     snapshot = repository / "snapshots" / ("a" * 40)
     for made in (repository / "refs", repository / "blobs", snapshot):
@@ -331,7 +331,7 @@ def _hub_cache(folder: Path, template: Path) -> Path:
 
 @pytest.mark.exhaustive
 def test_a_model_of_the_hub(template: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """By its name, from the cache, without a network."""
+    """A model is found by its name in the cache, without a network."""
     _hub_cache(tmp_path / "cache", template)
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     arguments = ["convert", checkpoint, tmp_path / "hf", "--to", "safetensors", "--only", "model"]

@@ -1,5 +1,5 @@
 """Conversions that are killed, fail or lose power at any instant: the target is the old one or the new one,
-whole, what is done is not done again, and nothing of another conversion is ever taken for it."""
+whole. A rerun resumes finished tasks, and never those of another conversion."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _save(path: Path, value: int, tensors: int = 1) -> Path:
 
 
 def _values(target: Path) -> set[int]:
-    """All numbers in it; of a zip the checksums are right as well."""
+    """Return all values of the target, and check the checksums of a zip."""
     if target.suffix == ".pt":
         with zipfile.ZipFile(target) as archive:
             assert archive.testzip() is None
@@ -50,7 +50,7 @@ def _convert(source: Path, target: Path, to: str, **options: Any) -> dcp.Convers
 
 
 class _Stopped(BaseException):
-    """Ends a conversion as a signal would, and lets go of its locks."""
+    """Exception that ends a conversion as a signal would, with its locks released."""
 
 
 def _stop(_: object) -> None:
@@ -58,7 +58,7 @@ def _stop(_: object) -> None:
 
 
 def _stop_when_done(source: Path, target: Path, to: str) -> Path:
-    """A conversion that is stopped when all is written and nothing has its name; the file that says so."""
+    """Stop a conversion after all is written and before the renames. Return the path of its ledger."""
     with pytest.raises(_Stopped):
         _convert(source, target, to, progress=_stop)
     (work,) = target.parent.glob(".tmp-convert-*")
@@ -70,9 +70,9 @@ def _stop_when_done(source: Path, target: Path, to: str) -> Path:
 
 
 def _killed_anywhere(place: str, kind: str, every: int, is_there: bool) -> tuple[list[str], int]:
-    """In the laboratory: what is wrong where a merge (also of a folder that two renames replace), or a
-    conversion to a folder of Hugging Face, is killed before every so many of its calls, and called again or
-    collected by ``dcp gc``; and how many calls there are."""
+    """Kill a merge or a conversion to a Hugging Face folder before every ``every``-th call; then run it
+    again, or run ``dcp gc``. Return the wrong states and the number of calls. ("two renames": a folder is
+    replaced without renameat2.)"""
     root, wrong = Path(place), list[str]()
     if kind == "two renames":
         refuse("renameat2", errno.EINVAL)
@@ -99,7 +99,7 @@ def _killed_anywhere(place: str, kind: str, every: int, is_there: bool) -> tuple
         return (_values(target), names_in(target)) if target.exists() else (set(), [])
 
     make(root / "first", 1)
-    (root / "first" / "target" / "config.json").write_text("{}")  # the user's, where it is no template's
+    (root / "first" / "target" / "config.json").write_text("{}")  # the user's, unless a template has one
     new = {2}, (names := seen(root / "first")[1])
     old = ({1}, names) if is_there else (set[int](), list[str]())
     new = new if is_there or kind == "hf" else ({2}, [name for name in names if name != "config.json"])
@@ -122,7 +122,7 @@ def _killed_anywhere(place: str, kind: str, every: int, is_there: bool) -> tuple
 
 
 def _collect(root: Path) -> None:
-    """``dcp gc``, at once."""
+    """Run ``dcp gc`` without a waiting time."""
     done = command("gc", root, "--hours", "0", "--yes")
     assert (done.status, done.err) == (0, "")
 
@@ -142,8 +142,8 @@ def _collect(root: Path) -> None:
 def test_killed_anywhere_it_is_whole_or_not_there(
     kind: str, is_there: bool, every: int, tmp_path: Path
 ) -> None:
-    """What was there is whole until the new one is, with all its files; called again it ends, and leaves
-    nothing else; so does ``dcp gc``, which puts back what was moved aside."""
+    """The old target is whole until the new one is, with all other files. A rerun completes and leaves no
+    other file. So does ``dcp gc``, which also restores a folder that was moved aside."""
     wrong, steps = in_lab(_killed_anywhere, str(tmp_path), kind, every, is_there)
     assert wrong == [] and steps > 10
 
@@ -151,18 +151,18 @@ def test_killed_anywhere_it_is_whole_or_not_there(
 # -- killed between two tasks, and after the last ------------------------------------------------------------
 
 _FOUR: dict[str, dict[str, Any]] = {"safetensors": {"shard_bytes": 4 * _SIZE}, "dcp": {"files": 4}}
-"""Options by format with which a conversion of four tensors is four tasks."""
+"""Options by format that make a conversion of four tensors four tasks."""
 
 
 def _killed_after_one(source: Path, target: Path, to: str) -> None:
-    def kill(_: object) -> None:  # progress is said at once, and then ten times a second
+    def kill(_: object) -> None:  # progress is reported at once, and then ten times a second
         os.kill(os.getpid(), signal.SIGKILL)
 
     _convert(source, target, to, progress=kill, overwrite=False, **_FOUR[to])
 
 
 def _each_death(place: str, to: str) -> list[Any]:
-    """(death, was there a target, tasks that were resumed, share of the bytes that was read) of each."""
+    """Return (killed, target existed, resumed tasks, quarters of the bytes read again) after each death."""
     root, found = Path(place), []
     source = _save(root / "source", 5, tensors=4)
     whole = _convert(source, root / "whole", to, **_FOUR[to]).bytes_read
@@ -178,7 +178,7 @@ def _each_death(place: str, to: str) -> list[Any]:
 
 @pytest.mark.parametrize("to", ["safetensors", pytest.param("dcp", marks=pytest.mark.exhaustive)])
 def test_what_is_done_is_never_read_again(to: str, tmp_path: Path) -> None:
-    """Killed after one task, once or again and again, all runs together read the source once."""
+    """Killed after one task, once or repeatedly, all runs together read the source once."""
     assert in_lab(_each_death, str(tmp_path), to) == [(True, False, n, 4 - n) for n in range(1, 5)]
 
 
@@ -190,7 +190,8 @@ def test_what_is_done_is_never_read_again(to: str, tmp_path: Path) -> None:
     ],
 )
 def test_one_that_was_finished_is_compared(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    """Run again it is done, and writes nothing; what is not its result, by options or a bit, is refused."""
+    """A finished conversion that runs again writes nothing. A target that differs by options or one bit is
+    refused."""
     for which, number in (("a", 1.0), ("b", 2.0)):
         state = {"m": {"w": torch.full((10, 3), number), "v": torch.ones(2)}, "step": 3, "none": {}}
         dcp.save(state, checkpoint_id=tmp_path / which)
@@ -216,7 +217,7 @@ def test_one_that_was_finished_is_compared(tmp_path: Path, name: str, options: d
 
 @pytest.mark.parametrize("change", [{"only": "t0"}, {"resume": False}, {"dtype": {"*": "float16"}}, "source"])
 def test_another_conversion_begins_anew(change: Any, tmp_path: Path) -> None:
-    """What was done with other options or of other bytes is thrown away; so is all with resume=False."""
+    """Work done with other options or from other bytes is discarded, and so is all work with resume=False."""
     source, target = tmp_path / "source", tmp_path / "m.pt"
     dcp.save({"t0": torch.ones(9), "t1": torch.zeros(9)}, checkpoint_id=source, no_dist=True)
     _stop_when_done(source, target, "torch")
@@ -228,7 +229,7 @@ def test_another_conversion_begins_anew(change: Any, tmp_path: Path) -> None:
 
 
 def test_two_at_once_are_told_apart(tmp_path: Path) -> None:
-    """The second one to the same target is refused while the first is at it."""
+    """A second conversion to the same target is refused during the first."""
     source, target, refused = _save(tmp_path / "source", 1), tmp_path / "m.pt", []
 
     def another(_: object) -> None:
@@ -241,7 +242,7 @@ def test_two_at_once_are_told_apart(tmp_path: Path) -> None:
 
 
 def _at_once(place: str) -> list[Any]:
-    """In the laboratory: how several processes end that convert to one target, in a few rounds."""
+    """Run several processes that convert to one target at once, in a few rounds. Return their endings."""
     source, endings = _save(Path(place, "source"), 1), []
     for number in range(4):
         target = Path(place, str(number), "m")
@@ -256,8 +257,8 @@ def _converted(source: Path, target: Path) -> None:
 
 
 def test_several_at_once_make_one_target(tmp_path: Path) -> None:
-    """Whoever begins, waits for a lock or clears up at the same instant: one makes it, and others compare it
-    or are refused."""
+    """Of several conversions at the same instant one makes the target; the others compare it or are
+    refused."""
     for endings in in_lab(_at_once, str(tmp_path)):
         refused = [ending.raised.type_name for ending in endings if ending.raised is not None]
         assert set(refused) <= {"CheckpointConflictError"} and len(refused) < len(endings)
@@ -265,7 +266,7 @@ def test_several_at_once_make_one_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["blocks", "none"])
 def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -> None:
-    """Where no checksum would tell, too: nothing of it is published or resumed."""
+    """A source replaced during a conversion is an error, also without checksums; its work is not resumed."""
     for version in (1, 2):
         _save(tmp_path / "saved", version, tensors=2)
         _convert(tmp_path / "saved", tmp_path / str(version), "safetensors", **_FOUR["safetensors"])
@@ -287,13 +288,13 @@ def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -
 _INSTANTS = [("torch", 15), ("safetensors", 5), ("dcp", 15)] + [
     pytest.param(to, 1, marks=pytest.mark.exhaustive) for to in _TARGETS
 ]
-"""For each format some instants, of which there are two kinds in turn; or all of them."""
+"""For each format some instants, of alternating kinds; or all of them."""
 
 
 @pytest.mark.parametrize(("to", "every"), _INSTANTS)
 def test_what_is_done_of_one_source_is_never_taken_for_another_s(to: str, every: int, tmp_path: Path) -> None:
-    """a to m is stopped with its work done; b to m begins, and the power goes: a to m, called again, has the
-    values of a, whatever of b's beginning, middle and end has reached the disk."""
+    """A conversion of a to m is stopped with its work done, and one of b to m loses power at any instant. A
+    rerun of a to m has the values of a."""
     a, b, target = _save(tmp_path / "a", 1), _save(tmp_path / "b", 2), tmp_path / "work" / _TARGETS[to]
     target.parent.mkdir()
     _stop_when_done(a, target, to)
@@ -309,7 +310,7 @@ def test_what_is_done_of_one_source_is_never_taken_for_another_s(to: str, every:
 
 @pytest.mark.parametrize(("to", "every"), _INSTANTS)
 def test_a_new_target_is_whole_or_not_there(to: str, every: int, tmp_path: Path) -> None:
-    """And the same call makes it, whatever is left of the first."""
+    """A target after a power cut is whole or absent, and a rerun makes it."""
     a, target = _save(tmp_path / "a", 1), tmp_path / "work" / _TARGETS[to]
     target.parent.mkdir()
     with Recording(target.parent) as recording:
@@ -322,7 +323,7 @@ def test_a_new_target_is_whole_or_not_there(to: str, every: int, tmp_path: Path)
 
 
 def _replaced_at_each_instant(place: str, to: str, every: int) -> list[str]:
-    """In the laboratory: what is wrong after cuts of a replacement, by two renames where it is a folder."""
+    """Cut the power during a replacement, by two renames for a folder. Return the wrong states."""
     refuse("renameat2", errno.EINVAL)
     a, b, target = _save(Path(place, "a"), 1), _save(Path(place, "b"), 2), Path(place, "work", _TARGETS[to])
     _convert(a, target, to)
@@ -345,7 +346,7 @@ def _replaced_at_each_instant(place: str, to: str, every: int) -> list[str]:
 
 @pytest.mark.parametrize(("to", "every"), _INSTANTS)
 def test_a_replaced_target_is_the_old_one_or_the_new_one(to: str, every: int, tmp_path: Path) -> None:
-    """Each of both whole, and done by another call; a folder's other files stay with it."""
+    """Each of both is whole, a rerun completes, and a folder's other files are kept."""
     assert in_lab(_replaced_at_each_instant, str(tmp_path), to, every) == []
 
 
@@ -369,7 +370,8 @@ _RUBBISH: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("rubbish", list(_RUBBISH))
 def test_a_ledger_that_cannot_be_read_is_none(rubbish: str, tmp_path: Path) -> None:
-    """Its size has survived, and its bytes have not: the conversion begins anew, and is right."""
+    """A ledger with the right size and wrong bytes, as after a power cut, is ignored: the conversion starts
+    over."""
     a, target = _save(tmp_path / "a", 1), tmp_path / "m.pt"
     ledger = _stop_when_done(a, target, "torch")
     ledger.write_bytes(_RUBBISH[rubbish](ledger.read_bytes()))
@@ -381,7 +383,7 @@ def test_a_ledger_that_cannot_be_read_is_none(rubbish: str, tmp_path: Path) -> N
 
 
 def _left_aside(place: str) -> None:
-    """In the laboratory: killed between the two renames that replace a folder."""
+    """Kill a conversion between the two renames that replace a folder."""
     refuse("renameat2", errno.EINVAL)
     root = Path(place)
     for version in (1, 2):
@@ -396,8 +398,8 @@ def _killed_without_target(root: Path) -> None:
 
 
 def test_what_is_moved_aside_is_put_back_and_replaces_nothing(tmp_path: Path) -> None:
-    """``dcp gc`` says that it puts back what is nowhere else; what has come into its place meanwhile stays,
-    and it is said where both are."""
+    """``dcp gc`` reports and restores a folder moved aside. If a new folder took its place, both stay, and
+    the error names both."""
     root = tmp_path / "root"
     in_lab(_left_aside, str(root))
     (aside,) = root.glob(".tmp-convert-*/*/target")

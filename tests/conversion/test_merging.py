@@ -1,6 +1,6 @@
-"""Merges at their door: what becomes one checkpoint, and what is named before anything is written.
+"""Merges through the public functions: inputs that become one checkpoint, and errors before any write.
 
-The sums themselves, to the last bit, are tried in test_numbers.
+test_numbers tests the sums to the last bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _state(number: int, elements: int = 1000) -> State:
 
 
 def _save_three(folder: Path, elements: int = 1000) -> list[Path]:
-    """In three formats, with values and a nested state."""
+    """Save three sources in three formats, with values and a nested state."""
     states = [_state(number, elements) for number in range(3)]
     first = {"model": states[0], "lr": 0.1}
     dcp.save(first, checkpoint_id=folder / "a", no_dist=True, user_metadata={"step": 7})
@@ -47,7 +47,7 @@ def _save_three(folder: Path, elements: int = 1000) -> list[Path]:
 
 
 def _sum(tensors: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    """In float32, one after the other, rounded once."""
+    """Add in float32, one source after the other, and round once."""
     total = tensors[0].float() * np.float32(weights[0]).item()
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         total = total + tensor.float() * np.float32(weight).item()
@@ -63,27 +63,27 @@ def _check_three(target: Path, elements: int = 1000) -> None:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """One for all tests that only read them."""
+    """Save one set of sources for all tests that only read them."""
     return _save_three(tmp_path_factory.mktemp("three"))
 
 
 @pytest.mark.parametrize("to", list(NAMES))
 def test_values_and_nesting_are_the_first_ones(three: list[Path], tmp_path: Path, to: str) -> None:
-    """The target notes of what it was made; what was measured of one source is not said of the sum."""
+    """The provenance of the target names the sources; metrics of single sources are left out."""
     report = dcp.merge(three, tmp_path / NAMES[to], weights=_WEIGHTS)
     _check_three(tmp_path / NAMES[to])
-    if to != "safetensors":  # where such values are for conversions alone
+    if to != "safetensors":  # safetensors drops such values in conversions only
         assert dcp.read(tmp_path / NAMES[to])["lr"] == 0.1
     assert report.format == to and [weight for _, weight in report.weights] == _WEIGHTS
     if to == "dcp":
         index = dcp.open_index(tmp_path / "out")
-        assert index.user == {"step": 7}  # the others have none
+        assert index.user == {"step": 7}  # the other sources have none
         merged = [(one["weight"], one["format"]) for one in index.provenance["merged_from"]]
         assert merged == list(zip(_WEIGHTS, ["dcp", "safetensors", "torch_save"], strict=True))
 
 
 def test_all_that_does_not_go_together_is_named_at_once(tmp_path: Path) -> None:
-    """Missing tensors of either side, shapes, kinds; what is left can be merged."""
+    """One error names missing tensors of each source, shapes and kinds; the rest can be merged."""
     shared: State = {"same": torch.ones(3), "complex": torch.ones(2, dtype=torch.complex64)}
     one = shared | {"shape": torch.ones(3), "kind": torch.ones(3), "mine": torch.ones(1)}
     other = shared | {"shape": torch.ones(1, 3), "kind": torch.ones(3, dtype=torch.int64)}
@@ -110,7 +110,7 @@ def test_all_that_does_not_go_together_is_named_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 def test_what_is_no_number_or_too_large_is_never_published(tmp_path: Path, to: str) -> None:
-    """All tensors are named, with how many elements; nothing stays, also not of what was written."""
+    """The error names all tensors with NaN, infinite or too large sums and their counts; no file is left."""
     bad = torch.ones(1000)
     bad[7], bad[999] = float("nan"), float("inf")
     state = {"good": torch.ones(1000), "bad": bad, "large": torch.full((5,), 40_000.0)}
@@ -129,7 +129,7 @@ def test_what_is_no_number_or_too_large_is_never_published(tmp_path: Path, to: s
 
 
 def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Path) -> None:
-    """One source may have what the others lack, as an optimizer, if it is left out."""
+    """A source may have entries that the others lack, such as an optimizer, if they are excluded."""
     state = {"net": _state(1), "optimizer": {"m": torch.ones(4)}}
     dcp.save(state, checkpoint_id=tmp_path / "t", no_dist=True)
     sources, rename = [three[0], tmp_path / "t"], {"^(model|net)\\.": ""}
@@ -143,7 +143,7 @@ def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Pat
 
 @pytest.mark.parametrize("rules", [None, FUSED])
 def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
-    """With the path of the file that has it, also where what is read is permuted."""
+    """The error has the path of the damaged file, also if a map permutes the tensor."""
     for name in ("1", "2"):
         dcp.save(state_to_fuse(0), checkpoint_id=tmp_path / name, no_dist=True)
     data = next((tmp_path / "2").glob("*.distcp"))
@@ -159,8 +159,8 @@ def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
 def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
     three: list[Path], tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    """What is done is not done again; with another weight, type of sums, or order of the sources nothing of
-    it is taken."""
+    """A stopped merge resumes finished tasks. Another weight, dtype of sums, or order of the sources starts
+    over."""
     given: dict[str, Any] = {"to": "safetensors", "shard_bytes": 3000, "executor": "inline"}
     given |= {"weights": _WEIGHTS}
 
@@ -181,7 +181,7 @@ def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
 
 
 def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) -> None:
-    """By any way to it: neither a source nor the folder that has one, whose weights would go."""
+    """The target may be neither a source nor a folder that holds a source, by any path."""
     for target in three:
         with pytest.raises(OptionError, match="another place"):
             dcp.merge(three, target, overwrite=True)
@@ -207,8 +207,8 @@ def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) ->
 
 @pytest.mark.exhaustive
 def test_sources_and_target_on_s3(tmp_path: Path, s3_server: Any, s3_root: str) -> None:
-    """Beside local ones; a sum that cannot be leaves no object, also where the one file is the target, which
-    is sent in several parts."""
+    """Sources on S3 and local ones merge. A failed merge leaves no object, also if the target is one file
+    uploaded in several parts."""
     elements, options = 5 << 17, s3_server.storage_options
     three = _save_three(tmp_path, elements)
     parts = options | {"part_bytes": 5 << 20}
@@ -230,7 +230,7 @@ def test_sources_and_target_on_s3(tmp_path: Path, s3_server: Any, s3_root: str) 
 
 
 def test_sources_under_different_definitions(tmp_path: Path) -> None:
-    """Each is added behind its own map, in either direction."""
+    """Each source is added through its own map, in either direction."""
     plain = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
     for number, place in enumerate(plain):
         save_file(state_to_fuse(number), place)
@@ -249,7 +249,7 @@ def test_sources_under_different_definitions(tmp_path: Path) -> None:
 
 
 def _run_of(root: Path, steps: list[int]) -> dict[int, torch.Tensor]:
-    """A manager's run with these steps; the weights by step."""
+    """Save these steps with a manager, and return the weights by step."""
     found = {}
     with dcp.CheckpointManager(root) as manager:
         for step in steps:
@@ -260,7 +260,8 @@ def _run_of(root: Path, steps: list[int]) -> dict[int, torch.Tensor]:
 
 
 def test_averages_over_a_run(tmp_path: Path) -> None:
-    """The newest steps, equally or by exponential decay, which adds up to one; metrics are not taken over."""
+    """The newest steps are averaged equally or by exponential decay with weights that sum to 1; metrics are
+    dropped."""
     weights = _run_of(tmp_path / "run", [10, 20, 30, 40])
     newest = torch.stack([weights[step].double() for step in (40, 30, 20)])
     given: dict[str, Any] = {"run": tmp_path / "run", "last": 3, "accumulate": "float64", "dtype": "float64"}
@@ -278,10 +279,10 @@ def test_averages_over_a_run(tmp_path: Path) -> None:
 
 
 def test_damaged_and_partial_steps_are_refused_by_name(tmp_path: Path) -> None:
-    """A step that is being written or deleted is not there; of the others none is passed over in silence."""
+    """Incomplete steps are ignored; damaged and partial steps are errors, all named at once."""
     _run_of(tmp_path / "run", [1, 2, 3, 4])
     (tmp_path / "run/step-00000009").mkdir()
-    partial = {"step": 5, "partial": ["model"]}  # as of an emergency save that is cut short
+    partial = {"step": 5, "partial": ["model"]}  # as an emergency save that is cut short
     fifth = tmp_path / "run/step-00000005"
     dcp.save({"w": torch.ones(100)}, checkpoint_id=fifth, no_dist=True, user_metadata=partial)
     manifest = tmp_path / "run/step-00000003/manifest.msgpack"
@@ -293,7 +294,7 @@ def test_damaged_and_partial_steps_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_command_line(three: list[Path], tmp_path: Path) -> None:
-    """Weights, a formula, a run, maps; JSON, and errors of one line."""
+    """`dcp merge` takes weights, a formula, a run and maps, and prints JSON and errors of one line."""
     done = command("merge", *three, "-o", tmp_path / "out.safetensors", "--weights", "0.5,0.3,0.2")
     assert done.status == 0 and f"0.3 * {three[1]}" in done.out, done.err
     _check_three(tmp_path / "out.safetensors")

@@ -33,7 +33,7 @@ _FROM_WIDE = [pair for pair in itertools.product(_NAMES[:2], _NAMES) if pair[0] 
 
 
 def _assert_as_torch(bits: np.ndarray[Any, Any], source: str, target: str) -> None:
-    """The same bits as torch, but for NaN, which is some NaN."""
+    """Assert that a cast gives torch's bits; any NaN equals any NaN."""
     data = np.ascontiguousarray(bits).view(np.uint8)
     ours = cast(memoryview(data.tobytes()), dtypes.BY_NAME[source].code, dtypes.BY_NAME[target].code)
     tensor = torch.from_numpy(data.copy()).view(getattr(torch, source))
@@ -48,14 +48,14 @@ def _assert_as_torch(bits: np.ndarray[Any, Any], source: str, target: str) -> No
 
 @pytest.mark.parametrize("source", _NARROW)
 def test_each_value_of_a_narrow_type_is_cast_as_torch_casts_it(source: str) -> None:
-    """All values of the 8 and 16 bit types, to each other type."""
+    """All values of the 8 and 16 bit types are cast to each other type as torch does."""
     size = dtypes.BY_NAME[source].itemsize
     for target in {*_NAMES} - {source}:
         _assert_as_torch(np.arange(1 << 8 * size, dtype=f"<u{size}"), source, target)
 
 
 def _numbers(name: str) -> torch.Tensor:
-    """All finite numbers of a narrow type, ascending."""
+    """Return all finite numbers of a narrow type, ascending."""
     size = dtypes.BY_NAME[name].itemsize
     kind = {1: torch.uint8, 2: torch.int16}[size]
     values = torch.arange(1 << 8 * size, dtype=torch.int32).to(kind).view(getattr(torch, name)).double()
@@ -65,7 +65,8 @@ def _numbers(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("source", "target"), _FROM_WIDE)
 def test_boundaries_of_wide_types_are_cast_as_torch_casts_them(source: str, target: str) -> None:
-    """Values at, just below and just above every midpoint of two neighbours of the narrow types."""
+    """Values at, just below and just above each midpoint of two neighbours of the narrow types are cast as by
+    torch."""
     near = torch.unique(torch.cat([_numbers(name) for name in _NARROW]))
     values = torch.cat([near, (near[1:] + near[:-1]) / 2]).numpy()
     kind = "<f8" if source == "float64" else "<f4"
@@ -77,8 +78,8 @@ def test_boundaries_of_wide_types_are_cast_as_torch_casts_them(source: str, targ
 
 
 def _nearest(values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    """The numbers of a narrow type that are nearest, ties to even, by comparing with the middles between
-    neighbours, which float64 has exactly."""
+    """Round to the nearest numbers of a narrow type, ties to even, by comparison with the midpoints of
+    neighbours, which are exact in float64."""
     numbers = _numbers(name)[_numbers(name) >= 0].numpy()
     middles = (numbers[1:] + numbers[:-1]) / 2
     below = np.searchsorted(middles, np.abs(values), "left")
@@ -94,8 +95,8 @@ def _widened(made: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("name", _NARROW)
 def test_sums_are_rounded_once(name: str) -> None:
-    """float64 is not rounded to float32 first: numbers right beside the middle of two neighbours, middles,
-    and any others, down to the smallest."""
+    """float64 is rounded directly, not by way of float32: midpoints of two neighbours, values next to them,
+    and random values down to the smallest."""
     code = dtypes.BY_NAME[name].code
     draw, limit = np.random.default_rng(0), min(TOO_LARGE[code], 3e38)
     values = draw.uniform(0.5, 1, 20_000) * 2.0 ** draw.uniform(-160, np.log2(limit), 20_000)
@@ -126,7 +127,7 @@ _HOSTILE = [
 
 @pytest.mark.parametrize("formula", _HOSTILE)
 def test_formulas_that_are_none(formula: str) -> None:
-    """A typed error, whatever is written; nothing is evaluated."""
+    """An invalid formula raises a typed error, and is never evaluated as code."""
     with pytest.raises(OptionError, match=r"^formula: "):
         formula_weights(formula, ["A", "B"])
 
@@ -139,11 +140,11 @@ _PATTERNS = st.lists(st.lists(_PARTS, max_size=5).map("".join), min_size=1, max_
 
 @given(_PATTERNS, st.text("ab.1", max_size=8))
 def test_patterns_match_as_peft_matches_them(pattern: str, name: str) -> None:
-    """The part of regular expressions that configurations of adapters may use."""
+    """The supported part of regular expressions in adapter configurations matches as in peft."""
     try:
         found = ModulePattern(pattern)
     except OptionError:
-        assert "^" in pattern or "$" in pattern  # repeated, which Python refuses, too, or matches as once
+        assert "^" in pattern or "$" in pattern  # Python refuses a repeated ^ or $, too, or ignores one
         return
     assert found.match(name) == bool(re.match(rf"(.*\.)?({pattern})$", name))
 
@@ -153,7 +154,7 @@ def test_patterns_match_as_peft_matches_them(pattern: str, name: str) -> None:
     ["(a+)+", "(?=a)", r"(a)\1", "a**", "(a", "a)|(b", "[", "\\", r"\p", "a{2,1}", "(" * 99, "(a)" * 400],
 )
 def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
-    """Look-around, references, repeated repetitions, and what is no expression."""
+    """Look-around, references, nested repetitions and invalid expressions are refused."""
     with pytest.raises(OptionError, match="pattern"):
         ModulePattern(pattern)
 
@@ -162,7 +163,7 @@ def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
 
 
 def write(state: dict[str, torch.Tensor], path: Path, draw: random.Random) -> Path:
-    """In any format: one file, or a folder of one chunk a tensor or several."""
+    """Write in a random format: one file, or a folder of one or several chunks a tensor."""
     way = draw.choice(["torch", "safetensors", "dcp", "split"])
     if way == "torch":
         torch.save(state, path.with_suffix(".pt"))
@@ -188,7 +189,7 @@ def _seeds(usual: int, all_of_them: int) -> list[Any]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Small:
-    """Sets a number of a module for one test."""
+    """Return a function that sets a constant of a module for one test."""
     return monkeypatch.setattr
 
 
@@ -199,7 +200,7 @@ def _cut_anywhere(small: Small, draw: random.Random) -> None:
 
 
 def _rounded(total: np.ndarray[Any, Any], kind: str) -> torch.Tensor:
-    """As test_numbers tries it against torch."""
+    """Round with `narrowed`, which is tested against torch above."""
     data = narrowed(np.ascontiguousarray(total).reshape(-1), dtypes.BY_NAME[kind].code)
     made = torch.empty(total.shape, dtype=getattr(torch, kind))
     if data.size:
@@ -208,8 +209,8 @@ def _rounded(total: np.ndarray[Any, Any], kind: str) -> torch.Tensor:
 
 
 def _added(tensors: list[torch.Tensor], weights: list[float], accumulate: str) -> np.ndarray[Any, Any]:
-    """What a merge promises, on whole tensors: products and sums in the order of the sources, each rounded in
-    the type in which is added."""
+    """Compute the specified sum on whole tensors: products and sums in the order of the sources, each rounded
+    in the dtype of the sums."""
     number = np.dtype(accumulate)
     total: Any = None
     for tensor, weight in zip(tensors, weights, strict=True):
@@ -221,14 +222,14 @@ def _added(tensors: list[torch.Tensor], weights: list[float], accumulate: str) -
 
 @pytest.mark.parametrize("seed", _seeds(3, 60))
 def test_sums_are_exact(tmp_path: Path, small: Small, seed: int) -> None:
-    """Of any dtypes, weights, shapes, formats and shardings, to the last bit."""
+    """Sums of any dtypes, weights, shapes, formats and shardings equal whole-tensor sums to the last bit."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     count = draw.randint(1, 5)
     shapes = {
         name: [draw.randint(0 if name == "z" else 1, 9) for _ in range(draw.randint(0, 3))] for name in "xyz"
     }
-    shapes["large"] = [37, 53]  # of several blocks of a file that is split
+    shapes["large"] = [37, 53]  # several blocks of a split file
     kinds = {name: [draw.choice(_NAMES) for _ in range(count)] for name in shapes}
     states = [
         {name: torch.randn(shape).to(getattr(torch, kinds[name][n])) for name, shape in shapes.items()}
@@ -236,7 +237,7 @@ def test_sums_are_exact(tmp_path: Path, small: Small, seed: int) -> None:
     ]
     for number, state in enumerate(states):
         state["steps"] = torch.arange(3) + number
-        if draw.random() < 0.5:  # stored the other way round
+        if draw.random() < 0.5:  # stored transposed
             state["large"] = state["large"].T.contiguous().T
     sources = [write(state, tmp_path / f"in{n}", draw) for n, state in enumerate(states)]
     weights = [draw.choice([0.5, 0.1, -1.5, 1.0, 1e-3, draw.uniform(-2, 2)]) for _ in range(count)]
@@ -256,8 +257,8 @@ def test_sums_are_exact(tmp_path: Path, small: Small, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", _seeds(2, 40))
 def test_a_map_moves_each_element(tmp_path: Path, small: Small, seed: int) -> None:
-    """Windows end in the middle of elements and of axes; permuted payloads, chunks that do not end where axes
-    do, casts and zeros lie beside each other."""
+    """Windows end inside elements and axes. Permuted payloads, chunks that end inside axes, casts and zeros
+    are adjacent."""
     draw = random.Random(seed)
     heads, half, width, pad = (draw.randint(1, 5) for _ in range(4))
     kind = draw.choice([torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.complex64])
@@ -284,7 +285,7 @@ def test_a_map_moves_each_element(tmp_path: Path, small: Small, seed: int) -> No
 
 @pytest.mark.parametrize("seed", _seeds(2, 30))
 def test_a_merge_under_a_map_is_a_merge_and_a_conversion(tmp_path: Path, small: Small, seed: int) -> None:
-    """Bit for bit, of any formats and shardings; with another dtype the sum is rounded once."""
+    """The bytes are equal for any formats and shardings; with another dtype the sum is rounded once."""
     draw = random.Random(seed)
     _cut_anywhere(small, draw)
     count = draw.randint(1, 3)
@@ -304,13 +305,13 @@ def test_a_merge_under_a_map_is_a_merge_and_a_conversion(tmp_path: Path, small: 
     dcp.merge(sources, tmp_path / "wide", to="dcp", dtype=accumulate, **chosen)
     dcp.convert(tmp_path / "wide", tmp_path / "wide.pt", to="torch", map=FUSED, dtype="bfloat16")
     cast, wide = dcp.read(tmp_path / "cast"), torch.load(tmp_path / "wide.pt", weights_only=True)
-    if accumulate == "float32":  # float64 is rounded to float32 on the way, by torch too
+    if accumulate == "float32":  # float64 is rounded by way of float32, in torch too
         assert all(same(cast[name], wide[name]) for name in wide)
 
 
 @pytest.mark.parametrize("accumulate", ["float32", "float64"])
 def test_adapters_are_added_exactly(tmp_path: Path, small: Small, accumulate: str) -> None:
-    """Two adapters on the sum of two bases, one of them transposed, rank by rank, cut anywhere."""
+    """Two adapters on the sum of two bases, one transposed, are added rank by rank with any buffer size."""
     torch.manual_seed(2)
     rows, columns, kind = 23, 37, np.dtype(accumulate)
     bases = [torch.randn(rows, columns).to(torch.bfloat16) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The maps that come with the package, on small models that transformers makes: there and back."""
+"""Built-in weight maps on small models of transformers: conversion and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-and-dense": (
         "Qwen3Moe",
         {**_DECODER, **_EXPERTS, "head_dim": 16, "num_hidden_layers": 4, "decoder_sparse_step": 2}
-        | {"mlp_only_layers": [3]},  # of these layers the second alone has experts
+        | {"mlp_only_layers": [3]},  # of these layers only the second has experts
     ),
     "mixtral": ("Mixtral", {**_DECODER, "num_local_experts": 4}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 37}),
@@ -81,7 +81,7 @@ _USUAL = [("llama-tied", "llama:hf-to-titan"), ("qwen3-moe-and-dense", "qwen3:hf
 
 
 def outputs_of(model: Any) -> torch.Tensor:
-    """What it makes of some tokens."""
+    """Return the logits of some tokens."""
     with torch.no_grad():
         found = model(torch.arange(12).view(2, 6)).logits
     assert isinstance(found, torch.Tensor)
@@ -89,8 +89,8 @@ def outputs_of(model: Any) -> torch.Tensor:
 
 
 def check_megatron_layers(model: Any, names: Collection[str]) -> None:
-    """Whether the norm before experts has a name of its own, by what each layer of the model is, and whether
-    all experts are there."""
+    """Assert for each layer that the norm before experts has its own name if the layer has experts, and that
+    all experts are present."""
     for number, layer in enumerate(model.base_model.layers if hasattr(model, "model") else ()):
         own = f"decoder.layers.{number}"
         experts = getattr(getattr(layer.mlp, "experts", None), "num_experts", 0)
@@ -106,21 +106,22 @@ def check_megatron_layers(model: Any, names: Collection[str]) -> None:
 def test_a_model_is_what_it_was(
     tmp_path: Path, model: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Through the map and its inverse: each tensor bit for bit, and what `from_pretrained` makes of them."""
-    import transformers  # seconds of each process that collects tests
+    """Through the map and its inverse each tensor is equal bit for bit, and `from_pretrained` gives the same
+    outputs."""
+    import transformers  # slow import: not while tests are collected
 
     family, sizes = _MODELS[model]
     config = getattr(transformers, f"{family}Config")(**sizes)
     torch.manual_seed(0)
     build: Any = transformers.AutoModelForCausalLM.from_config
     made = build(config, dtype=torch.float32).eval()
-    for parameter in made.parameters():  # norms and biases are alike when they are new
+    for parameter in made.parameters():  # new norms and biases are all equal
         torch.nn.init.normal_(parameter, std=0.05)
     made.save_pretrained(tmp_path / "hf")
     dcp.convert(tmp_path / "hf", tmp_path / "mapped", to="dcp", map=name)
     if name.endswith("hf-to-megatron"):
         check_megatron_layers(made, dcp.read(tmp_path / "mapped").keys())
-    if "routed" in "".join(dcp.read(tmp_path / "mapped")):  # experts that are stacked
+    if "routed" in "".join(dcp.read(tmp_path / "mapped")):  # stacked experts
         with pytest.raises(PlanError, match="the checkpoint has 3 of expert, expected 4"):
             dcp.convert(tmp_path / "hf", tmp_path / "3", to="dcp", map=name, exclude="*.experts.3.*")
     weights = dcp.weight_map(name, tmp_path / "hf", inverse=True)
@@ -139,5 +140,5 @@ def test_a_model_is_what_it_was(
 
 
 def test_each_ready_map_is_tried() -> None:
-    """On a real model."""
+    """Each built-in map has a test with a model."""
     assert {name for _, name in _CASES} == command("map", "ls", "--json").json.keys()

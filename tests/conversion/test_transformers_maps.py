@@ -1,4 +1,4 @@
-"""transformers' own conversions as weight maps: what it makes of a checkpoint, and what a map cannot say."""
+"""transformers' own conversions as weight maps: equal results, and errors for unsupported operations."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _SIZES: dict[str, Any] = {
     ],
 )
 def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
-    """Loaded through its map it is what `from_pretrained` makes of it, and what is saved through the inverse
-    is the checkpoint."""
+    """A load through the map equals `from_pretrained`, and a save through the inverse equals the
+    checkpoint."""
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**_SIZES, **sizes)
@@ -60,8 +60,8 @@ def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict
 
 
 Operation = tuple[str, dict[str, Any]]
-"""The name of one of transformers' own, and with what it is made: to import them takes each process that
-collects tests seconds."""
+"""Name of a transformers operation, and its arguments. Names instead of classes avoid a slow import while
+tests are collected."""
 
 _OPERATIONS: list[tuple[list[str], list[str], list[Operation]]] = [
     (["q", "k"], ["qk"], [("Concatenate", {"dim": 1})]),
@@ -88,7 +88,8 @@ _USUAL = {1, 7, 9}
 def test_each_operation_is_what_transformers_does(
     tmp_path: Path, sources: list[str], targets: list[str], operations: list[Operation]
 ) -> None:
-    """Of tensors of two layers, whose names have something before and behind."""
+    """An operation on tensors of two layers, with prefixes and suffixes in their names, equals
+    transformers'."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     heads = 2
@@ -129,7 +130,7 @@ def test_each_operation_is_what_transformers_does(
 
 
 def made_of(operations: list[Operation]) -> list[Any]:
-    """Those of transformers, and one of somebody else's."""
+    """Build operations of transformers, and an unknown one for other names."""
     from transformers import core_model_loading as theirs
 
     class Unheard(theirs.ConversionOps):
@@ -150,7 +151,7 @@ def made_of(operations: list[Operation]) -> list[Any]:
 def test_what_a_map_cannot_say_is_named(
     tmp_path: Path, operations: list[Operation], targets: list[str], told: str
 ) -> None:
-    """All of it, before anything is read."""
+    """One error names all unsupported operations, before any tensor is read."""
     from transformers.core_model_loading import WeightConverter
 
     save_file({"w": torch.ones(8, 4)}, tmp_path / "in.safetensors")

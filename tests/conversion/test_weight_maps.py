@@ -20,8 +20,8 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with the names and the configuration that transformers writes; test_ready_maps has its
-    own."""
+    """Save a small Llama with names and configuration as transformers does; test_ready_maps has real
+    models."""
     folder = tmp_path_factory.mktemp("llama")
     shapes = {"model.embed_tokens": (37, 48), "model.norm": (48,), "lm_head": (37, 48)}
     for layer in ("model.layers.0", "model.layers.1"):
@@ -41,17 +41,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_folder(folder: Path) -> State:
-    """The tensors of a folder of safetensors files."""
+    """Return the tensors of a folder of safetensors files."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def equal(one: State, other: State) -> bool:
-    """Bit for bit."""
+    """Compare bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_rotary_halves_become_pairs(model: Path, tmp_path: Path) -> None:
-    """As Meta's own conversion permutes them, in a file that torch.load reads."""
+    """Queries are permuted as by Meta's conversion, in a file that torch.load reads."""
     dcp.convert(model, tmp_path / "titan.pt", to="torch", map="llama:hf-to-titan", dtype="float32")
     made = torch.load(tmp_path / "titan.pt", weights_only=True)
     query = of_folder(model)["model.layers.1.self_attn.q_proj.weight"]
@@ -60,7 +60,7 @@ def test_rotary_halves_become_pairs(model: Path, tmp_path: Path) -> None:
 
 
 def test_megatron_has_queries_keys_and_values_by_group(model: Path, tmp_path: Path) -> None:
-    """Of each group all heads of its queries, then its key and its value; biases as weights."""
+    """Each group has all heads of its queries, then its key and its value; biases are handled as weights."""
     state = {name: tensor for name, tensor in of_folder(model).items() if "self_attn" not in name}
     kinds = {"q": (4, 16), "k": (2, 16), "v": (2, 16)}
     for kind, (heads, size) in kinds.items():
@@ -81,7 +81,7 @@ def test_megatron_has_queries_keys_and_values_by_group(model: Path, tmp_path: Pa
 
 
 def test_names_that_no_rule_knows_are_told_before_anything_is_written(model: Path, tmp_path: Path) -> None:
-    """All of them; what is chosen is chosen first."""
+    """The error names all tensors without a rule; only= is applied before the map."""
     weights = {"rules": [{"from": "lm_head.weight", "to": "head"}]}
     with pytest.raises(PlanError, match=r"no rule knows 'model\.embed_tokens\.weight'"):
         dcp.convert(model, tmp_path / "out", to="dcp", map=weights)
@@ -91,7 +91,7 @@ def test_names_that_no_rule_knows_are_told_before_anything_is_written(model: Pat
 
 
 def test_sizes_that_nobody_said_are_asked_for(model: Path, tmp_path: Path) -> None:
-    """A sharded checkpoint has no configuration beside it."""
+    """A sharded checkpoint has no configuration, so the error asks for config.json or the sizes."""
     dcp.convert(model, tmp_path / "dcp", to="dcp")
     with pytest.raises(PlanError, match=r"sizes of heads and half .* config\.json, or the sizes"):
         dcp.convert(tmp_path / "dcp", tmp_path / "out", to="torch", map="llama:hf-to-titan")
@@ -100,7 +100,7 @@ def test_sizes_that_nobody_said_are_asked_for(model: Path, tmp_path: Path) -> No
 
 
 def test_the_command_line(model: Path, tmp_path: Path) -> None:
-    """Maps are listed, checked and used there, and back."""
+    """The command line lists and checks maps, and converts with them in both directions."""
     assert "llama:hf-to-titan" in command("map", "ls").out
     checked = command("map", "check", "llama:hf-to-titan", model)
     assert checked.status == 0
@@ -120,7 +120,8 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) -> None:
-    """As a manager saves it, with an optimizer beside it; the error without it says what to do."""
+    """below= applies a map to the model in a training state with an optimizer; the error without it says
+    so."""
     titan, steps, back = tmp_path / "titan", tmp_path / "step", tmp_path / "back"
     dcp.convert(model, titan, to="dcp", map="llama:hf-to-titan")
     dcp.save({"model": dcp.read(titan), "optimizer": {"step": torch.zeros(2)}}, checkpoint_id=steps)
