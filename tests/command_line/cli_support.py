@@ -1,4 +1,4 @@
-"""Checkpoints to look at, and the command line in this process."""
+"""Checkpoints to inspect, and the command line in this process."""
 
 import time
 import zlib
@@ -16,11 +16,11 @@ from tests.support.command import Outcome as Outcome
 from tests.support.command import run as run
 
 BLOCK_BYTES = 4 << 20
-"""What one checksum is of, as docs/reference/format.md says."""
+"""Bytes of a block, which has one checksum, as docs/reference/format.md says."""
 
 
 def state() -> dict[str, Any]:
-    """A small state dict: nesting, empty and scalar tensors, plain and other objects."""
+    """Return a small state dict: nesting, empty and scalar tensors, plain and other objects."""
     generator = torch.Generator().manual_seed(5)
     return {
         "model": {
@@ -38,32 +38,32 @@ def state() -> dict[str, Any]:
 
 
 def save_ours(path: Path, state_dict: dict[str, Any] | None = None) -> Path:
-    """A checkpoint of ours."""
+    """Save a checkpoint with dcp."""
     dcp.save(state() if state_dict is None else state_dict, checkpoint_id=path, no_dist=True)
     return path
 
 
 def save_stock(path: Path, state_dict: dict[str, Any] | None = None) -> Path:
-    """A checkpoint of stock torch."""
+    """Save a checkpoint with stock torch."""
     stock_save(state() if state_dict is None else state_dict, checkpoint_id=path, no_dist=True)
     return path
 
 
 def data_file(checkpoint: Path) -> Path:
-    """The one data file of a checkpoint of one rank."""
+    """Return the only data file of a checkpoint of one rank."""
     (path,) = checkpoint.glob("*.distcp")
     return path
 
 
 def payload_of(folder: Path, fqn: str) -> tuple[int, int]:
-    """(offset, length) of a tensor's payload in a checkpoint of ours."""
+    """Return (offset, length) of a tensor's payload in a dcp checkpoint."""
     index = dcp.open_index(folder)
     chunk = index.chunks(index.position[fqn])[0]
     return int(index.payload_offsets[chunk]), int(index.payload_lengths[chunk])
 
 
 def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Have other fields in a manifest, whose own checksum is right."""
+    """Change fields of a manifest, and give it a valid checksum."""
     manifest = folder / "manifest.msgpack"
     fields = msgpack.unpackb(manifest.read_bytes(), strict_map_key=False)
     del fields["crc32"]
@@ -74,7 +74,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def begin_deletion(folder: Path) -> None:
-    """Leave the tombstone of a deletion that was killed before anything had gone (format, section 8)."""
+    """Leave the tombstone of a deletion that was killed before it removed a file (format, section 8)."""
     save_id, now = str(dcp.open_index(folder).provenance["save_id"]), time.time()
     tombstone = {"save_id": save_id, "time": now, "owners": [save_id], "newest": now}
     notes = {"kind": "dcphub.notes", "version": [1, 0], "pinned": False, "verified": None}

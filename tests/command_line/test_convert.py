@@ -1,4 +1,4 @@
-"""``dcp convert``: the formats there and back, its options, what it prints, and how it fails."""
+"""``dcp convert``: conversions between the formats, options, output and errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _model() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of ours."""
+    """Save a checkpoint with dcp."""
     return save_ours(tmp_path_factory.mktemp("source") / "step-1", _model())
 
 
 def test_options_reach_the_conversion(source: Path, tmp_path: Path) -> None:
-    """Filters, renames, casts and sizes of shards, and the report as JSON."""
+    """Filters, renames, casts, sizes of shards and JSON work as options."""
     shown = run(
         *("convert", source, tmp_path / "hf", "--to", "safetensors", "--executor", "inline", "--json"),
         *("--exclude", "*.count", "--rename", r"^module\.=>", "--dtype", "*.a.*=bfloat16"),
@@ -66,7 +66,7 @@ def test_what_is_there_stays_unless_asked(source: Path, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage(source: Path, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    """Exit status 2, and what was wrong; nothing is written."""
+    """A usage error has exit status 2 and a message, and no file is written."""
     shown = run("convert", source, tmp_path / "out", *arguments)
     assert shown.status == 2
     assert words in shown.err

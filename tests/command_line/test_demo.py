@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str] | Program:
-    """``python COMMAND`` with no terminal. Unless it ``is_fresh``, it and what it starts need not import
-    torch."""
+    """Start ``python COMMAND`` without a terminal. Unless ``is_fresh``, it and its children are forked with
+    torch imported."""
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
     options |= {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": "utf-8"}}
     return (
@@ -39,7 +39,7 @@ def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str]
 
 
 def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, str]:
-    """What it prints until its catalog is up, and where that is."""
+    """Read the output until the catalog is served. Return the output and the URL."""
     assert process.stdout is not None
     output = ""
     for line in process.stdout:
@@ -50,15 +50,16 @@ def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, st
 
 
 def processes_of_jobs(root: Path) -> set[int]:
-    """Launchers and ranks of the demo in ``root`` that have not ended: they have its logs open."""
+    """Return launchers and ranks of the demo in ``root`` that are alive: processes with open logs of the
+    demo."""
     files = {one.pid: one.info["open_files"] or () for one in psutil.process_iter(["open_files"])}
     return {pid for pid, opened in files.items() if any(f"{root}/logs/" in file.path for file in opened)}
 
 
 @pytest.mark.timeout(1200)
 def test_demo_from_end_to_end(tmp_path: Path) -> None:
-    """It passes its own checks, and its claims about files and steps hold when looked at from outside; then
-    it serves what it has trained to a browser, until Ctrl-C."""
+    """The demo passes its own checks, and the test confirms its claims about files and steps. Then the demo
+    serves the run to a browser, until Ctrl-C."""
     root = tmp_path / "demo"
     process = start("-m", "dcp.demo", "--root", root, "--save-every", "1", "--serve")
     output, url = read_until_served(process)
@@ -76,7 +77,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     for name, size, full in halves:
         assert int(size.replace(",", "")) == 8 << 20
         assert int(full.replace(",", "")) > 8 << 20
-        assert not (killed / name).exists()  # the resumed job saved the same step, and cleared them away
+        assert not (killed / name).exists()  # the resumed job saved the same step and removed the files
     assert re.search(r"step-00000003 .* incomplete$", output, re.MULTILINE)
 
     for ranks in (1, 2, 3):
@@ -95,10 +96,10 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     assert not processes_of_jobs(root)
 
 
-@pytest.mark.exhaustive  # the parts that it ends are the same as at its own end
+@pytest.mark.exhaustive  # the demo ends the same processes at its regular end
 @pytest.mark.timeout(600)
 def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
-    """SIGTERM while ranks train: the demo ends with 143, and its launcher and ranks with it."""
+    """SIGTERM while ranks train ends the demo with status 143, and its launcher and ranks."""
     root = tmp_path / "demo"
     process = start("-m", "dcp.demo", "--root", root, "--save-every", "1000", is_fresh=True)
     log = root / "results" / "uninterrupted" / "losses.jsonl"
@@ -111,13 +112,13 @@ def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
-    assert psutil.wait_procs(ours, timeout=20)[1] == []  # the fork server ends by itself
+    assert psutil.wait_procs(ours, timeout=20)[1] == []  # the fork server ends on its own
     assert not processes_of_jobs(root)
 
 
 @pytest.mark.parametrize("command", [("dcp.demo",), ("dcp", "demo")], ids=["module", "dcp demo"])
 def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]) -> None:
-    """A folder with something in it is refused with status 2, and stays as it was."""
+    """A folder that is not empty is refused with status 2, and not changed."""
     (tmp_path / "mine").write_text("mine")
     process = start("-m", *command, "--root", tmp_path)
     output, _ = process.communicate(timeout=240)
@@ -127,8 +128,8 @@ def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]
 
 
 def test_checks_do_not_pass_on_nothing(tmp_path: Path) -> None:
-    """Digests or logs that are missing count as different, so that a check cannot pass for lack of data; an
-    empty run, and one that is not there, has no newest checkpoint."""
+    """Missing digests or logs count as different, so a check cannot pass without data. An empty or missing
+    run has no newest checkpoint."""
     assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "none") is None
     assert compare_digests({}, {}) == "there are no digests to compare with"
     assert compare_digests({"a": "1"}, {}) == "1 of 1 entries differ, such as a"
@@ -143,13 +144,14 @@ def test_checks_do_not_pass_on_nothing(tmp_path: Path) -> None:
 
 
 def state(mebibytes: int = 20) -> dict[str, torch.Tensor]:
-    """More than two parts of an upload, in tensors of a MiB."""
+    """Return tensors of one MiB, together more than two parts of an upload."""
     tensors = torch.arange(mebibytes << 18, dtype=torch.float32).chunk(mebibytes)
     return {f"layer.{number}": tensor.clone() for number, tensor in enumerate(tensors)}
 
 
 def damage_a_copy(place: Place, job: str) -> None:
-    """Copy a checkpoint, flip a bit of the copy; only the copy is damaged, and verification finds it."""
+    """Copy a checkpoint and flip a bit of the copy. Assert that only the copy is damaged, and verification
+    finds it."""
     place.copy(job, 2, f"{job}-copy")
     assert place.findings(f"{job}-copy", 2) == []
     fqn = place.flip_bit(f"{job}-copy", 2)
@@ -167,7 +169,7 @@ def damage_a_copy(place: Place, job: str) -> None:
 
 
 def test_copies_and_damage_are_the_same_in_folders_and_on_s3(s3_server: S3Server, tmp_path: Path) -> None:
-    """Copying and damaging goes through the stores, and has the same effect on both."""
+    """Copies and damage through the stores have the same effect in folders and on S3."""
     for place in (FolderPlace(tmp_path), BucketPlace(s3_server)):
         job = f"demo-{tmp_path.name}-whole"
         url = place.checkpoint(job, 2)
@@ -178,7 +180,7 @@ def test_copies_and_damage_are_the_same_in_folders_and_on_s3(s3_server: S3Server
 def test_stock_torch_reads_from_s3_by_environment_variables(
     s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo's last chapter: stock loads the very bytes, and a flipped bit without a word."""
+    """Stock torch loads the same bytes from S3, and loads a flipped bit without an error."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     place, job = BucketPlace(s3_server), f"demo-{tmp_path.name}-stock"
@@ -196,7 +198,8 @@ def test_stock_torch_reads_from_s3_by_environment_variables(
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_demo_on_s3_from_end_to_end(tmp_path: Path) -> None:
-    """It passes its own checks; the killed save left half of each rank's upload, and no object."""
+    """The demo on S3 passes its own checks; the killed save left half of each rank's upload, and no
+    object."""
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "dcp.demo", "--s3", "--root", str(tmp_path), "--save-every", "2"]
         done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=880)

@@ -1,4 +1,4 @@
-"""``dcp``, ``dcp ls`` and ``dcp show``: what is printed, as text and as JSON, and the exit status."""
+"""``dcp``, ``dcp ls`` and ``dcp show``: output as text and as JSON, and the exit status."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ ROOT = Path(dcp.__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of ours."""
+    """Save a checkpoint with dcp."""
     return save_ours(tmp_path_factory.mktemp("run") / "step-00000012")
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of stock torch."""
+    """Save a checkpoint with stock torch."""
     return save_stock(tmp_path_factory.mktemp("run") / "step-00000013")
 
 
 def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> None:
-    """Committed, incomplete and unreadable checkpoints have each their state; other folders are left out."""
+    """Committed, incomplete and unreadable checkpoints are listed with their state; other folders are left
+    out."""
     save_ours(tmp_path / "step-10")
     save_stock(tmp_path / "step-9")
     save_ours(tmp_path / "step-2")
@@ -59,7 +60,7 @@ def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> Non
 
 
 def test_ls_json_has_the_facts_as_numbers(tmp_path: Path) -> None:
-    """Sizes are bytes, times are seconds since the epoch, what is not known is null."""
+    """Sizes are bytes, times are seconds since the epoch, unknown values are null."""
     before = time.time()
     folder = save_ours(tmp_path / "a-000100")
     save_stock(tmp_path / "b")
@@ -75,7 +76,8 @@ def test_ls_json_has_the_facts_as_numbers(tmp_path: Path) -> None:
 
 
 def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
-    """Single files and folders of shards are listed beside checkpoints; not what only has such a name."""
+    """Files of weights and folders of shards are listed beside checkpoints; a similar name alone is not
+    enough."""
     root = tmp_path / "trained"
     save_ours(root / "step-9")
     torch.save({"w": torch.ones(3), "b": torch.ones(2)}, root / "model-7.pt")
@@ -96,7 +98,7 @@ def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
     }
     assert rows["model-7.pt"]["bytes"] == (root / "model-7.pt").stat().st_size
     assert run("ls", root / "model-7.pt", "--json").json == [rows["model-7.pt"]]
-    for name in ("a", "b"):  # two exports of one model are no checkpoint together
+    for name in ("a", "b"):  # two exports of one model are not a checkpoint
         save_file({"w": torch.ones(3)}, root / f"{name}.safetensors")
     (root / "model.safetensors").unlink()
     files = {row["name"]: row["state"] for row in run("ls", root, "--json").json}
@@ -106,7 +108,7 @@ def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
 
 
 def test_ls_of_nothing_says_so(tmp_path: Path) -> None:
-    """An empty folder is not an error; a folder or a store that is not there is one, with status 3."""
+    """An empty folder is not an error; a missing folder or store is an error with status 3."""
     empty = run("ls", tmp_path)
     assert (empty.status, empty.out) == (0, "")
     assert "no checkpoints" in empty.err
@@ -119,7 +121,7 @@ def test_ls_of_nothing_says_so(tmp_path: Path) -> None:
 
 
 def test_show_prints_provenance_and_tensors(ours: Path) -> None:
-    """The header says what wrote the checkpoint; the table has a row for each tensor."""
+    """The header names the writer of the checkpoint; the table has a row for each tensor."""
     shown = run("show", ours)
     assert shown.status == 0
     header, _, table = shown.out.partition("\n\n")
@@ -137,7 +139,7 @@ def test_show_prints_provenance_and_tensors(ours: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_show_json_has_tensors_and_objects(kind: str, request: pytest.FixtureRequest) -> None:
-    """Both formats show the same tensors and the same values; what JSON cannot say is shown as its repr."""
+    """Both formats show the same tensors and values. Values without a JSON form are shown as their repr."""
     shown = run("show", request.getfixturevalue(kind), "--objects", "--json").json
     tensors = {row["fqn"]: row for row in shown["tensors"]}
     layer = tensors["model.layers.0.w"]
@@ -152,7 +154,7 @@ def test_show_json_has_tensors_and_objects(kind: str, request: pytest.FixtureReq
 
 
 def test_show_tree_sums_by_module(ours: Path) -> None:
-    """Every module has the number, elements and bytes of the tensors below it."""
+    """Each module has the number, elements and bytes of the tensors below."""
     tree = run("show", ours, "--tree", "--json").json["modules"]
     (model,) = tree["children"]
     elements = 300 * 70 + 64 + 64 + 0 + 1
@@ -167,8 +169,8 @@ def test_show_tree_sums_by_module(ours: Path) -> None:
 
 
 def test_show_of_what_is_not_committed_fails_with_one_line(tmp_path: Path) -> None:
-    """Data files are no checkpoint, alone or without a manifest: status 3, and the message says what is
-    missing."""
+    """Data files alone or without a manifest are not a checkpoint: status 3, and a message that says which
+    file is missing."""
     folder = save_ours(tmp_path / "x")
     one_file = run("verify", data_file(folder))
     assert one_file.status == 3 and f"data file of a checkpoint: give its folder, {folder}\n" in one_file.err
@@ -181,7 +183,7 @@ def test_show_of_what_is_not_committed_fails_with_one_line(tmp_path: Path) -> No
 
 
 def test_files_of_other_tools_are_shown(tmp_path: Path) -> None:
-    """show takes a file or folder of weights; one of an old torch is named as such."""
+    """show takes a file or folder of weights; a file of an old torch is named as such."""
     torch.save({"layer": {"w": torch.ones(2, 3)}, "lr": 0.5}, tmp_path / "m.pt")
     shown = run("show", tmp_path / "m.pt", "--objects", "--json").json
     assert shown["checkpoint"]["format"] == "torch_save" and shown["checkpoint"]["url"].endswith("m.pt")
@@ -195,7 +197,7 @@ def test_files_of_other_tools_are_shown(tmp_path: Path) -> None:
 
 
 def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
-    """Control characters in names and values come from files, and are printed escaped."""
+    """Control characters in names and values of a file are printed escaped."""
     folder = save_ours(tmp_path / "x", {"a\x1b[31m": torch.ones(2), "b\r\n": "\x1b]0;owned\x07"})
     for command in (("show", folder, "--objects", "--tree"), ("stats", folder), ("cat", folder, "b\r\n")):
         printed = run(*command).out
@@ -207,14 +209,14 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     "arguments", [["ls"], ["frobnicate"], ["show", ".", "--nonsense"], ["verify"], ["show", "a", "b"]]
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    """A mistake on the command line has another status than a failure."""
+    """A usage error has another status than a failure."""
     wrong = run(*arguments)
     assert wrong.status == 2
     assert "Usage: dcp" in wrong.err and "Traceback" not in wrong.err
 
 
 def test_every_command_of_the_help_has_a_help() -> None:
-    """All commands of the list answer, with their options."""
+    """Each command of the list has a help page with options."""
     listed = run("--help").out.partition("Look:")[2]
     commands = re.findall(r"^  ([a-z][a-z-]*)  ", listed, re.MULTILINE)
     assert {"ls", "show", "cat", "verify", "convert", "map", "gc", "serve", "demo", "watch"} <= {*commands}
@@ -237,7 +239,7 @@ for arguments in ({commands}):
 
 
 def test_everything_works_without_torch(ours: Path, stock: Path) -> None:
-    """Commands that look, compare, verify and list removals run where torch cannot be imported."""
+    """Commands that inspect, compare, verify and list removals work where torch cannot be imported."""
     commands = [f"{command} {ours}" for command in ("ls", "show --objects", "verify", "stats", "rm", "gc")]
     commands += [f"cat {ours} model.embed", f"diff {ours} {stock}", f"digest {stock}"]
     program = WITHOUT.format(commands=", ".join(map(repr, commands)))
@@ -247,7 +249,7 @@ def test_everything_works_without_torch(ours: Path, stock: Path) -> None:
 
 
 def test_the_commands_start_without_numpy_and_rich() -> None:
-    """Help and mistakes must not wait for what only the work needs."""
+    """Help and usage errors do not import numpy and rich."""
     program = (
         "import sys, dcp.cli.app\n"
         "heavy = {'numpy', 'torch', 'msgpack', 'isal', 'fsspec', 'rich.progress'} & {*sys.modules}\n"
@@ -258,7 +260,7 @@ def test_the_commands_start_without_numpy_and_rich() -> None:
 
 
 def test_installed_command_and_module_are_the_same() -> None:
-    """``dcp`` as installed and ``python -m dcp`` print the version."""
+    """The installed ``dcp`` and ``python -m dcp`` print the same version."""
     installed = Path(sys.executable).parent / "dcp"
     for command in ([str(installed)], [sys.executable, "-m", "dcp"]):
         done = subprocess.run([*command, "--version"], cwd=ROOT, capture_output=True, text=True)
@@ -278,7 +280,7 @@ def test_installed_command_and_module_are_the_same() -> None:
 def test_a_command_whose_packages_are_not_installed_names_the_extra(
     arguments: list[str], package: str, tmp_path: Path
 ) -> None:
-    """A missing package is no fault to report: the line says what to install."""
+    """The error for a missing package says in one line which extra to install."""
     without = f"import runpy, sys; sys.modules[{package!r}] = None; "
     program = without + "runpy.run_module('dcp', run_name='__main__')"
     command = [sys.executable, "-c", program, *arguments]
@@ -289,7 +291,7 @@ def test_a_command_whose_packages_are_not_installed_names_the_extra(
 
 @pytest.mark.parametrize("command", ["show", "stats"])
 def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path, command: str) -> None:
-    """``dcp show | head``: status 0 and nothing on standard error, from a pipe that is full or closed."""
+    """``dcp show | head`` has status 0 and an empty standard error, with a full or closed pipe."""
     folder = save_ours(tmp_path / "x", {f"layer{number}.w": torch.ones(1) for number in range(3000)})
     pipe = subprocess.PIPE
     with Program("-m", "dcp", command, folder, stdout=pipe, stderr=pipe) as process:
@@ -302,12 +304,12 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path, command: st
 
 @pytest.mark.parametrize("command", ["stats", "verify", "save", "load"])
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path, command: str) -> None:
-    """Rate and time left are for people who watch: nothing of it is in a log or a script's output."""
+    """A terminal gets a progress bar with rate and time left; logs and pipes get none."""
     folder = save_ours(tmp_path / "x", {"w": torch.zeros(5 << 20)})
     call = f"import sys, torch, dcp; dcp.{command}({{'w': torch.zeros(5 << 20)}}, checkpoint_id=sys.argv[1]"
     program = ["-c", f"{call}, progress=True)"] if command in ("save", "load") else ["-m", "dcp", command]
     arguments = [*program, str(folder)]
-    wide = {**os.environ, "COLUMNS": "400"}  # a bar beside a long path
+    wide = {**os.environ, "COLUMNS": "400"}  # room for a bar beside a long path
     piped = run_program(*arguments, env=wide)
     assert (piped.returncode, piped.stderr) == (0, "")
     controller, terminal = os.openpty()
@@ -317,7 +319,7 @@ def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path, comm
         try:
             while piece := os.read(controller, 4096):
                 drawn += piece
-        except OSError:  # how Linux says that the other end of the terminal is closed
+        except OSError:  # Linux's error if the other end of the terminal is closed
             pass
         out, _ = process.communicate()
     os.close(controller)

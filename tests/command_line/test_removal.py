@@ -1,4 +1,4 @@
-"""``dcp rm``, ``dcp gc`` and ``dcp prune``: nothing goes without --yes, nothing of use goes with it."""
+"""``dcp rm``, ``dcp gc`` and ``dcp prune``: no removal without --yes, and none of a file in use."""
 
 import errno
 import fcntl
@@ -20,19 +20,19 @@ DAY = 86_400
 
 
 def age(path: Path, seconds: float) -> Path:
-    """Make a file look as if it was last written so long ago."""
+    """Set the time of last write of a file this many seconds back."""
     then = time.time() - seconds
     os.utime(path, (then, then))
     return path
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+    """Return the contents of all files below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_rm_lists_and_removes_only_if_asked_to(tmp_path: Path) -> None:
-    """A dry run names every file and touches none; --yes removes them and the folder, and says so."""
+    """A dry run names each file and removes none; --yes removes them and the folder, and reports them."""
     folders = [save_ours(tmp_path / "a"), save_stock(tmp_path / "b")]
     names = [f"{folder}/{path.name}" for folder in folders for path in sorted(folder.iterdir())]
     before = content(tmp_path)
@@ -50,7 +50,8 @@ def test_rm_lists_and_removes_only_if_asked_to(tmp_path: Path) -> None:
 
 
 def test_rm_leaves_other_files_and_pinned_checkpoints(tmp_path: Path) -> None:
-    """A user's own file keeps its folder; a pin refuses; both are said; others are removed all the same."""
+    """A user's own file keeps its folder, and a pin refuses; both are reported. Other checkpoints are
+    removed."""
     own, pinned, plain = (save_ours(tmp_path / f"step-0000000{step}") for step in (1, 2, 3))
     (own / "notes.txt").write_text("mine")
     with dcp.CheckpointManager(tmp_path, no_dist=True) as manager:
@@ -66,7 +67,7 @@ def test_rm_leaves_other_files_and_pinned_checkpoints(tmp_path: Path) -> None:
 
 
 def test_rm_of_what_is_no_checkpoint_fails(tmp_path: Path) -> None:
-    """A folder without a commit, whatever it has, is not touched, and JSON lists what was."""
+    """A folder without a commit is not changed, and the JSON lists the removed checkpoints."""
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "__0_0.distcp").write_bytes(b"data")
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
@@ -81,22 +82,22 @@ def test_rm_of_what_is_no_checkpoint_fails(tmp_path: Path) -> None:
 
 
 def leave_things(root: Path) -> set[str]:
-    """Whole checkpoints and all kinds of remains below ``root``; returns what may go."""
+    """Make whole checkpoints and all kinds of leftovers below ``root``. Return the removable files."""
     for name in ("step-1", "step-2"):
         save_ours(root / name, {"w": torch.ones(100)})
     save_stock(root / "step-3", {"w": torch.ones(100)})
     for name in content(root):
         age(root / name, 3 * DAY)
     old = {
-        "step-1/__0_0.0123abcd.distcp": 2 * DAY,  # a save over it that was killed
+        "step-1/__0_0.0123abcd.distcp": 2 * DAY,  # a killed save over it
         "step-1/.tmp-0123456789abcdef0123456789abcdef": 2 * DAY,
         "step-3/.metadata.tmp": 2 * DAY,
         "killed/__0_0.0123abcd.distcp": 2 * DAY,
         "killed/__1_0.0123abcd.distcp": 3 * DAY,
     }
     young = {
-        "step-2/__0_0.0123abcd.distcp": 60.0,  # still being written
-        "step-2/__1_0.0123abcd.distcp": 2 * DAY,  # of the same save
+        "step-2/__0_0.0123abcd.distcp": 60.0,  # a running save
+        "step-2/__1_0.0123abcd.distcp": 2 * DAY,  # the same save
         "running/__0_0.0123abcd.distcp": 60.0,
         "running/__1_0.0123abcd.distcp": 2 * DAY,
         "step-1/readme.txt": 9 * DAY,
@@ -111,7 +112,7 @@ def leave_things(root: Path) -> set[str]:
 
 
 def _collected_beside_a_refusal(root: Path) -> Outcome:
-    """In the laboratory: where nothing in one of the folders can be removed."""
+    """Run ``dcp gc`` while removals in one of the folders fail."""
     unlink = os.unlink
 
     def refusing(path: Any, **options: Any) -> None:
@@ -124,7 +125,7 @@ def _collected_beside_a_refusal(root: Path) -> Outcome:
 
 
 def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path) -> None:
-    """A folder that refuses is an error, and the others are cleared all the same."""
+    """A folder with failing removals is an error, and the other folders are cleared."""
     leave_things(tmp_path)
     done = in_lab(_collected_beside_a_refusal, tmp_path)
     assert (done.status, done.err.count("\n")) == (3, 1)
@@ -134,7 +135,7 @@ def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path) -> None:
 
 
 def test_gc_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> None:
-    """Dry run first; then what is old and nobody's goes, and the checkpoints verify as before."""
+    """After a dry run, --yes removes old files that no checkpoint uses; all checkpoints still load."""
     gone = leave_things(tmp_path)
     before = content(tmp_path)
     planned = run("gc", tmp_path)
@@ -158,7 +159,7 @@ def test_gc_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_gc_takes_the_age_that_it_is_given(tmp_path: Path) -> None:
-    """``--hours 0`` takes what is not yet a day old, of the checkpoint that is named itself."""
+    """``--hours`` removes younger files, also of the checkpoint that is named itself."""
     folder = save_ours(tmp_path / "x")
     age(folder / data_file(folder).name, DAY)
     (folder / "__3_0.0123abcd.distcp").write_bytes(b"half")
@@ -169,7 +170,7 @@ def test_gc_takes_the_age_that_it_is_given(tmp_path: Path) -> None:
 
 
 def test_gc_finishes_a_removal(tmp_path: Path) -> None:
-    """A removal that was killed after the commit object had gone is finished, however young the files are."""
+    """A removal that was killed after it removed the commit is finished, whatever the age of the files."""
     folder = save_ours(tmp_path / "x")
     begin_deletion(folder)
     for name in ("manifest.msgpack", ".metadata"):
@@ -180,8 +181,8 @@ def test_gc_finishes_a_removal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["", "run"])
 def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path) -> None:
-    """The work folder of a killed conversion, to something in the folder or in one of its folders, goes when
-    it is old, and not while a process is at it."""
+    """The work folder of a killed conversion in the folder or a sub-folder is removed when old, and never
+    while in use."""
     work = tmp_path / folder / ".tmp-convert-0123456789abcdef"
     (work / "output").mkdir(parents=True)
     (work / "output" / "model.pt").write_bytes(b"half")
@@ -203,7 +204,8 @@ def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path)
 
 
 def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
-    """Beside a damaged manifest nobody knows which files are in use: it is said, and nothing goes."""
+    """Beside a damaged manifest the files in use are unknown, so gc reports the folder and removes no
+    file."""
     leave_things(tmp_path)
     age(tmp_path / "step-1" / "manifest.msgpack", 3 * DAY).write_bytes(b"damaged")
     before = content(tmp_path / "step-1")
@@ -215,8 +217,8 @@ def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
 
 
 def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
-    """Of a run the older steps lose it, also with a checkpoint beside them; a dry run lists what would be
-    freed, and touches nothing."""
+    """prune drops the optimizer of the older steps of a run, or of one checkpoint. A dry run lists the bytes
+    to be freed, and changes no file."""
     for step in (5, 10, 15):
         save_apart(tmp_path / f"step-{step}", step)
     save_ours(tmp_path)
@@ -245,7 +247,7 @@ def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Of all entries by name: digests that the manifest has, and values."""
+    """Return digests in the manifest and values of all entries, by name."""
     told = run("digest", folder, "--json").json
     assert told["bytes_read"] == 0 and run("verify", folder).status == 0
     values = run("show", folder, "--objects", "--json").json["objects"]
@@ -256,8 +258,8 @@ def facts(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("parts", [["a"], ["a.tied", "c.7*"], ["a.w", "b.scalar", "c.lr"], ["*.none", "b"]])
 def test_what_stays_is_as_it_was(tmp_path: Path, parts: list[str]) -> None:
-    """Whatever goes: tensors, tied, turned and empty ones, too, have their digests, values are as they were,
-    and of the files those stay that something is in."""
+    """Remaining tensors, also tied, transposed and empty ones, keep their digests, values are equal, and
+    files with a remaining entry stay."""
     weight, turned = torch.arange(12.0).view(3, 4), torch.arange(6).view(2, 3).t()
     state: dict[str, Any] = {
         "a": {"w": weight, "tied": weight, "turned": turned, "none": torch.zeros(0, 2)},

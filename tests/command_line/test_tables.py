@@ -1,4 +1,5 @@
-"""What fits where: tables, sorted and cut, the lists of runs, and what each command prints of values."""
+"""Tables in the terminal: width, sorting and limits; lists of runs; and values as each command prints
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ LAYER = "transformer.encoder.layers.{}.self_attention.query_key_value.weight"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of two steps with long names, and a safetensors file beside them."""
+    """Save two runs of two steps with long names, and a safetensors file beside them."""
     root = tmp_path_factory.mktemp("runs")
     for n, name in enumerate(("a/step-1", "a/step-20", "b/nested/step-3", "b/nested/step-4")):
         tensors = {LAYER.format(layer): torch.randn(4, 40 + layer) + n for layer in range(6)}
@@ -30,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines_of(*arguments: str | Path) -> list[str]:
-    """What a command that may find differences prints."""
+    """Return the lines of a command that may find differences."""
     outcome = run(*arguments)
     assert outcome.status in (0, 1), outcome.err
     return outcome.out.splitlines()
@@ -38,7 +39,7 @@ def lines_of(*arguments: str | Path) -> list[str]:
 
 @pytest.mark.parametrize("columns", [80, 100, 200])
 def test_tables_fit_the_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """No row is wider than the terminal; lines that name a place alone may be longer, to be copied."""
+    """No row is wider than the terminal; lines with only a path may be longer, to be copied."""
     monkeypatch.setenv("COLUMNS", str(columns))
     one, other = runs / "a/step-1", runs / "a/step-20"
     commands: list[list[str | Path]] = [
@@ -56,7 +57,8 @@ def test_tables_fit_the_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch, co
 
 
 def test_nothing_is_left_out_where_nobody_watches(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe gets whole names, for grep; a narrow terminal both ends, and what is sorted by."""
+    """A pipe gets whole names, for grep; a narrow terminal shows both ends of names, and the sorted
+    column."""
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = lines_of("stats", runs / "a/step-1")
     assert any(line.startswith(LAYER.format(5)) for line in lines)
@@ -69,7 +71,7 @@ def test_nothing_is_left_out_where_nobody_watches(runs: Path, monkeypatch: pytes
 
 
 def test_sorted_and_cut(runs: Path) -> None:
-    """--sort puts the largest first; --top shows some rows and how many more there are; the whole counts."""
+    """--sort lists the largest first; --top limits the rows and counts the others; totals include all."""
     one, other = runs / "a/step-1", runs / "a/step-20"
     lines = lines_of("show", one, "--sort", "size", "--top", "2")
     assert [line.split()[0] for line in lines[-3:-1]] == [LAYER.format(5), LAYER.format(4)]
@@ -85,7 +87,7 @@ def test_sorted_and_cut(runs: Path) -> None:
 
 
 def test_ls_lists_runs_and_with_r_their_checkpoints(runs: Path) -> None:
-    """Runs may be in folders of folders; their newest step is that of the last commit."""
+    """Runs are found in nested folders; their newest step is that of the last commit."""
     summary, files, table = run("ls", runs).out.split("\n\n")
     assert summary == f"{runs}: 1 checkpoint, 76 B, 2 runs below (-r: with their checkpoints)"
     assert files.split()[:4] == ["name", "step", "modified", "format"]
@@ -103,7 +105,7 @@ def test_ls_lists_runs_and_with_r_their_checkpoints(runs: Path) -> None:
 
 
 def state() -> dict[str, Any]:
-    """A model with numbers that are easily told apart, and values beside it."""
+    """Return a model with distinct numbers, and values beside it."""
     return {
         "model": {
             "w": torch.arange(2000, dtype=torch.float32).reshape(40, 50),
@@ -120,19 +122,20 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of ours."""
+    """Save a checkpoint with dcp."""
     return save_ours(tmp_path_factory.mktemp("run") / "step-1", state())
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of stock torch."""
+    """Save a checkpoint with stock torch."""
     return save_stock(tmp_path_factory.mktemp("run") / "step-1", state())
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_cat_prints_as_numpy_does(kind: str, request: pytest.FixtureRequest) -> None:
-    """Values are as numpy prints them, then the type; as JSON nested lists, and reprs of what that lacks."""
+    """Values are printed as by numpy, then the dtype; JSON has nested lists, and reprs of values without a
+    form."""
     folder = request.getfixturevalue(kind)
     w = state()["model"]["w"].numpy()
     shown = run("cat", folder, "model.w", "--slice", "0:2, ::-20")
@@ -149,7 +152,7 @@ def test_cat_prints_as_numpy_does(kind: str, request: pytest.FixtureRequest) -> 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_cat_prints_other_values(kind: str, request: pytest.FixtureRequest) -> None:
-    """Plain values are printed as Python writes them, and cannot steer the terminal; pickles are not run."""
+    """Plain values are printed as Python's repr, with control characters escaped; pickles are not decoded."""
     folder = request.getfixturevalue(kind)
     assert run("cat", folder, "step").out == "7\n"
     assert run("cat", folder, "name").out == "'a\\x1b[31m'\n"
@@ -169,7 +172,7 @@ def test_cat_prints_other_values(kind: str, request: pytest.FixtureRequest) -> N
     ],
 )
 def test_cat_of_what_is_not_there_says_what_is(ours: Path, name: str, hint: str) -> None:
-    """A misspelt name comes with those that are like it; errors are one line and status 3."""
+    """The error for a misspelt name suggests similar names, in one line with status 3."""
     failed = run("cat", ours, name)
     assert (failed.status, failed.out, failed.err.count("\n")) == (3, "", 1)
     assert hint in failed.err
@@ -177,13 +180,13 @@ def test_cat_of_what_is_not_there_says_what_is(ours: Path, name: str, hint: str)
 
 @pytest.mark.parametrize("text", ["", "a", "1.5", "0:2;3", "::0", "1:2:3:4", "--1", "0,,1"])
 def test_a_slice_that_is_none_is_wrong_usage(ours: Path, text: str) -> None:
-    """Mistakes on the command line are status 2, and nothing is opened."""
+    """An invalid slice is a usage error with status 2, before the checkpoint is opened."""
     wrong = run("cat", ours, "model.w", f"--slice={text}")
     assert wrong.status == 2 and "--slice" in wrong.err
 
 
 def test_cat_writes_npy_to_a_pipe(ours: Path, tmp_path: Path) -> None:
-    """`numpy.load` reads what comes, in a slice too; JSON and numpy do not go together."""
+    """`numpy.load` reads the output, also of a slice; --json and --npy exclude each other."""
     arguments = ("cat", str(ours), "model.w", "--slice", "5:1:-2,1:", "--npy", "-")
     with (tmp_path / "x.npy").open("wb") as file:
         done = run_program("-m", "dcp", *arguments, stdout=file)
@@ -193,7 +196,7 @@ def test_cat_writes_npy_to_a_pipe(ours: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    """Damage that is found while writing leaves the target as it was."""
+    """Damage found while writing leaves the target unchanged."""
     folder = save_ours(tmp_path / "x", {"w": torch.ones(5000)})
     flip(data_file(folder), 3000)
     target = tmp_path / "w.npy"
@@ -206,7 +209,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
 
 
 def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
-    """Figures, counts, a sparkline of each tensor, and the histogram of all."""
+    """stats prints figures, counts and a sparkline of each tensor, and the histogram of all."""
     shown = run("stats", ours)
     assert (shown.status, shown.err) == (0, "")
     summary, table, histogram = shown.out.split("\n\n")
@@ -224,7 +227,8 @@ def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
 
 
 def test_diff_prints_what_differs_and_exits_with_1(ours: Path, stock: Path, tmp_path: Path) -> None:
-    """Equal checkpoints are status 0; else tensors have their figures, and values both sides."""
+    """Equal checkpoints have status 0; else tensors are printed with their figures, and values of both
+    sides."""
     shown = run("diff", ours, stock)
     assert (shown.status, shown.err) == (0, "")
     assert shown.out.startswith(f"{ours} and {stock}: equal (5 tensors and 3 objects equal")
@@ -250,7 +254,7 @@ def test_diff_prints_what_differs_and_exits_with_1(ours: Path, stock: Path, tmp_
 
 
 def test_diff_with_other_prefixes_says_how_to_compare(tmp_path: Path) -> None:
-    """Of a checkpoint and its conversion: the rule that the hint names makes them equal."""
+    """A diff of a checkpoint and its conversion suggests a --rename rule, with which they are equal."""
     model = {f"layer{number}.{name}": torch.ones(2) * number for number in range(2) for name in "wb"}
     state = {"model": model, "optim": {"state": {name: {"m": torch.ones(2)} for name in model}}}
     a, b = tmp_path / "a", tmp_path / "b"

@@ -1,4 +1,4 @@
-"""``dcp cat``: any part of any tensor of any format, as numpy and torch have it; damage is never shown."""
+"""``dcp cat``: parts of tensors in each format as by numpy and torch; damaged values are never printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMATS = ["ours", "stock", "sharded", "torch", "safetensors", "huggingface"]
 
 
 def taken(place: Path, name: str, index: str | None = None) -> np.ndarray:
-    """What ``--npy`` writes."""
+    """Run ``--npy``, and return the array that it writes."""
     target = place.parent / "taken.npy"
     options = () if index is None else (f"--slice={index}",)
     done = run("cat", place, name, *options, "--npy", target)
@@ -33,14 +33,14 @@ def taken(place: Path, name: str, index: str | None = None) -> np.ndarray:
 
 
 def refused(place: Path, name: str, *options: str) -> str:
-    """The one line that the command fails with."""
+    """Run a command that fails, and return its one line of error."""
     failed = run("cat", place, name, *options)
     assert (failed.status, failed.out, failed.err.count("\n")) == (3, "", 1)
     return failed.err
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Views, ties, expanded, turned, empty and scalar tensors, of several types."""
+    """Return views, ties, expanded, transposed, empty and scalar tensors, of several dtypes."""
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(120, 100, generator=generator)
     return {
@@ -59,7 +59,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write(root: Path, kind: str, state: dict[str, torch.Tensor]) -> Path:
-    """``state`` in a format; returns its checkpoint id."""
+    """Save ``state`` in a format, and return the checkpoint id."""
     plain = {name: tensor.contiguous().clone() for name, tensor in state.items()}
     if kind == "ours":
         return save_ours(root / "ours", dict(state))
@@ -86,14 +86,14 @@ def write(root: Path, kind: str, state: dict[str, torch.Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The model in every format."""
+    """Save the model in each format."""
     root = tmp_path_factory.mktemp("formats")
     return {kind: write(root, kind, tensors()) for kind in FORMATS}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_tensor_is_read_from_every_format(places: dict[str, Path], kind: str) -> None:
-    """Whole and in slices the elements are those that torch had."""
+    """Whole tensors and slices equal torch's, in each format."""
     for name, tensor in tensors().items():
         wanted = tensor if tensor.dtype in (torch.float32, torch.int64, torch.bool) else tensor.float()
         assert np.array_equal(taken(places[kind], name), wanted.numpy()), name
@@ -104,8 +104,8 @@ def test_every_tensor_is_read_from_every_format(places: dict[str, Path], kind: s
 
 @pytest.mark.parametrize("kind", FORMATS[1:])
 def test_figures_do_not_depend_on_the_format(places: dict[str, Path], kind: str) -> None:
-    """Statistics are the same, sums up to the order in which they were added up; between any two nothing
-    differs, whatever has to be read for that."""
+    """Statistics are equal for each format, sums up to the order of additions. A diff of any two formats is
+    empty."""
     ours, other = (run("stats", places[one], "--json").json["tensors"] for one in ("ours", kind))
     others = {tensor["fqn"]: tensor for tensor in other}
     assert len(others) == len(ours)
@@ -123,7 +123,7 @@ def test_figures_do_not_depend_on_the_format(places: dict[str, Path], kind: str)
 def test_one_changed_element_is_found_in_every_format(
     places: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    """Exactly the one changed element is found, against ours and against the same format."""
+    """A diff finds exactly the changed elements, against a dcp checkpoint and against the same format."""
     state = {name: tensor.clone() for name, tensor in tensors().items()}
     state["a"][119, 99] += 2.0
     state["turned"][39, 59] -= 1.0
@@ -138,7 +138,7 @@ def test_one_changed_element_is_found_in_every_format(
 
 @st.composite
 def slicings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """(shape, cuts, slices as they are written) of an array."""
+    """Draw (shape, number of cuts an axis, slices as text) of an array."""
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     cuts = tuple(draw(st.integers(1, 3)) for _ in shape)
     bound = st.just("") | st.integers(-9, 9).map(str)
@@ -154,7 +154,7 @@ def slicings(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], str]:
 
 
 def as_numpy(text: str) -> tuple[Any, ...]:
-    """The slices as objects."""
+    """Return the slices as objects."""
     return eval(f"np.s_[{text},]", {"np": np})  # type: ignore[no-any-return]
 
 
@@ -163,7 +163,7 @@ def as_numpy(text: str) -> tuple[Any, ...]:
 def test_slices_are_numpys(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], tuple[int, ...], str]
 ) -> None:
-    """Any slices of any sharding give what numpy's indexing of the whole gives, and fail where it fails."""
+    """Any slices of any sharding equal numpy's indexing of the whole, and fail if numpy fails."""
     shape, cuts, text = case
     tensor = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape)
     folder = save_sharded(tmp_path_factory.mktemp("slices") / "x", {"w": tensor}, {"w": grid(shape, cuts)})
@@ -177,7 +177,7 @@ def test_slices_are_numpys(
 
 
 def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
-    """Half a tensor is never taken for a whole one."""
+    """A tensor with a missing chunk is an error in cat and stats."""
     save_sharded(tmp_path / "x", {"w": torch.ones(8, 2)}, {"w": [((0, 0), (5, 2))]})
     assert "10 of 16 elements of 'w'" in refused(tmp_path / "x", "w")
     assert "10 of 16" in run("stats", tmp_path / "x").err
@@ -185,7 +185,8 @@ def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", [save_ours, save_stock])
 def test_damage_in_any_block_is_found(tmp_path: Path, save: Callable[[Path, dict[str, Any]], Path]) -> None:
-    """A flipped bit is found by the checksums of blocks, and by the only one that stock's zip has."""
+    """cat and stats find a flipped bit in any block, by dcp's checksums of blocks or by the CRC of stock's
+    zip."""
     size = 2 * BLOCK_BYTES + 5000
     tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (size // 8, 8), dtype=np.uint8))
     folder = save(tmp_path / "x", {"w": tensor})

@@ -1,4 +1,4 @@
-"""``dcp diff --json``: by checksums where they tell, else by values as torch sees them."""
+"""``dcp diff --json``: a comparison by checksums if they decide, else by values as in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Save = Callable[[Path, dict[str, Any]], Path]
 
 
 def diff(a: Path, b: Path, *options: str) -> Any:
-    """What the command tells; its status says if anything differs."""
+    """Return the report of the command, and assert that the status says whether there are differences."""
     told = run("diff", a, b, "--json", *options)
     assert told.status in (0, 1), told.err
     found = told.json
@@ -28,17 +28,17 @@ def diff(a: Path, b: Path, *options: str) -> Any:
 
 
 def by_name(found: Any) -> dict[str, Any]:
-    """The tensors that differ."""
+    """Return the tensors that differ, by name."""
     return {tensor["fqn"]: tensor for tensor in found["tensors"]}
 
 
 def is_empty(found: Any) -> bool:
-    """Nothing differs."""
+    """Return whether the report has no differences."""
     return not found["tensors"] and not found["objects"]
 
 
 def assert_measures(tensor: Any, before: torch.Tensor, after: torch.Tensor) -> None:
-    """The figures are what torch computes in float64."""
+    """Assert that the measures equal torch's in float64."""
     a, b = before.double(), after.double()
     finite = torch.isfinite(a) & torch.isfinite(b)
     deltas = (a - b)[finite]
@@ -49,7 +49,7 @@ def assert_measures(tensor: Any, before: torch.Tensor, after: torch.Tensor) -> N
 
 
 def changed_values(tmp_path: Path, before: torch.Tensor, after: torch.Tensor) -> Any:
-    """By how much one tensor differs."""
+    """Save one tensor before and after a change, and return the measured difference."""
     a, b = save_ours(tmp_path / "a", {"w": before}), save_ours(tmp_path / "b", {"w": after})
     (tensor,) = diff(a, b)["tensors"]
     return tensor["values"]
@@ -57,7 +57,7 @@ def changed_values(tmp_path: Path, before: torch.Tensor, after: torch.Tensor) ->
 
 @pytest.mark.parametrize("save", [save_ours, save_stock])
 def test_equal_checkpoints_are_equal_by_their_checksums(tmp_path: Path, save: Save) -> None:
-    """Of two saves of one state no payload is read."""
+    """Two dcp saves of one state are equal without reading a payload."""
     big = {"big": torch.randn(BLOCK_BYTES // 2), "same": torch.tensor([math.nan, -0.0])}
     a, b = save(tmp_path / "a", state() | big), save(tmp_path / "b", state() | big)
     found = diff(a, b)
@@ -68,7 +68,7 @@ def test_equal_checkpoints_are_equal_by_their_checksums(tmp_path: Path, save: Sa
 
 
 def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
-    """Added, removed, another shape, another dtype and other values are found, with the distance."""
+    """Added and removed tensors, other shapes, dtypes and values are reported, with the distance."""
     generator = torch.Generator().manual_seed(0)
     same, weight = torch.randn(40, generator=generator), torch.randn(300, 500, generator=generator)
     changed = weight.clone()
@@ -96,7 +96,8 @@ CUTS = [((4, 1), (3, 1)), ((2, 3), (5, 1))]
 
 @pytest.mark.parametrize(("cut_a", "cut_b"), CUTS)
 def test_shardings_do_not_matter(tmp_path: Path, cut_a: tuple[int, int], cut_b: tuple[int, int]) -> None:
-    """Chunks that follow one another in memory are compared by combined checksums, others by reading."""
+    """Chunks that are contiguous in the tensor are compared by combined checksums, other chunks by
+    reading."""
     tensor = torch.randn(61, 47)
     changed = tensor.clone()
     changed[60, 46] += 1
@@ -117,7 +118,7 @@ def test_shardings_do_not_matter(tmp_path: Path, cut_a: tuple[int, int], cut_b: 
 
 
 def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
-    """A NaN is itself; zeros of two signs differ by nothing; infinities do not spoil the figures."""
+    """Elements differ if their bits differ. Infinities are counted apart and left out of the distance."""
     before = torch.tensor([math.nan, 0.0, math.inf, 1.0, 2.0, -math.inf])
     after = torch.tensor([math.nan, -0.0, 5.0, 1.0, 2.5, math.inf])
     values = changed_values(tmp_path, before, after)
@@ -127,7 +128,7 @@ def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
 
 
 def test_what_has_become_nan_has_no_distance(tmp_path: Path) -> None:
-    """A tensor without anything to measure has no distance, which is not 0; the rest is as before."""
+    """The distance of a tensor without finite pairs is None, not 0; other tensors keep their distance."""
     nan, ones = torch.full((4,), math.nan), torch.ones(4)
     before = {"all": ones, "half": ones, "late": nan}
     after = {"all": nan, "half": torch.tensor([1.0, 1.0, math.nan, math.inf]), "late": -nan}
@@ -151,14 +152,14 @@ DTYPES: list[tuple[torch.dtype, list[Any], list[Any], float, int]] = [
 def test_differences_of_other_dtypes(
     tmp_path: Path, dtype: torch.dtype, before: list[Any], after: list[Any], largest: float, count: int
 ) -> None:
-    """Integers are subtracted exactly however large they are; complex numbers differ by a magnitude."""
+    """Integers of any size are subtracted exactly; complex numbers differ by a magnitude."""
     values = changed_values(tmp_path, torch.tensor(before).to(dtype), torch.tensor(after).to(dtype))
     assert (values["max_abs"], values["differing"]) == (largest, count)
 
 
 @pytest.mark.parametrize(("save_a", "save_b"), [(save_ours, save_ours), (save_ours, save_stock)])
 def test_values_that_are_no_tensors(tmp_path: Path, save_a: Save, save_b: Save) -> None:
-    """Plain values are compared by value and type, pickled ones by their pickles."""
+    """Plain values are compared by value and type, pickled values by their pickles."""
     a = {"w": torch.ones(2), "step": 1, "lr": 0.1, "gone": 1, "one": 1, "nan": math.nan}
     b = {"w": torch.ones(2), "step": 2, "lr": 0.1, "new": [1, 2], "one": 1.0, "nan": math.nan}
     a |= {"device": torch.device("cpu"), "size": torch.Size([1]), "odd": OrderedDict(a=torch.device("cpu"))}
@@ -175,7 +176,8 @@ def test_values_that_are_no_tensors(tmp_path: Path, save_a: Save, save_b: Save) 
 
 
 def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
-    """``--rename`` maps the first one's names to the second's, and globs are on those; clashes are errors."""
+    """``--rename`` maps names of the first checkpoint to the second, and globs apply afterwards; clashes are
+    errors."""
     first = {"model.a": torch.ones(3), "model.b": torch.ones(4), "optim.x": torch.ones(5)}
     a = save_ours(tmp_path / "a", first)
     b = save_ours(tmp_path / "b", {"net.a": torch.ones(3), "net.b": torch.zeros(4)})
@@ -195,7 +197,7 @@ def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
 
 
 def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
-    """Bytes that are not those committed are not compared as if they were, nor are files that are gone."""
+    """Damaged bytes and missing files are errors, and never compared as values."""
     weight = torch.randn(5000, 30)
     a, b = save_ours(tmp_path / "a", {"w": weight}), save_ours(tmp_path / "b", {"w": weight + 1})
     flip(data_file(b), 3000)

@@ -1,4 +1,4 @@
-"""One digest a tensor, whatever the ranks, sharding and format; computed while saving, or by reading."""
+"""Digests of tensors: equal for any ranks, sharding and format, and computed by a save or by reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 def full_state() -> State:
-    """Tensors whose rows, columns and items fall within blocks of 16 bytes in all ways."""
+    """Return tensors with rows, columns and items at all alignments to blocks of 16 bytes."""
     made = torch.Generator().manual_seed(5)
     return {
         "rows": torch.randn(8, 6, generator=made),
@@ -36,36 +36,36 @@ def full_state() -> State:
 
 
 def digests(place: Path, *arguments: str) -> Any:
-    """What the command tells."""
+    """Return the report of the command."""
     told = run("digest", place, *arguments, "--json")
     assert told.status == 0, told.err
     return told.json
 
 
 def by_name(place: Path, *arguments: str) -> dict[str, str]:
-    """Digests by name."""
+    """Return digests by name."""
     return {tensor["fqn"]: tensor["digest"] for tensor in digests(place, *arguments)["tensors"]}
 
 
 def known(place: Path) -> dict[str, str]:
-    """Those of the manifest alone."""
+    """Return digests by name, and assert that all are from the manifest."""
     found = digests(place)
     assert found["bytes_read"] == 0 and not any(tensor["is_read"] for tensor in found["tensors"])
     return by_name(place)
 
 
 def are_read(place: Path) -> bool:
-    """Whether the manifest has no digest of any tensor."""
+    """Return whether the manifest has no digest of any tensor."""
     return all(tensor["is_read"] for tensor in digests(place)["tensors"] if tensor["fqn"] != "empty")
 
 
 def writer(place: Path | str, **options: Any) -> dcp.FileSystemWriter:
-    """One that computes digests."""
+    """Return a writer that computes digests."""
     return dcp.FileSystemWriter(place, digests=True, **options)
 
 
 def save_with_placements(rank: int, world: int, folder: str, how: str) -> None:
-    """Save `full_state` by one placement on all ranks; in two dimensions on a grid."""
+    """Save `full_state` with one placement on all ranks; "grid" is a mesh of two dimensions."""
     mesh = init_device_mesh("cpu", (2, world // 2) if how == "grid" else (world,))
     places: dict[str, list[Placement]] = {
         "grid": [Shard(0), Shard(1)],
@@ -92,7 +92,8 @@ def save_with_placements(rank: int, world: int, folder: str, how: str) -> None:
     ],
 )
 def test_saves_by_ranks_know_the_digests_of_one_process(how: str, world: int, tmp_path: Path) -> None:
-    """The manifest of shards of unequal size, empty ones and replicas has what one process's file has."""
+    """Digests of a save with shards of unequal size, empty shards and replicas equal those of one process's
+    file."""
     torch.save(full_state(), tmp_path / "whole.pt")
     run_ranks(world, save_with_placements, str(tmp_path / "ranks"), how)
     assert known(tmp_path / "ranks") == by_name(tmp_path / "whole.pt")
@@ -100,7 +101,8 @@ def test_saves_by_ranks_know_the_digests_of_one_process(how: str, world: int, tm
 
 
 def test_formats_and_options_of_writers_do_not_show(tmp_path: Path) -> None:
-    """torch.save, safetensors, several files, payloads without containers and async_save give one digest."""
+    """torch.save, safetensors, several files, payloads without containers and async_save give equal
+    digests."""
     state = {name: tensor for name, tensor in full_state().items() if name != "complex"}
     dcp.save(state, storage_writer=writer(tmp_path / "one"))
     expected = known(tmp_path / "one")
@@ -127,7 +129,8 @@ DTYPES += " uint64 bool complex64 complex128"
 
 
 def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
-    """Transposed, expanded, narrowed, tied and conjugate tensors of each dtype have those of their copies."""
+    """Transposed, expanded, narrowed, tied and conjugate tensors of each dtype have the digests of their
+    copies."""
     base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     state: State = {
         "turned": base.t(),
@@ -149,8 +152,8 @@ def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
 
 
 def test_a_changed_bit_row_shape_or_name_is_another_digest(tmp_path: Path) -> None:
-    """One bit, two rows changed for each other, another shape or dtype of the same bytes are told apart; and
-    of a whole checkpoint other names."""
+    """One bit, two swapped rows, another shape or dtype of the same bytes change a tensor's digest; other
+    names change the digest of the checkpoint."""
     weight = torch.randn(64, 40)
     flipped, swapped = weight.clone(), weight.clone()
     flipped.view(torch.int32)[63, 39] ^= 1
@@ -165,12 +168,12 @@ def test_a_changed_bit_row_shape_or_name_is_another_digest(tmp_path: Path) -> No
 
 
 HALVES = {"rules": [{"from": {"a": "(x + y) c"}, "to": {"top": "x c", "low": "c y"}, "sizes": {"x": 13}}]}
-"""A map that cuts the rows of one tensor, and transposes the rest."""
+"""A map that splits the rows of one tensor, and transposes the second part."""
 
 
 def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> None:
-    """Renamed and chosen tensors keep theirs, those of cast ones and of what a map makes are computed; a sum
-    of checkpoints has none."""
+    """Renamed and selected tensors keep their digests. Digests of cast and mapped tensors are computed. A
+    merge has none."""
     state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
     dcp.save(state, storage_writer=writer(tmp_path / "one"))
     names = known(tmp_path / "one")
@@ -193,8 +196,8 @@ def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> 
 
 
 def test_verify_against_another_compares_by_digests(tmp_path: Path) -> None:
-    """Equal tensors pass; another value, a missing and an additional name are findings; --only chooses
-    what has to be here."""
+    """Equal tensors pass; another value, a missing name and an additional name are findings; --only selects
+    the tensors to compare."""
     state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
     one = tmp_path / "one"
     dcp.save(state, storage_writer=writer(one))
@@ -216,13 +219,13 @@ def test_verify_against_another_compares_by_digests(tmp_path: Path) -> None:
 
 
 def sealed(body: bytes) -> bytes:
-    """A manifest whose own checksum is right."""
+    """Return a manifest with a valid checksum."""
     return body + zlib.crc32(body).to_bytes(4, "big")
 
 
 @pytest.mark.parametrize("fqn", ["a", "empty", "scalar"])
 def test_a_manifest_that_tells_another_digest_is_found_out(tmp_path: Path, fqn: str) -> None:
-    """Its own checksum and all bytes are right: what it says of one tensor is not, and verify names that."""
+    """verify names the tensor of a wrong digest in a manifest with a valid checksum and undamaged data."""
     state = {"a": torch.randn(30, 7), "empty": torch.zeros(0, 3), "scalar": torch.tensor(-0.0)}
     dcp.save(state, storage_writer=writer(tmp_path))
     assert run("verify", tmp_path).status == 0

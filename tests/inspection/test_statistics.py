@@ -1,4 +1,4 @@
-"""``dcp stats --json``: the figures of each tensor are those that torch computes in float64."""
+"""``dcp stats --json``: statistics of each tensor, equal to torch's in float64."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.support.examples import examples
 
 
 def statistics(folder: Path, *options: str) -> Any:
-    """What the command tells."""
+    """Return the report of the command."""
     told = run("stats", folder, "--json", *options)
     assert told.status == 0, told.err
     return told.json
 
 
 def reference(tensor: torch.Tensor) -> dict[str, Any]:
-    """The facts by torch, in float64."""
+    """Return the statistics by torch, in float64."""
     if tensor.is_complex():
         wide = tensor.to(torch.complex128)
         nans = torch.isnan(wide)
         infs = torch.isinf(wide) & ~nans
-        values = torch.from_numpy(np.abs(wide[~nans & ~infs].numpy()))  # torch's differs in the last bit
+        values = torch.from_numpy(np.abs(wide[~nans & ~infs].numpy()))  # torch's abs differs in the last bit
     else:
         exact = tensor.to(torch.float64)
         nans, infs = torch.isnan(exact), torch.isinf(exact)
@@ -52,7 +52,8 @@ def reference(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def assert_describes(found: dict[str, Any], tensor: torch.Tensor) -> None:
-    """Counts and bounds are exact, sums within rounding, and each finite value is in a bin."""
+    """Assert that counts and bounds are exact, sums correct within rounding, and each finite value in a
+    bin."""
     expected = reference(tensor)
     for name in ("count", "nans", "infs", "zeros", "min", "max"):
         assert found[name] == expected[name], name
@@ -77,7 +78,7 @@ def assert_describes(found: dict[str, Any], tensor: torch.Tensor) -> None:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """All kinds of dtypes and values."""
+    """Return tensors of all dtypes and kinds of values."""
     generator = torch.Generator().manual_seed(3)
     normal = torch.randn(300, 257, generator=generator) * 0.02
     special = normal.clone()
@@ -116,14 +117,14 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of `tensors`."""
+    """Save `tensors` with dcp."""
     return save_ours(tmp_path_factory.mktemp("run") / "ours", tensors())
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_statistics_are_torchs(ours: Path, tmp_path: Path, kind: str) -> None:
-    """Every dtype is described right, with NaN and infinities apart, subnormal numbers and large means."""
+    """Each dtype has correct statistics, with NaN and infinities apart, subnormal numbers and large means."""
     state = tensors()
     found = statistics(ours if kind == "ours" else save_stock(tmp_path / "x", tensors()))
     assert [tensor["fqn"] for tensor in found["tensors"]] == list(state)
@@ -145,7 +146,7 @@ def test_statistics_are_torchs(ours: Path, tmp_path: Path, kind: str) -> None:
 def test_the_total_is_that_of_all_elements(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[float]], name: str
 ) -> None:
-    """The figures of several tensors, put together, are those of one tensor with all their values."""
+    """The combined statistics of several tensors equal those of one tensor with all their values."""
     arrays = [torch.tensor(part, dtype=torch.float32).to(getattr(torch, name)) for part in parts]
     folder = tmp_path_factory.mktemp("parts") / "x"
     found = statistics(save_ours(folder, {f"t{n}": array for n, array in enumerate(arrays)}))
@@ -153,7 +154,7 @@ def test_the_total_is_that_of_all_elements(
 
 
 def test_globs_choose_tensors(tmp_path: Path) -> None:
-    """Only chosen tensors are read; a choice of nothing fails, and too few bins are wrong usage."""
+    """Only selected tensors are read. A selection of nothing fails, and too few bins are a usage error."""
     state = {"m": {"a": torch.ones(40), "b": torch.ones(90_000)}, "o": torch.ones(60)}
     folder = save_ours(tmp_path / "x", state)
     found = statistics(folder, "--only", "m", "--only", "o", "--exclude", "*.b")
@@ -166,7 +167,7 @@ def test_globs_choose_tensors(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
-    """96 MiB are described in less memory than they have, whatever the order of their dimensions."""
+    """A tensor of 96 MiB in any order of dimensions takes less than 64 MiB of memory."""
     folder = save_stock(tmp_path / "x", {"w": torch.ones(6, 8 << 20, dtype=torch.bfloat16).T})
     tracemalloc.start()
     try:
@@ -179,7 +180,7 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
 
 
 def test_a_histogram_shows_sign_and_size(tmp_path: Path) -> None:
-    """Ones and minus twos are in the bins that begin at their magnitudes."""
+    """Each value is in the bin of its sign and magnitude."""
     signed = torch.tensor([1.0, 1.0, 1.5, -2.0, 0.0, 2.0**-40], dtype=torch.float64)
     found = statistics(save_ours(tmp_path / "x", {"w": signed}), "--bins", "7")["tensors"][0]["statistics"]
     inner = [2.0**-13, 2.0**-8, 2.0**-3]

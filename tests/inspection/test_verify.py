@@ -1,4 +1,4 @@
-"""``dcp verify``: every kind of damage is found, with its place; what is whole passes."""
+"""``dcp verify``: each kind of damage is found and located, and an undamaged checkpoint passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Save = Callable[..., Path]
 
 
 def report_of(folder: Path) -> Any:
-    """What the command tells as JSON; its status agrees."""
+    """Return the report as JSON, and assert that the status agrees."""
     told = run("verify", folder, "--json")
     (report,) = told.json
     assert told.status == (0 if report["ok"] else 1), told.err
@@ -33,19 +33,19 @@ def report_of(folder: Path) -> Any:
 
 
 def findings(folder: Path) -> list[Any]:
-    """What is wrong."""
+    """Return the findings."""
     return list(report_of(folder)["findings"])
 
 
 def only_finding(folder: Path) -> Any:
-    """The one finding."""
+    """Return the only finding."""
     (finding,) = findings(folder)
     return finding
 
 
 @pytest.mark.parametrize("save", [save_ours, save_stock])
 def test_a_whole_checkpoint_passes(tmp_path: Path, save: Save) -> None:
-    """Of a whole checkpoint nothing is found, and every byte of every tensor and value was compared."""
+    """An undamaged checkpoint has no findings, and all bytes of tensors and values are compared."""
     folder = save(tmp_path / "x")
     report = report_of(folder)
     assert (report["findings"], report["tensors"], report["unchecked_bytes"]) == ([], 5, 0)
@@ -57,7 +57,7 @@ def test_a_whole_checkpoint_passes(tmp_path: Path, save: Save) -> None:
 
 @pytest.mark.parametrize("block", [0, 2, 3])
 def test_a_flipped_bit_is_found_at_its_block(tmp_path: Path, block: int) -> None:
-    """The finding names file, tensor, and the block of the file in which the bit is, the last one too."""
+    """The finding names file, tensor and block of the flipped bit, also in the last block."""
     big = torch.arange(3 * BLOCK_BYTES // 4 + 5, dtype=torch.int32)
     folder = save_ours(tmp_path / "x", {"small": torch.ones(3), "big": big})
     offset, length = payload_of(folder, "big")
@@ -81,7 +81,7 @@ def test_each_of_several_files_is_read(tmp_path: Path) -> None:
 
 
 def flips_not_found(folder: Path, offsets: Iterable[int]) -> list[int]:
-    """Those offsets of the data file at which one flipped bit leaves the command content."""
+    """Return the offsets of the data file at which a flipped bit is not found."""
     path = data_file(folder)
     whole = path.read_bytes()
     missed = []
@@ -98,13 +98,13 @@ SOME_AND_ALL = [11, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 @pytest.mark.parametrize("every", SOME_AND_ALL)
 def test_every_byte_of_our_files_is_watched(tmp_path: Path, every: int) -> None:
-    """A bit flipped anywhere in a data file is found: in payloads, values and the records around them."""
+    """A bit flipped anywhere in a data file is found: in payloads, values and records."""
     folder = save_ours(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
     assert flips_not_found(folder, range(0, data_file(folder).stat().st_size, every)) == []
 
 
 def test_a_truncated_file_is_found_with_the_tensors_it_costs(tmp_path: Path) -> None:
-    """Both the wrong size and each unreadable payload are named; what is left is still checked."""
+    """The wrong size and each unreadable payload are findings, and the rest is still checked."""
     folder = save_ours(tmp_path / "x", {"first": torch.ones(5000), "last": torch.ones(5000)})
     with data_file(folder).open("r+b") as file:
         file.truncate(payload_of(folder, "last")[0] + 100)
@@ -115,7 +115,7 @@ def test_a_truncated_file_is_found_with_the_tensors_it_costs(tmp_path: Path) -> 
 
 
 def test_missing_and_stray_files_are_found(tmp_path: Path) -> None:
-    """A file that the index names and a file that it does not name are findings of their own."""
+    """A missing file of the index and an unknown file are separate findings."""
     folder = save_ours(tmp_path / "x")
     path = data_file(folder)
     path.rename(folder / "__0_0.other.distcp")
@@ -127,7 +127,7 @@ def test_missing_and_stray_files_are_found(tmp_path: Path) -> None:
 
 
 def test_a_stray_file_is_a_note(tmp_path: Path) -> None:
-    """A file that a power cut brings back after it was deleted harms no checkpoint: the status is 0."""
+    """A deleted file restored by a power cut is a note, and the status is 0."""
     folder = save_ours(tmp_path / "x")
     (folder / "__0_0.01234567.distcp").write_bytes(b"old")
     assert report_of(folder)["ok"]
@@ -137,7 +137,7 @@ def test_a_stray_file_is_a_note(tmp_path: Path) -> None:
 
 
 def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
-    """Stock torch would trust `.metadata`, so one that is damaged or gone is a finding."""
+    """Stock torch would read `.metadata`, so a damaged or missing `.metadata` is a finding."""
     folder = save_ours(tmp_path / "x")
     metadata = folder / ".metadata"
     flip(metadata, metadata.stat().st_size // 2)
@@ -149,7 +149,7 @@ def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
 
 
 def test_a_save_of_stock_torch_over_ours_is_found(tmp_path: Path) -> None:
-    """The later save is verified, and the manifest left behind is reported."""
+    """The later save of stock torch is verified, and the old manifest is a finding."""
     folder = save_ours(tmp_path / "x")
     old = data_file(folder).name
     save_stock(folder, {"w": torch.ones(4)})
@@ -160,7 +160,8 @@ def test_a_save_of_stock_torch_over_ours_is_found(tmp_path: Path) -> None:
 
 
 def test_damage_in_a_stock_checkpoint_is_found_by_the_zip_checksum(tmp_path: Path) -> None:
-    """Stock records one CRC a tensor and value: damage is found, and stock itself would have loaded it."""
+    """Damage in a stock checkpoint is found by the zip's CRC of each tensor and value; stock torch does not
+    check it."""
     folder = save_stock(tmp_path / "x", {"w": torch.full((1000,), 3.25), "text": "abcdefgh" * 100})
     path = data_file(folder)
     whole = path.read_bytes()
@@ -172,7 +173,7 @@ def test_damage_in_a_stock_checkpoint_is_found_by_the_zip_checksum(tmp_path: Pat
 
 
 def test_damage_in_a_file_of_torch_save_is_found(tmp_path: Path) -> None:
-    """A flipped bit in a storage is found in whole tensors and in views of it; half a file has no index."""
+    """A flipped bit in a storage is found in whole tensors and in views; a truncated file has no index."""
     path = tmp_path / "model.pt"
     state = {"w": torch.arange(1000.0), "view": torch.arange(5000.0)[100:200], "ok": torch.ones(3)}
     torch.save(state, path)
@@ -192,7 +193,7 @@ def test_damage_in_a_file_of_torch_save_is_found(tmp_path: Path) -> None:
 
 
 def test_several_checkpoints_are_all_verified(tmp_path: Path) -> None:
-    """One that cannot be opened does not hide the others; failure (3) outranks findings (1)."""
+    """A checkpoint that cannot be opened does not hide the others; failure (3) outranks findings (1)."""
     good, bad = save_ours(tmp_path / "good"), save_ours(tmp_path / "bad")
     flip(data_file(bad), payload_of(bad, "model.embed")[0])
     done = run("verify", bad, good)

@@ -1,4 +1,4 @@
-"""`dcp.watch` and ``dcp watch``: committed steps, each acknowledged once for a consumer, through kills."""
+"""`dcp.watch` and ``dcp watch``: committed steps, each acknowledged once by a consumer, also after kills."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.support.versions import save_version
 
 
 def commit(root: Path, *steps: int) -> None:
-    """A checkpoint of each step, saved in this order."""
+    """Save a checkpoint for each step, in this order."""
     for step in steps:
         save_version(root / f"step-{step:08d}", step + 1, sync_files=False)
 
 
 def given(root: Path, consumer: str = "default", **options: Any) -> list[int]:
-    """The steps that a consumer is given now, and acknowledges."""
+    """Return the steps that a consumer gets now, all acknowledged."""
     with dcp.watch(root, consumer=consumer, once=True, **options) as steps:
         return [step.step for step in steps]
 
 
 def change_cursor(root: Path, **fields: Any) -> dict[str, Any]:
-    """Write the one cursor of a run anew with other fields, in one step; returns what it was."""
+    """Replace fields of the only cursor of a run atomically, and return the old fields."""
     (file,) = (root / ".watch").glob("*.cursor")
     before: dict[str, Any] = json.loads(file.read_bytes())
     (root / "cursor").write_text(json.dumps(before | fields))
@@ -46,7 +46,7 @@ def change_cursor(root: Path, **fields: Any) -> dict[str, Any]:
 
 @contextmanager
 def many_beats(root: Path) -> Iterator[None]:
-    """The holder of the cursor gives a sign of life ten times a second."""
+    """Write a heartbeat of the holder to the cursor ten times a second."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -63,11 +63,11 @@ def many_beats(root: Path) -> Iterator[None]:
         thread.join()
 
 
-# -- which steps ---------------------------------------------------------------------------------------------
+# -- steps ---------------------------------------------------------------------------------------------------
 
 
 def test_every_consumer_is_given_every_step_once(tmp_path: Path) -> None:
-    """In the order of the steps, those that come later and lower ones too; each name has its own cursor."""
+    """A consumer gets steps in order, also later commits of lower steps. Each consumer has its own cursor."""
     commit(tmp_path, 20, 10)
     assert given(tmp_path) == [10, 20]
     commit(tmp_path, 30, 5)
@@ -82,7 +82,7 @@ def test_every_consumer_is_given_every_step_once(tmp_path: Path) -> None:
 
 
 def test_what_is_not_committed_is_not_given(tmp_path: Path) -> None:
-    """Data without a manifest, a step whose deletion has begun and a damaged manifest wait for a commit."""
+    """Data without a manifest, a step under deletion and a damaged manifest are left out until a commit."""
     commit(tmp_path, 1, 2, 3, 4)
     (tmp_path / "step-00000001" / "manifest.msgpack").unlink()
     (tmp_path / "step-00000001" / ".metadata").unlink()
@@ -94,7 +94,8 @@ def test_what_is_not_committed_is_not_given(tmp_path: Path) -> None:
 
 
 def test_a_step_saved_anew_is_another_commit(tmp_path: Path) -> None:
-    """A replaced step is given once more, before or after it was acknowledged, or deleted in between."""
+    """A step that is saved again is returned again, before or after the acknowledgement, or after a
+    deletion."""
     commit(tmp_path, 1)
     with dcp.watch(tmp_path, once=True) as steps:
         first = next(steps)
@@ -113,7 +114,7 @@ def test_a_step_saved_anew_is_another_commit(tmp_path: Path) -> None:
 
 
 def test_what_is_deleted_before_its_turn_is_not_given(tmp_path: Path) -> None:
-    """Retention need not wait for consumers, nor do they stumble over what has gone since it was listed."""
+    """A step that is deleted after it was listed is skipped, so retention need not wait for consumers."""
     commit(tmp_path, 1, 2, 3)
     with dcp.watch(tmp_path, once=True) as steps:
         assert next(steps).step == 1
@@ -123,7 +124,7 @@ def test_what_is_deleted_before_its_turn_is_not_given(tmp_path: Path) -> None:
 
 
 def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
-    """The run's folder may be read-only; a file that is no cursor is an error that says what to do."""
+    """cursor= allows a read-only run. A damaged cursor is an error that says what to do."""
     commit(tmp_path / "run", 1)
     assert given(tmp_path / "run", cursor=tmp_path / "mine") == [1]
     assert not (tmp_path / "run" / ".watch").exists()
@@ -139,7 +140,7 @@ def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
 
 
 def test_two_of_one_name(tmp_path: Path) -> None:
-    """The second is refused while the first gives signs of life, and is served once that has let go."""
+    """A second process is refused while the first sends heartbeats, and gets steps after the first closed."""
     commit(tmp_path, 1, 2)
     with dcp.watch(tmp_path, once=True) as first:
         assert next(first).step == 1
@@ -152,9 +153,9 @@ def test_two_of_one_name(tmp_path: Path) -> None:
     assert given(tmp_path) == [1, 2]
 
 
-@pytest.mark.exhaustive  # half a minute goes by
+@pytest.mark.exhaustive  # takes half a minute
 def test_a_holder_elsewhere_is_gone_when_its_beats_are(tmp_path: Path) -> None:
-    """One that was taken for gone, and is not, can acknowledge nothing more."""
+    """A holder on another machine without heartbeats loses the cursor, and can then acknowledge no step."""
     commit(tmp_path, 1, 2)
     first = dcp.watch(tmp_path, once=True)
     step = next(first)
@@ -173,7 +174,7 @@ def test_a_holder_elsewhere_is_gone_when_its_beats_are(tmp_path: Path) -> None:
 
 @pytest.fixture
 def begun() -> Iterator[list[Program]]:
-    """Processes that a test has begun; none outlives it."""
+    """Collect processes that a test starts, and kill them at the end."""
     processes: list[Program] = []
     yield processes
     for process in processes:
@@ -182,7 +183,7 @@ def begun() -> Iterator[list[Program]]:
 
 
 def begin(processes: list[Program], *arguments: str | Path) -> Program:
-    """``dcp watch`` in a process of its own."""
+    """Start ``dcp watch`` in a separate process."""
     pipe = subprocess.PIPE
     process = Program("-m", "dcp", "watch", *arguments, stdout=pipe, stderr=pipe)
     processes.append(process)
@@ -190,7 +191,7 @@ def begin(processes: list[Program], *arguments: str | Path) -> Program:
 
 
 def lines_of(log: Path, count: int) -> list[str]:
-    """The lines of a file once it has so many."""
+    """Wait until a file has a number of lines, and return the lines."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         lines = log.read_text().splitlines() if log.exists() else []
@@ -201,7 +202,7 @@ def lines_of(log: Path, count: int) -> list[str]:
 
 
 def test_steps_as_lines(tmp_path: Path) -> None:
-    """A path a line, or JSON a line; status 0 at the end of --once; nothing where nothing is new."""
+    """Each line is a path, or JSON. --once ends with status 0, without output if no step is new."""
     commit(tmp_path, 1, 2)
     shown = run("watch", tmp_path, "--once")
     assert (shown.status, shown.err) == (0, "")
@@ -215,7 +216,7 @@ def test_steps_as_lines(tmp_path: Path) -> None:
 
 
 def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
-    """It gets the path in place of {} and in the environment, no shell looks at either; its own output is not
+    """The command gets the path in place of {} and in the environment, without a shell. Its output is not
     mixed with the JSON."""
     root = tmp_path / "a run; with 'quotes'"
     commit(root, 1, 2)
@@ -228,7 +229,7 @@ def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
 
 
 def test_a_command_that_fails(tmp_path: Path) -> None:
-    """After so many tries the status is 1, and whoever continues begins with that step."""
+    """After the given number of tries the status is 1, and the next watch begins with the same step."""
     commit(tmp_path / "run", 1, 2)
     log = tmp_path / "log"
     failing = f"sh -c 'echo $DCP_STEP >> {log}; test -e {tmp_path}/fixed'"
@@ -243,8 +244,8 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
 
 
 def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> None:
-    """The step before is not given again, that of the command is, at once; the command of the killed one is
-    not left at work beside it."""
+    """After a kill the next watch starts at once with the step of the running command, not an earlier one.
+    The old command is ended."""
     root, log = tmp_path / "run", tmp_path / "log"
     commit(root, 1, 2)
     command = f"sh -c 'echo $DCP_STEP $$ >> {log}; test $DCP_STEP = 1 || exec sleep 600'"
@@ -266,7 +267,8 @@ def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it(tmp_path: Path, begun: list[Program], number: int) -> None:
-    """With the command, without a traceback, and with the name let go; while it waits, too."""
+    """A signal ends the watch, also while waiting, and its command, without a traceback, and releases the
+    cursor."""
     root, log = tmp_path / "run", tmp_path / "log"
     commit(root, 1)
     waiting = begin(begun, root, "--consumer", "waiting", "--interval", "300")
