@@ -1,4 +1,4 @@
-"""Fixtures of the service's tests."""
+"""Fixtures for the tests of the service."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _KINDS: Final = ("postgresql", "sqlite")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test, with each value that it has beside its database, is tried on one of them, three of four on
-    SQLite, and on the other in the exhaustive runs; on both where it is marked ``each_database``."""
+    """Spread tests over the databases: a test runs on one, three of four on SQLite, and on the other in the
+    exhaustive runs. A test marked ``each_database`` runs on both. Each parameter counts as a test."""
     tried: dict[tuple[str, str], dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if not isinstance(item, pytest.Function) or item.get_closest_marker("each_database"):
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cheap_services() -> None:
-    """Tracebacks are as the service writes them: to draw one as structlog does by itself takes seconds."""
+    """Render tracebacks plainly, as the service does: structlog's own rendering takes seconds for each."""
     share_statements()
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
@@ -51,7 +51,7 @@ def _cheap_services() -> None:
 
 @pytest.fixture
 def logs_as_before() -> Iterator[None]:
-    """What `configure_logs` changes is undone."""
+    """Undo the changes of `configure_logs`."""
     root, logs = logging.getLogger(), structlog.get_config()
     handlers, level = root.handlers[:], root.level
     yield

@@ -1,4 +1,4 @@
-"""One contract for all that is made, read, changed and removed over HTTP, on both databases."""
+"""Contract of all resources that the API creates, reads, changes and deletes, on both databases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SCOPES: tuple[Any, ...] = ("read", "write", "convert", "delete", "admin")
 
 @pytest.fixture(params=RESOURCES)
 def resource(request: pytest.FixtureRequest) -> Resource:
-    """Each of them in turn."""
+    """Return each resource in turn."""
     return RESOURCES[request.param]
 
 
 def make(client: TestClient, resource: Resource, number: int = 0, key: str | None = None) -> Any:
-    """The answer to the POST that makes one, whose name is its own."""
+    """Create a resource with a name of its own, and return the response."""
     body = dict(resource.body)
     if resource.named is not None and number:
         body[resource.named] = f"{body[resource.named]}-{number}"
@@ -35,7 +35,7 @@ def make(client: TestClient, resource: Resource, number: int = 0, key: str | Non
 
 
 def test_what_is_made_is_shown_listed_changed_and_removed(catalog: Catalog, resource: Resource) -> None:
-    """As it was given it is shown and listed; a change by who has not seen the latest is 412."""
+    """A created resource is shown and listed as given; a change or deletion with a stale ETag gets 412."""
     client, path = catalog.http, f"{API}{resource.path}"
     made = make(client, resource)
     assert made.status_code == 201, made.text
@@ -56,13 +56,13 @@ def test_what_is_made_is_shown_listed_changed_and_removed(catalog: Catalog, reso
         assert client.patch(place, json=resource.change, headers=seen).status_code == 412
         assert client.delete(place, headers=seen).status_code == 412
     assert client.delete(place).status_code in (200, 204)
-    if resource.path != "/keys":  # which stay in the list, revoked
+    if resource.path != "/keys":  # revoked keys stay in the list
         assert client.get(place).status_code == client.delete(place).status_code == 404
     assert client.get(f"{path}/1000000").status_code == 404
 
 
 def test_what_cannot_be_meant_is_refused_and_nothing_is_stored(catalog: Catalog, resource: Resource) -> None:
-    """Each mistake is 422 with a problem document, in a change as well, and one name is there once."""
+    """Invalid bodies get 422, also in changes, and a duplicate name gets 409; nothing is stored."""
     client, path = catalog.http, f"{API}{resource.path}"
     before = client.get(path).json()["items"]
     for change in (*resource.wrong, {"unknown": 1}):
@@ -80,7 +80,7 @@ def test_what_cannot_be_meant_is_refused_and_nothing_is_stored(catalog: Catalog,
 
 
 def test_each_scope_does_what_it_says(catalog: Catalog, resource: Resource) -> None:
-    """Without the scope it is 403 that names it, without a key 401; keys of other roots see none of it."""
+    """A missing scope gets 403 with its name, a missing key 401, and a key for other roots 404."""
     place = make(catalog.http, resource).headers["Location"]
     below = place.removeprefix(API)
     for scope in SCOPES:
@@ -108,7 +108,7 @@ def test_each_scope_does_what_it_says(catalog: Catalog, resource: Resource) -> N
 
 
 def test_a_post_that_is_repeated_takes_effect_once(catalog: Catalog, resource: Resource) -> None:
-    """Its key has the first answer for the same body and caller; answers with a secret are not kept."""
+    """A repeated POST of the same key, body and caller gets the first response, except one with a secret."""
     client, path = catalog.http, f"{API}{resource.path}"
     count = len(client.get(path).json()["items"])
     first = make(client, resource, key="k")
@@ -131,7 +131,7 @@ def test_a_post_that_is_repeated_takes_effect_once(catalog: Catalog, resource: R
 
 
 def test_of_many_that_send_one_key_at_once_one_is_first(catalog: Catalog) -> None:
-    """The others get its answer, or are asked to come back while it is at work."""
+    """Of concurrent requests with one key one takes effect; the others get its response, or 409."""
     rule = RESOURCES["rule"]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda _: make(catalog.http, rule, key="k"), range(12)))
@@ -146,7 +146,7 @@ def test_of_many_that_send_one_key_at_once_one_is_first(catalog: Catalog) -> Non
 
 
 def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> None:
-    """Also while others are added; a limit that is none, and a cursor of another list, are refused."""
+    """Pages have each item once; invalid limits and cursors get 422."""
     if not resource.is_paged:
         return
     made = [make(catalog.http, resource, number).json()["id"] for number in range(1, 8)]
@@ -157,7 +157,7 @@ def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> 
 
 
 def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) -> None:
-    """Everything that the API describes answers 422 with the name of the parameter, before anything else."""
+    """Each route of the API refuses an unknown parameter with 422 and its name, before any other check."""
     described = document()["paths"]
     routes = [(method, path) for path, methods in described.items() for method in methods if API in path]
     assert len(routes) > 60
@@ -170,7 +170,7 @@ def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) ->
 
 
 def test_a_parameter_that_is_no_list_is_given_once(catalog: Catalog) -> None:
-    """Of each operation of the API, each parameter that is given twice is refused by its name."""
+    """Each parameter that is not a list is refused by name if given twice."""
     described = document()["paths"]
     tried = 0
     for path, methods in described.items():
@@ -200,7 +200,7 @@ JOBS: list[tuple[Any, int]] = [
 
 
 def test_jobs_that_cannot_be_meant_are_refused(catalog: Catalog) -> None:
-    """With a problem document, and nothing is queued."""
+    """Invalid jobs get problem documents, and none is queued."""
     for body, status in JOBS:
         answer = catalog.http.post(f"{API}/jobs", json=body)
         assert answer.status_code == status, (body, answer.text)
@@ -209,7 +209,7 @@ def test_jobs_that_cannot_be_meant_are_refused(catalog: Catalog) -> None:
 
 
 def test_the_same_order_is_the_same_job(catalog: Catalog) -> None:
-    """202 and where it is; who wanted it is in the audit log once; only an admin's goes first."""
+    """Submitting a job twice returns one job and audits once; only an admin may raise the priority."""
     body = {"kind": "verify", "params": {"checkpoint_id": catalog.add("run/step-1")}}
     ci = catalog.app.client("read", "write", name="ci")
     refused = ci.post(f"{API}/jobs", json=body | {"priority": 1})
@@ -227,7 +227,7 @@ def test_the_same_order_is_the_same_job(catalog: Catalog) -> None:
 
 
 def test_a_key_sees_the_jobs_of_its_roots(catalog: Catalog) -> None:
-    """Those of others, and differences to what is hidden, are not there: not listed, not to be stopped."""
+    """Jobs of hidden roots, also differences to them, are neither listed, shown, cancelled nor retried."""
     ours, theirs = catalog.add("run/step-1"), catalog.add("run/step-1", "other")
     more = catalog.add("run/step-2")
     orders = [
@@ -250,13 +250,13 @@ def test_a_key_sees_the_jobs_of_its_roots(catalog: Catalog) -> None:
 
 @pytest.fixture
 def limited(make_database: Any, tmp_path: Any) -> Iterator[App]:
-    """An application where one key may queue two jobs."""
+    """Start an application that allows two queued jobs for each key."""
     with running_app(make_database(), tmp_path, max_queued_jobs=2) as app:
         yield app
 
 
 def test_one_key_has_so_many_jobs_queued(limited: App) -> None:
-    """A third is 429 with Retry-After, others have their own, and what joins a job is not one more."""
+    """The third queued job of a key gets 429; other keys have their own limits, and joining a job is free."""
     one, other = (limited.client("read", "write", name=name) for name in ("one", "other"))
     orders = [{"kind": "scan", "params": {"root": "main", "below": f"run-{n}"}} for n in range(4)]
     assert [one.post(f"{API}/jobs", json=order).status_code for order in orders[:3]] == [202, 202, 429]
@@ -270,7 +270,7 @@ def test_one_key_has_so_many_jobs_queued(limited: App) -> None:
 
 
 def test_keys_are_good_until_they_are_revoked(catalog: Catalog) -> None:
-    """Only the very string is the key; revoked it is refused at once, and its name is free again."""
+    """Only the exact key is accepted; once revoked it is refused, and its name is free again."""
     made = catalog.http.post(f"{API}/keys", json={"name": "ci", "scopes": ["read"]}).json()
     key, number = made["key"], made["id"]
     assert re.fullmatch(r"dcp_[a-z0-9]{8}_[\w-]{43}", key)

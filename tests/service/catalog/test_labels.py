@@ -1,4 +1,4 @@
-"""Tags, pins, metrics and aliases: each change is a version, audited, and refused where it must be."""
+"""Tags, pins, metrics and aliases: versions, ETags, audit entries and refused changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANY = {"If-Match": "*"}
 
 
 def test_each_change_is_a_version_with_an_etag_and_an_audit_entry(catalog: Catalog) -> None:
-    """What changes nothing writes nothing; each other change is read by the next, with another ETag."""
+    """A change returns a new ETag and is audited; a change without effect keeps the ETag."""
     number = catalog.add("run/step-1")
     path = f"{API}/checkpoints/{number}"
     client = catalog.app.client("read", "write", name="trainer")
@@ -43,7 +43,7 @@ def test_each_change_is_a_version_with_an_etag_and_an_audit_entry(catalog: Catal
 
 
 def test_if_match_and_if_none_match(catalog: Catalog) -> None:
-    """A change that has not seen the latest state is 412 and does nothing; what has not changed is 304."""
+    """A stale If-Match gets 412 and changes nothing; If-None-Match with the current ETag gets 304."""
     number = catalog.add("run/step-1")
     path = f"{API}/checkpoints/{number}"
     first = catalog.http.get(path).headers["etag"]
@@ -63,7 +63,7 @@ def test_if_match_and_if_none_match(catalog: Catalog) -> None:
 
 
 def test_aliases_move_only_from_what_was_seen(catalog: Catalog) -> None:
-    """New ones need no If-Match, others do; the loser of two is told, also when the alias was made anew."""
+    """Changing an alias needs If-Match. A stale ETag gets 412, also for an alias deleted and made again."""
     ids = [catalog.add(f"run/step-{step}") for step in (1, 2, 3)]
     run = catalog.get(f"/checkpoints/{ids[0]}")["run_id"]
     client, path = catalog.http, f"{API}/runs/{run}/aliases/best"
@@ -81,7 +81,7 @@ def test_aliases_move_only_from_what_was_seen(catalog: Catalog) -> None:
     assert client.delete(path).status_code == 428
     assert client.delete(path, headers=seen).status_code == 412
     assert [client.delete(path, headers=ANY).status_code for _ in range(2)] == [204, 404]
-    # the version counts from one again, but the first tag was of another checkpoint
+    # the new alias has version 1 again, but the first ETag belongs to another checkpoint
     assert client.put(path, json={"checkpoint_id": ids[2]}).status_code == 200
     assert client.put(path, json={"checkpoint_id": ids[1]}, headers=seen).status_code == 412
     other = catalog.add("else/step-1")
@@ -89,7 +89,7 @@ def test_aliases_move_only_from_what_was_seen(catalog: Catalog) -> None:
 
 
 def test_protected_aliases_need_admin(catalog: Catalog) -> None:
-    """Only an admin protects an alias, and moves or removes what is protected."""
+    """Only an admin may protect an alias, and move, unprotect or delete a protected alias."""
     ids = [catalog.add(f"run/step-{step}") for step in (1, 2)]
     run = catalog.get(f"/checkpoints/{ids[0]}")["run_id"]
     writer, admin = catalog.app.client("read", "write"), catalog.http
@@ -107,7 +107,7 @@ def test_protected_aliases_need_admin(catalog: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_labels_of_many_at_once_are_all_there(catalog: Catalog) -> None:
-    """Each has a version of its own: no change is written over another."""
+    """Concurrent changes do not overwrite each other: each gets a version of its own."""
     path = f"/checkpoints/{catalog.add('run/step-1')}"
     before = catalog.get(path)["version"]
     with ThreadPoolExecutor(6) as pool:
@@ -118,7 +118,7 @@ def test_labels_of_many_at_once_are_all_there(catalog: Catalog) -> None:
 
 
 def test_deleted_and_restored_within_its_grace(catalog: Catalog) -> None:
-    """It says until when, twice is once, and what is pinned or changed since is not deleted."""
+    """A deletion returns its purge time and is idempotent; a pin or a stale If-Match prevents deletion."""
     number = catalog.add("run/step-1")
     path = f"{API}/checkpoints/{number}"
     client = catalog.app.client("delete", "read", "write")

@@ -1,4 +1,4 @@
-"""Lists: every filter and order, page by page, is what the same does in plain Python."""
+"""Lists: filters, orders and pages return the same rows as plain Python."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SORTS = ("-time", "time", "-step", "step", "-bytes", "bytes", "-name", "name", "
 
 @pytest.fixture
 def many(catalog: Catalog) -> Catalog:
-    """Ninety checkpoints in two roots, many alike in what is sorted by; some deleted, tagged, pinned."""
+    """Ninety checkpoints in two roots, with many equal sort keys; some are deleted, tagged or pinned."""
     chance = random.Random(7)
     for number in range(90):
         run = f"team/run-{number % 5}/" if number % 5 else ""
@@ -58,12 +58,12 @@ def many(catalog: Catalog) -> Catalog:
 
 
 def seconds(text: str) -> float:
-    """Of a time as it is shown."""
+    """Convert a timestamp of the API to seconds."""
     return datetime.fromisoformat(text).timestamp()
 
 
 def holds(one: Any, wanted: dict[str, Any]) -> bool:
-    """Whether a row is in the list with this query, in Python."""
+    """Apply the filters of a query to a row, in Python."""
 
     def measured(text: str) -> bool:
         name, comparison, value = re.fullmatch(r"(\w+)([<>=!]+)(.*)", text).groups()  # type: ignore[union-attr]
@@ -96,7 +96,7 @@ def holds(one: Any, wanted: dict[str, Any]) -> bool:
 
 
 def expected(rows: list[Any], wanted: dict[str, Any], sort: str) -> list[int]:
-    """The ids of the list, in its order."""
+    """Return the ids that a list should have, in order."""
     by, _, metric = sort.removeprefix("-").partition(":")
     places: dict[str, Callable[[Any], Any]] = {
         "time": lambda one: seconds(one["committed_at"]),
@@ -137,7 +137,7 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.mark.each_database  # their SQL differs
 def test_every_filter_and_order_page_by_page(many: Catalog) -> None:
-    """All pages together are just what Python finds, in its order, however pages cut through equal rows."""
+    """All pages together equal Python's list, also where a page ends between equal sort keys."""
     rows = pages(many.http, "/checkpoints", state="any", limit=500)
     assert len(rows) == 90
     cases = [(wanted, SORTS[number % len(SORTS)], 25) for number, wanted in enumerate(FILTERS)]
@@ -147,7 +147,7 @@ def test_every_filter_and_order_page_by_page(many: Catalog) -> None:
 
 
 FEW = 5_000
-"""So many rows are sorted; of more a page is read from the index of its order."""
+"""Above this number of rows a page is read from an index in its order, without sorting."""
 LARGE = [
     "",
     *[
@@ -171,7 +171,7 @@ SMALL = [
 
 
 def plan_of(catalog: Catalog, query: str) -> str:
-    """What the database does for a page of a list."""
+    """Return the query plan of the database for a page of a list."""
     reader = catalog.app.service.database.reader
     with statements_to(reader) as said:
         assert catalog.http.get(f"{API}/checkpoints?{query}").status_code == 200, query
@@ -179,15 +179,15 @@ def plan_of(catalog: Catalog, query: str) -> str:
     with reader.connect() as connection:
         how = "EXPLAIN QUERY PLAN" if reader.dialect.name == "sqlite" else "EXPLAIN"
         for way in ("seqscan", "sort", "incremental_sort", "bitmapscan", "hashjoin", "mergejoin"):
-            if how == "EXPLAIN":  # which would rather sort so few rows, but has to be able to
+            if how == "EXPLAIN":  # PostgreSQL would sort so few rows: check that an index can serve the query
                 connection.exec_driver_sql(f"SET LOCAL enable_{way} = off")
         return "\n".join(str(row[-1]) for row in connection.exec_driver_sql(f"{how} {statement}", values))
 
 
 @pytest.mark.each_database  # their SQL differs
 def test_pages_of_many_are_read_from_an_index(catalog: Catalog) -> None:
-    """Of a large catalog a page is neither searched for row by row nor sorted, be it the first or a later
-    one; where a filter leaves few rows, these alone are looked at."""
+    """A page of a large catalog, the first or a later page, needs neither a scan of the table nor a sort. A
+    selective filter reads only the matching rows."""
     number = add_checkpoint(catalog.app.service.database, "big/step-1")
     multiply(catalog.app, "big/step-1", FEW + 100)
     for query in LARGE:
@@ -203,7 +203,7 @@ def test_pages_of_many_are_read_from_an_index(catalog: Catalog) -> None:
 
 
 def test_a_key_for_one_root_lists_that_root_only(many: Catalog) -> None:
-    """Whatever is asked for, by list, run or number; another root is as one that there is not."""
+    """A key for one root sees this root alone in lists and by id; another root looks like a missing root."""
     client = many.app.client("read", roots=["main"])
     rows = [one for one in pages(many.http, "/checkpoints", state="any", limit=500) if one["root"] == "main"]
     for wanted in FILTERS[::4]:
@@ -222,7 +222,7 @@ def test_a_key_for_one_root_lists_that_root_only(many: Catalog) -> None:
 
 
 def test_counts_beside_a_list_are_those_of_the_lists(many: Catalog) -> None:
-    """Each value counts what the list has with it, of the roots that the key may see."""
+    """Each count of a facet equals the length of the list with this value, in the roots of the key."""
     client = many.app.client("read", roots=["main"])
     wanted = {"run_contains": "team", "format": ["dcp", "torch_dcp"]}
     facets = many.get("/checkpoints/facets", client, **wanted)
@@ -237,7 +237,7 @@ def test_counts_beside_a_list_are_those_of_the_lists(many: Catalog) -> None:
 
 
 def test_runs_are_listed_in_every_order(many: Catalog) -> None:
-    """By their latest, key, bytes and number, page by page, by part and glob of their keys."""
+    """Runs are sorted by latest checkpoint, key, bytes and count, and filtered by substring and glob."""
     runs = pages(many.http, "/runs")
     assert len(runs) == 10
     for sort, field in (("key", "key"), ("-bytes", "bytes"), ("-checkpoints", "checkpoint_count")):
@@ -262,8 +262,8 @@ FORGED: list[list[Any]] = [
 
 
 def test_a_cursor_belongs_to_its_own_query(many: Catalog) -> None:
-    """With another filter, order or key, or changed, it is refused, as is one that a database would choke on;
-    with its own it goes on."""
+    """A cursor is refused with another filter, order or key, and when malformed or out of the database's
+    range."""
     query: dict[str, Any] = {"tag": "a", "sort": "step", "limit": 5}
     cursor = many.get("/checkpoints", **query)["next_cursor"]
     assert many.get("/checkpoints", **query, cursor=cursor)["items"]
@@ -318,7 +318,7 @@ WRONG = [
 
 
 def test_typing_errors_are_no_other_question(catalog: Catalog) -> None:
-    """What cannot be meant is 422 and says where it is."""
+    """Misspelled or invalid parameters get 422 with the place of the error."""
     for query in WRONG:
         answer = catalog.http.get(f"{API}/checkpoints?{query}")
         assert answer.status_code == 422, (query, answer.text)
@@ -327,7 +327,7 @@ def test_typing_errors_are_no_other_question(catalog: Catalog) -> None:
 
 @pytest.fixture
 def named(catalog: Catalog) -> Catalog:
-    """Two roots with a run each, whose metrics differ, both of them scanned."""
+    """Two scanned roots with a run each and different metrics."""
     catalog.save("team/tuned/step-1", user={"metrics": {"loss": 1.0}})
     catalog.save("secret/step-1", "other", user={"metrics": {"hidden_loss": 1.0}})
     for root in ("main", "other"):
@@ -350,7 +350,7 @@ NEAR = {
 
 
 def test_names_that_there_are_not_are_errors_with_the_next_best(named: Catalog) -> None:
-    """A root, run, metric or kind that nobody has is 422; patterns and tags may match nothing."""
+    """An unknown root, run, metric or kind gets 422 with the nearest name; globs and tags may match none."""
     for path, says in NEAR.items():
         answer = named.http.get(f"{API}/{path}")
         assert answer.status_code == 422, answer.text
@@ -369,7 +369,7 @@ def test_names_that_there_are_not_are_errors_with_the_next_best(named: Catalog) 
 
 
 def test_lists_say_that_the_first_scan_is_running(catalog: Catalog) -> None:
-    """A run that is not known yet is no mistake until it has ended."""
+    """Lists note that the first scan is running; until it ends an unknown run is no error."""
     note = "the first scan of root main has not ended: checkpoints may be missing"
     for path in ("/checkpoints", "/runs"):
         assert note in catalog.get(path)["notes"]

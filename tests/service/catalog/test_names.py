@@ -1,4 +1,4 @@
-"""Names and patterns of any kind: found as Python finds them."""
+"""Names and patterns with special characters: matches are the same as in Python."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ GLOBS = [
     r"[sS][tT]*",
 ]
 OUR_OWN = {"a[[]1]", "a[*]b", "[a-]*", "[]", "[!]"}
-"""Brackets around other things than letters, digits and underscores stand for themselves; no name is so."""
+"""Globs whose brackets have other content than letters, digits and underscores are taken literally."""
 PARTS = ["a", "*", "?", "%", "_", "[1]", "\\", "€", "STEP", "step-1", ".", "|"]
 
 
 @pytest.mark.each_database  # their SQL differs
 def test_patterns_match_what_fnmatch_does(catalog: Catalog) -> None:
-    """Every glob and every part with every name; names are sorted by code point, whatever the language."""
+    """Each glob and substring selects the same names as in Python; names are sorted by code point."""
     for name in NAMES:
         add_checkpoint(catalog.app.service.database, f"run/{name}", step=1)
 

@@ -1,4 +1,4 @@
-"""Runs by their metrics: listed, sorted, filtered and compared, by the API and on pages without script."""
+"""Runs by their metrics: lists, sorting, filters and comparison, in the API and on pages without scripts."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def found(catalog: Catalog) -> Catalog:
 
 
 def summed(catalog: Catalog) -> None:
-    """Have a worker sum up what has changed, after the rest that it takes after a run of many checkpoints."""
+    """Have a worker summarize changed runs, after the pause that follows a run of many checkpoints."""
     catalog.app.work(time.time() + 60 * next(_LATER), "run-metrics", "run-metrics-all")
 
 
 def keys(catalog: Catalog, client: Any = None, **query: Any) -> list[str]:
-    """The runs of a list over all its pages, each of two rows."""
+    """Return the keys of the listed runs, read in pages of two."""
     items = pages(client or catalog.http, "/runs/summaries", limit=2, **query)
     return [one["run"]["key"] for one in items]
 
 
 @pytest.mark.each_database  # their SQL differs
 def test_sorted_by_a_metric_and_filtered(found: Catalog) -> None:
-    """Sort by the last, least and greatest value, page by page; what is filtered is what the same does in
-    Python; runs without the metric are left out of its order alone."""
+    """Runs are sorted by last, least and greatest value and filtered as in Python; only sorting by a metric
+    leaves out runs without the metric."""
     assert sorted(keys(found)) == sorted(RUNS)
     for of, pick in VALUES.items():
         losses = {run: values for run, (_, _, values) in RUNS.items() if values}
@@ -94,7 +94,7 @@ def test_sorted_by_a_metric_and_filtered(found: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_follows_what_changes(found: Catalog) -> None:
-    """Sum up again after a metric is set or taken away, a checkpoint is deleted, another one comes."""
+    """Summaries follow a metric set or removed, a deleted checkpoint and a new checkpoint."""
     (best,) = [one["id"] for one in pages(found.http, "/checkpoints", run="team/a", min_step=2, max_step=2)]
 
     def least() -> dict[str, float]:
@@ -117,7 +117,7 @@ def test_follows_what_changes(found: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_compared(found: Catalog) -> None:
-    """Show runs in the requested order, with what differs; what may not be seen is not found."""
+    """Compared runs have the requested order and their differences; a run of a hidden root gets 404."""
     ids = {one["run"]["key"]: one["run"]["id"] for one in found.get("/runs/summaries")["items"]}
     got = found.get("/runs/compare", run=[ids["team/b"], ids["team/c"], ids["team/a"], ids["team/b"]])
     assert [one["run"]["key"] for one in got["runs"]] == ["team/b", "team/c", "team/a"]
@@ -147,7 +147,7 @@ def test_compared(found: Catalog) -> None:
 
 
 def test_pages_without_script(found: Catalog) -> None:
-    """Tick runs in a form, compare them on axes of both kinds, and come back to tick others."""
+    """Runs selected in a form are compared on linear and logarithmic axes; the selection is kept."""
     browser = Browser(found.app.client())
     browser.sign_in(found.app.key("read", name="looks"))
     listed = browser.page("/runs?sort=metric&of=min&show=note&metadata=lr<0.5")
@@ -179,7 +179,7 @@ def test_pages_without_script(found: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_activity_of_a_run(catalog: Catalog) -> None:
-    """Training while the next checkpoint is expected, then stalled, then ended; of few nothing is known."""
+    """A run is training until its next checkpoint is late, then stalled, then ended; unknown if too young."""
     now = time.time()
     ages = {
         "new": (5, 10),

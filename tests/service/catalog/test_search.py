@@ -1,4 +1,4 @@
-"""To what one looks for: search, one checkpoint by its name, runs as series and bins, and lineage."""
+"""Finding things: search, lookup by name, timelines and series of runs, lineage, and lists of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS = [*(f"Model.layers.{n}.attn.Q_proj.weight" for n in range(12)), "head.we
 
 @pytest.fixture
 def searched(catalog: Catalog) -> Catalog:
-    """Ten steps of a run, one of them incomplete and one deleted; another root with secrets."""
+    """Ten steps of a run, of which one is incomplete and one deleted; another root with secret names."""
     for step in range(1, 11):
         seconds = {"slowest_rank_seconds": {"plan": 0.5, "write": 1.0, "local_plan": 0.4}} if step % 2 else {}
         key = f"Team/llama/step-{step}"
@@ -43,19 +43,19 @@ def searched(catalog: Catalog) -> Catalog:
 
 @pytest.fixture
 def of_main(searched: Catalog) -> TestClient:
-    """A key for the root main alone."""
+    """Return a client with a key for the root main alone."""
     return searched.app.client("read", roots=["main"])
 
 
 def told(searched: Catalog, text: str, client: TestClient | None = None, **query: Any) -> list[Any]:
-    """Kind, text and rank of all that is found."""
+    """Return kind, text and rank of all hits."""
     items = searched.get("/search", client, q=text, **query)["items"]
     return [(hit["kind"], hit["text"], hit["rank"]) for hit in items]
 
 
 @pytest.mark.each_database  # their SQL differs
 def test_search_finds_each_kind(searched: Catalog, of_main: TestClient) -> None:
-    """Whatever letters are large: names, parts, steps and paths, the best first."""
+    """Search ignores case and finds names, substrings, steps and paths, the best match first."""
     assert told(searched, "LLAMA", of_main) == [("run", "Team/llama", 2)]
     assert told(searched, "team/LLAMA", of_main) == [("run", "Team/llama", 0)]
     (tag,) = searched.get("/search", of_main, q="nightly")["items"]
@@ -76,7 +76,7 @@ def test_search_finds_each_kind(searched: Catalog, of_main: TestClient) -> None:
 
 
 def test_search_tells_nothing_of_other_roots(searched: Catalog, of_main: TestClient) -> None:
-    """Neither names nor that there are any; a key for all roots finds them."""
+    """Search reveals no names and no counts of hidden roots; a key for all roots finds them."""
     for text in ("secret", "hidden", "mask", "layers.7.attn", "step-3", "3", "llama/step-3"):
         seen = searched.get("/search", of_main, q=text)["items"]
         assert all(hit["root"] in (None, "main") and "secret" not in hit["text"] for hit in seen), text
@@ -85,7 +85,7 @@ def test_search_tells_nothing_of_other_roots(searched: Catalog, of_main: TestCli
 
 
 def test_one_is_looked_up_by_what_people_call_it(searched: Catalog, of_main: TestClient) -> None:
-    """By key, step, alias or as the latest; nothing of a root that the key may not see."""
+    """A checkpoint is looked up by key, step or alias, or as the latest of a run; hidden roots get 404."""
 
     def key(**name: Any) -> str:
         return str(searched.get("/checkpoints/lookup", **name)["key"])
@@ -103,7 +103,7 @@ def test_one_is_looked_up_by_what_people_call_it(searched: Catalog, of_main: Tes
 
 
 def test_a_run_in_bins_and_as_a_series(searched: Catalog, of_main: TestClient) -> None:
-    """Each checkpoint counts once; extremes, last values, states and aliases stay right in a few bins."""
+    """Each checkpoint counts once in a timeline; extremes, last values and aliases survive few bins."""
     found = searched.get("/runs/1/timeline", of_main, metric="loss", points=4)
     assert (found["count"], found["metric_names"]) == (10, ["loss"])
     assert sum(one["count"] for one in found["bins"]) == 10
@@ -130,14 +130,14 @@ def test_a_run_in_bins_and_as_a_series(searched: Catalog, of_main: TestClient) -
 
 
 def lineage(catalog: Catalog, number: int, client: TestClient | None = None) -> Any:
-    """Relatives by distance, and the edges between them."""
+    """Return the distance of each relative, and the edges between relatives."""
     found = catalog.get(f"/checkpoints/{number}/lineage", client)
     edges = {(edge["child_id"], edge["parent_id"], edge["kind"]) for edge in found["edges"]}
     return {node["id"]: node["distance"] for node in found["nodes"]}, edges
 
 
 def test_lineage_shows_ancestors_and_descendants_that_may_be_seen(catalog: Catalog) -> None:
-    """A base, what was resumed from it, and from that; rings end, and other roots are hidden."""
+    """Lineage has ancestors and descendants, ends at cycles, and leaves out hidden roots."""
     base = catalog.add("run/a", save_id="base", told={"resumed_from": {"save_id": "ring"}})
     fine = catalog.add("run/b", save_id="fine", told={"resumed_from": {"save_id": "base"}})
     other = catalog.add("run/e", save_id="other", told={"resumed_from": {"save_id": "base"}})
@@ -155,7 +155,7 @@ def test_lineage_shows_ancestors_and_descendants_that_may_be_seen(catalog: Catal
 
 
 def test_tensors_are_listed_filtered_and_a_tree(catalog: Catalog) -> None:
-    """Names in the order that people count, by glob and dtype, from the catalog alone; sums by level."""
+    """Tensors come from the catalog alone, in natural order, filtered by glob and dtype; trees have sums."""
     names = [f"layers.{n}.{part}" for n in range(12) for part in ("w", "b")]
     names += ["a.b", "a.b-x", "a.b.c", "50%_a.x"]
     number = catalog.add("run/step-1", tensors=len(names), fqns=names)

@@ -1,4 +1,4 @@
-"""Both clients of an application that really listens."""
+"""Fixtures that connect the sync and async client to the application, over a real socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeClient = Callable[..., Client]
 
 @pytest.fixture(params=KINDS)
 def connect(request: pytest.FixtureRequest, app: App) -> Iterator[MakeClient]:
-    """Makes clients with a key, or with a new one of given scopes."""
+    """Return a function that makes a client with a given key, or with a new key of given scopes."""
     with ExitStack() as stack:
         url = stack.enter_context(listening(app.app))
 

@@ -1,4 +1,4 @@
-"""What admins do, by both clients against the real application: keys, webhooks, rules, retention."""
+"""Administration by both clients against the real application: keys, rules, retention."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.catalog_rows import add_checkpoint
 
 @pytest.fixture
 def app(tmp_path: Path) -> Iterator[App]:
-    """The application with the roots "main" and "other"."""
+    """Start the application with the roots "main" and "other"."""
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as running:
         yield running
 
 
 def test_keys(connect: MakeClient) -> None:
-    """A key is made, works for what it is for, is listed without its secret, and ends when it is revoked."""
+    """A key is created, works within its scopes, is listed without its secret, and ends when revoked."""
     admin = connect("admin")
     made = admin.create_key("trainers", scopes=["read", "write"], roots=["main"], expires_in_seconds=3600)
     assert (made.scopes, made.roots) == (("read", "write"), ("main",))
@@ -39,7 +39,7 @@ def test_keys(connect: MakeClient) -> None:
 
 
 def test_rules(connect: MakeClient) -> None:
-    """A rule is made, shown as it was given, changed, listed and removed."""
+    """A rule is created, returned as given, changed, listed and deleted."""
     admin = connect("admin")
     convert = {"kind": "convert", "to": "safetensors", "target_root": "other", "target_key": "{run}/{name}"}
     made = admin.create_rule(
@@ -58,7 +58,7 @@ def test_rules(connect: MakeClient) -> None:
 
 
 def test_retention(connect: MakeClient, app: App) -> None:
-    """Previews a policy that is there or not; makes, changes, runs and removes one."""
+    """A retention policy is previewed before and after creation, changed, run and deleted."""
     for run in ("one", "two"):
         for step in (1, 2, 3):
             add_checkpoint(app.service.database, f"{run}/step-{step}")
@@ -87,7 +87,7 @@ def test_retention(connect: MakeClient, app: App) -> None:
 
 @pytest.mark.parametrize("lost", [502, None], ids=["a proxy's 502", "no answer"])
 def test_what_answers_with_a_secret_is_asked_once(lost: int | None) -> None:
-    """If the answer is lost nobody has the secret, and a second one would make a second key."""
+    """A POST whose response has a secret is not repeated, because a repetition makes a second secret."""
     seen: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

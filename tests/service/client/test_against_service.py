@@ -1,4 +1,4 @@
-"""Both clients against the real application on a real socket."""
+"""Both clients against the real application, over a real socket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.app import App, running_app
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two steps of a run in the root "main"."""
+    """Create a folder with two steps of a run in the root "main"."""
     folder = tmp_path_factory.mktemp("template")
     with dcp.CheckpointManager(folder / "main" / "run", mode="sync", no_dist=True) as manager:
         for step in (1, 2):
@@ -40,14 +40,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def app(template: Path, tmp_path: Path) -> Iterator[App]:
-    """The application over a copy of the template."""
+    """Start the application over a copy of the template."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path) as running:
         yield running
 
 
 def state_at(step: int) -> dict[str, object]:
-    """What the checkpoint of a step holds."""
+    """Return the state of the checkpoint at a step."""
     return {
         "model": {
             "weight": torch.arange(12, dtype=torch.float32).reshape(3, 4) + step,
@@ -58,12 +58,12 @@ def state_at(step: int) -> dict[str, object]:
 
 
 def registered(client: Client) -> list[int]:
-    """The checkpoints' ids, by step."""
+    """Return the ids of the checkpoints, by step."""
     return [client.register(f"run/step-0000000{step}", root="main").id or 0 for step in (1, 2)]
 
 
 def test_the_catalog(connect: MakeClient, tmp_path: Path) -> None:
-    """Registered checkpoints are listed, filtered, sorted, page by page, and shown."""
+    """Registered checkpoints are listed, filtered, sorted, read in pages and shown."""
     client = connect("read", "write")
     assert [(root.name, root.is_configured) for root in client.roots()] == [("main", True), ("other", True)]
     first = client.register("step-00000001", root_url=str(tmp_path / "main" / "run"), tags=["good"])
@@ -95,7 +95,7 @@ def test_the_catalog(connect: MakeClient, tmp_path: Path) -> None:
 
 
 def test_labels(connect: MakeClient) -> None:
-    """Tags, pins, metrics and aliases; what has changed since is not overwritten."""
+    """Tags, pins, metrics and aliases are set and removed; a stale ETag is refused."""
     client = connect("read", "write")
     one, two = registered(client)
     before = client.checkpoint(one)
@@ -120,7 +120,7 @@ def test_labels(connect: MakeClient) -> None:
 
 
 def test_what_is_in_it(connect: MakeClient) -> None:
-    """Names, trees, values, slices, shards, files and differences."""
+    """The client returns names, trees, values, slices, shards, files and differences."""
     client = connect("read", "write")
     one, two = registered(client)
     assert [(t.fqn, t.kind, t.shape) for t in client.tensors(two, page_size=1)] == [
@@ -147,7 +147,7 @@ def test_what_is_in_it(connect: MakeClient) -> None:
 
 
 def test_downloads(connect: MakeClient, tmp_path: Path) -> None:
-    """The checkpoint as a file that libraries read, and its own files as they are."""
+    """A checkpoint is downloaded as a file that libraries read, and its own files unchanged."""
     client = connect("read", "write")
     _, two = registered(client)
     seen: list[tuple[int, int]] = []
@@ -169,7 +169,7 @@ def test_downloads(connect: MakeClient, tmp_path: Path) -> None:
 
 
 def test_refusals(connect: MakeClient) -> None:
-    """Each is the error of its status, with the detail of the service and the request's id."""
+    """Each status raises its own error, with the detail and the request id of the service."""
     with pytest.raises(UnauthorizedError):
         connect(key="dcp_wrong").roots()
     reader = connect("read")
@@ -187,7 +187,7 @@ def test_refusals(connect: MakeClient) -> None:
 
 
 def test_jobs_wait_their_turn(connect: MakeClient) -> None:
-    """Submitted jobs are listed, cancelled and begun anew; the same twice is one."""
+    """Jobs are submitted, listed, cancelled and retried; submitting the same job twice returns one job."""
     client = connect("read", "write")
     one, _ = registered(client)
     job = client.verify(one)

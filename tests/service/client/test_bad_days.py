@@ -1,4 +1,4 @@
-"""Both clients when the network breaks, the service is busy, or something else answers."""
+"""Failures: both clients with a broken network, a busy service, or a server that is not the service."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TAGGED = {"ETag": '"v1"', "Content-Type": "application/octet-stream", "Accept-Ra
 
 @pytest.fixture(params=KINDS)
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Makes a client of a service."""
+    """Return a function that makes a client for a URL."""
     with ExitStack() as stack:
 
         def make(service: ScriptedService | str, **options: Any) -> Client:
@@ -46,13 +46,13 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
 
 def problem(status: int, **more: Any) -> Answer:
-    """A problem document."""
+    """Return a problem document."""
     body = {"type": "/problems/x", "title": "Title", "status": status, "detail": "why", **more}
     return Answer(status, body, {"Content-Type": "application/problem+json", "Retry-After": "0"})
 
 
 def job(state: str, **more: Any) -> dict[str, Any]:
-    """A job as the service answers."""
+    """Return a job as the service sends it."""
     given = {"id": 7, "kind": "verify", "state": state, "params": {}, "created_by": "key:a", "priority": 0}
     ledger = {"created_at": "2026-01-01T00:00:00.000Z", "is_ending": False, "attempt": 0, "max_attempts": 3}
     return given | ledger | more
@@ -60,7 +60,7 @@ def job(state: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("first", [problem(503), Answer(202, job("queued"), cut=3)])
 def test_what_passes_is_tried_again(connect: Connect, first: Answer) -> None:
-    """Asks again where a service is busy or an answer is lost; the key tells that the POST is the same."""
+    """A busy service or a lost response is retried; each attempt of a POST has the same Idempotency-Key."""
     answers = iter([first, problem(409, state="working"), Answer(202, job("queued"))])
     with scripted_service(lambda asked: next(answers)) as service:
         assert connect(service, retries=2).submit("verify", {"checkpoint_id": 1}).state == "queued"
@@ -70,7 +70,7 @@ def test_what_passes_is_tried_again(connect: Connect, first: Answer) -> None:
 
 
 def test_not_for_ever(connect: Connect) -> None:
-    """Raises after so many attempts, with what the service said."""
+    """The client raises after its last retry, with the detail of the service."""
     with scripted_service(lambda asked: problem(503)) as service:
         with pytest.raises(UnavailableError, match="why") as caught:
             connect(service).roots()
@@ -79,7 +79,7 @@ def test_not_for_ever(connect: Connect) -> None:
 
 
 def test_what_is_final_is_not_tried_again(connect: Connect) -> None:
-    """Raises at once for what is final, and for what would have to wait for long."""
+    """A final error, or a long Retry-After, raises at once."""
     with scripted_service(lambda asked: problem(409, state="running")) as service:
         with pytest.raises(ConflictError) as caught:
             connect(service).cancel(7)
@@ -91,7 +91,7 @@ def test_what_is_final_is_not_tried_again(connect: Connect) -> None:
 
 
 def test_a_change_that_may_have_happened(connect: Connect) -> None:
-    """One with If-Match is not repeated when the answer is lost: its second try would be refused."""
+    """A change with If-Match is not repeated after a lost response: the second attempt would get 412."""
     with scripted_service(lambda asked: Answer(200, {"id": 1}, cut=3)) as service:
         client = connect(service)
         with pytest.raises(TransportError):
@@ -103,7 +103,7 @@ def test_a_change_that_may_have_happened(connect: Connect) -> None:
 
 
 def test_something_else_answers(connect: Connect) -> None:
-    """A page of some proxy is no answer."""
+    """A response that is not from the service, such as a proxy's HTML page, raises an error."""
     with scripted_service(lambda asked: Answer(200, b"<html>", {"Content-Type": "text/html"})) as service:
         client = connect(service)
         for ask in (client.roots, lambda: client.checkpoint(1), lambda: client.checkpoints().first()):
@@ -118,13 +118,13 @@ def test_something_else_answers(connect: Connect) -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8470", "ftp://host", "", "http://"])
 def test_no_url(url: str) -> None:
-    """Refuses an invalid URL at once."""
+    """An invalid URL raises at once."""
     with pytest.raises(ValueError, match="not the URL"):
         Client(url)
 
 
 def test_the_key_is_not_shown() -> None:
-    """Neither in a repr nor in the error for one that is none."""
+    """Neither the repr of a client nor the error about an invalid key shows the key."""
     assert "dcp_secret" not in repr(Client("http://host", key="dcp_secret"))
     with pytest.raises(ValueError, match="key") as caught:
         Client("http://host", key="s\u00fcss")
@@ -135,7 +135,7 @@ def test_the_key_is_not_shown() -> None:
 
 
 def ranged(asked: Asked, data: bytes, etag: str, cut: int | None = None) -> Answer:
-    """As a server answers that knows ranges, sending ``cut`` bytes of it at most."""
+    """Answer as a server with range requests does, with at most ``cut`` bytes."""
     headers = TAGGED | {"ETag": etag}
     begin = asked.headers.get("Range", "").removeprefix("bytes=").removesuffix("-")
     if not begin or asked.headers.get("If-Range") != etag:
@@ -148,7 +148,7 @@ def ranged(asked: Asked, data: bytes, etag: str, cut: int | None = None) -> Answ
 
 
 def test_a_download_that_breaks_off(connect: Connect, tmp_path: Path) -> None:
-    """Begins again where it broke off, as often as it takes, while more bytes come."""
+    """An interrupted download resumes behind the last byte, as long as each attempt gets more bytes."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=60_000)) as service:
         path = connect(service, retries=1).download(1, tmp_path / "file")
         assert path.read_bytes() == BYTES
@@ -157,7 +157,7 @@ def test_a_download_that_breaks_off(connect: Connect, tmp_path: Path) -> None:
 
 
 def test_one_that_ends_at_the_same_byte(connect: Connect, tmp_path: Path) -> None:
-    """Is an error that says so, as of a damaged checkpoint, and no file; the part stays."""
+    """A download that stops twice at the same byte raises; the partial file stays for a later resume."""
 
     def answer(asked: Asked) -> Answer:
         found = ranged(asked, BYTES, '"v1"')
@@ -179,19 +179,19 @@ WRONG = ("bytes 5-9/10", "bytes 5000-255999/999999")
 
 
 def shorter(asked: Asked) -> Answer:
-    """Ranges that are shorter than they say, though each answer ends in good order."""
+    """Answer a range request with fewer bytes than Content-Range says, in a complete response."""
     found = ranged(asked, BYTES, '"v1"')
     return Answer(206, found.body[:60_000], found.headers) if found.status == 206 else found
 
 
 def stale(asked: Asked) -> Answer:
-    """A cache, whose range is of another content than the part that is there."""
+    """Answer as a stale cache does: the range belongs to another content than the partial file."""
     whole = ranged(asked, OTHERS, '"v2"')
     return Answer(206, OTHERS[5000:], whole.headers | SPAN) if "Range" in asked.headers else whole
 
 
 def not_asked_for(headers: dict[str, str]) -> Callable[[Asked], Answer]:
-    """A range of something else, or none that says what it is."""
+    """Answer a range request with a wrong or missing Content-Range."""
 
     def answer(asked: Asked) -> Answer:
         if "Range" in asked.headers:
@@ -213,7 +213,7 @@ def not_asked_for(headers: dict[str, str]) -> Callable[[Asked], Answer]:
 def test_a_part_is_gone_on_with_where_it_holds(
     connect: Connect, tmp_path: Path, answer: Callable[[Asked], Answer], expected: bytes
 ) -> None:
-    """Puts nothing together of two contents, whatever a service or a cache answers, and fetches all bytes."""
+    """A resumed download never mixes two contents and fetches all bytes, whatever a cache sends."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
         with pytest.raises(DownloadError):
             connect(service, retries=0).download(1, tmp_path / "file")
@@ -223,7 +223,7 @@ def test_a_part_is_gone_on_with_where_it_holds(
 
 
 def test_a_redirect_learns_no_key(connect: Connect, tmp_path: Path) -> None:
-    """A file that S3 gives itself is fetched from there, without the service's key."""
+    """A redirect to S3 is followed without the service's key."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"s3"')) as storage:
         place = {"Location": f"{storage.url}/bucket/file?X-Amz-Signature=1"}
         with scripted_service(lambda asked: Answer(307, b"", place)) as service:
@@ -238,7 +238,7 @@ def test_a_redirect_learns_no_key(connect: Connect, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, b"old" * 1000])
 def test_a_power_cut_leaves_the_old_file_or_the_new_one(before: bytes | None, tmp_path: Path) -> None:
-    """Leaves never a part of one, and the new one once the download has returned."""
+    """After a power cut the target has the old or the new content; once the download returned, the new."""
     folder = tmp_path / "work"
     folder.mkdir()
     target = folder / "model.pt"
@@ -261,7 +261,7 @@ def test_a_power_cut_leaves_the_old_file_or_the_new_one(before: bytes | None, tm
 
 
 def test_pages_may_be_empty_and_the_list_goes_on(connect: Connect) -> None:
-    """Finds what comes last where the service gave up searching before a page was full."""
+    """Empty pages do not end a list: a search may stop before a page is full."""
     pages: dict[str | None, tuple[list[Any], str | None]]
     pages = {None: ([], "a"), "a": ([], "b"), "b": ([job("queued")], "c"), "c": ([], None)}
 
@@ -281,7 +281,7 @@ def test_pages_may_be_empty_and_the_list_goes_on(connect: Connect) -> None:
 
 
 def test_waiting(connect: Connect) -> None:
-    """Waits for success; a failure, a cancellation and a late one are errors that have the job."""
+    """Waiting returns a succeeded job; a failure, a cancellation and a timeout raise errors."""
     states = iter(["queued", "running", "succeeded"])
     with scripted_service(lambda asked: Answer(200, job(next(states), result={"ok": 1}))) as service:
         client = connect(service)
@@ -303,13 +303,13 @@ def test_waiting(connect: Connect) -> None:
 
 
 def event(number: int | None, kind: str, data: Any) -> str:
-    """A server-sent event as the service writes it."""
+    """Format a server-sent event as the service does."""
     head = "" if number is None else f"id: {number}\n"
     return f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n"
 
 
 def shown(number: int, kind: str) -> str:
-    """An event of the ledger."""
+    """Format an event of the ledger."""
     data = {"id": number, "job_id": 7, "kind": kind, "at": "2026-01-01T00:00:00.000Z", "data": {"n": number}}
     return event(number, kind, data)
 
@@ -318,7 +318,7 @@ STREAM = {"Content-Type": "text/event-stream"}
 
 
 def test_watching(connect: Connect) -> None:
-    """Yields events in order to the end, and begins again behind the last one where a connection breaks."""
+    """Events arrive in order; after a broken connection the stream resumes behind the last event."""
     end = shown(4, "state") + event(None, "progress", {"done_tasks": 1}) + event(None, "end", {})
     parts = [
         Answer(200, f": hello\nretry: 10\n\n{shown(1, 'submitted')}{shown(2, 'state')}".encode(), STREAM),
@@ -339,7 +339,7 @@ def test_watching(connect: Connect) -> None:
 
 
 def test_a_proxy_that_packs(connect: Connect, tmp_path: Path) -> None:
-    """Writes nothing that comes packed: its size would be right, and its bytes wrong."""
+    """A compressed response raises and leaves no file: its size may be right, but its bytes are wrong."""
     packed = Answer(200, BYTES, TAGGED | {"Content-Encoding": "gzip"})
     with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="compresses"):
         connect(service).download(1, tmp_path / "file")

@@ -1,4 +1,4 @@
-"""docs/how-to/use-the-client.md and the catalog's part of find-the-best-and-export.md run as they stand."""
+"""Examples of docs/how-to/use-the-client.md and of the catalog's part of find-the-best-and-export.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEST = PAGE.with_name("find-the-best-and-export.md")
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks, one after the other, against a service with a worker; only the address is another."""
+    """The code blocks of the page run in order against a service with a worker, at another address."""
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     roots = {"checkpoints": {"url": str(tmp_path / "checkpoints"), "scan_seconds": 0}}
@@ -45,7 +45,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_checkpoint_is_found_and_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page's run, scanned, sorted by a metric; the step with the lowest value is downloaded."""
+    """The page trains and scans a run, sorts by a metric and downloads the step with the lowest value."""
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     roots = {"runs": {"url": str(tmp_path / "runs"), "scan_seconds": 0}}

@@ -1,4 +1,4 @@
-"""The client's models of answers, without the service."""
+"""Models of responses, without the service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.scripted_service import Answer, scripted_service
 
 @pytest.mark.parametrize("document", [None, [], {}, {"id": "x"}, {"id": 7, "kind": 3}])
 def test_answers_that_are_none(document: Any) -> None:
-    """Raises an error of the client's tree, which says what is wrong."""
+    """A malformed response raises a client error that names the model."""
     with (
         scripted_service(lambda asked: Answer(200, document)) as service,
         pytest.raises(AnswerError, match="Job"),
@@ -23,7 +23,7 @@ def test_answers_that_are_none(document: Any) -> None:
 
 
 def test_the_client_imports_nothing_of_the_service() -> None:
-    """Needs httpx, and neither the service's parts nor their dependencies, nor torch, nor numpy."""
+    """The client imports no other part of the service, none of its dependencies, no torch and no numpy."""
     code = (
         "import sys, dcp.server.client;"
         "bad = {'torch', 'numpy', 'fastapi', 'pydantic', 'sqlalchemy'};"

@@ -1,4 +1,4 @@
-"""A service over checkpoints of every kind, asked over a real socket."""
+"""Fixtures: a service over checkpoints of every kind, on a real socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE: dict[str, Any] = {
 
 @dataclass
 class DataSite:
-    """``http`` may all; the roots "main" and "other" are folders below ``folder``."""
+    """A service with the roots "main" and "other" below ``folder``; ``http`` is a client of an admin."""
 
     app: App
     folder: Path
@@ -38,27 +38,27 @@ class DataSite:
         self._known: dict[tuple[str, str], str] = {}
 
     def client(self, *scopes: Any, **given: Any) -> httpx.Client:
-        """With a new key, or with none."""
+        """Return a client with a new key of these scopes, or without a key."""
         headers = {"Authorization": f"Bearer {self.app.key(*scopes, **given)}"} if scopes else {}
         return self.stack.enter_context(
             httpx.Client(base_url=self.url, headers=headers, timeout=120, verify=False)
         )
 
     def known(self, key: str = "run/step-3", root: str = "main") -> str:
-        """The address of a checkpoint, which is registered."""
+        """Register a checkpoint once, and return its URL."""
         if (root, key) not in self._known:
             answer = self.http.post("/api/v1/checkpoints", json={"root": root, "key": key})
             self._known[root, key] = f"/api/v1/checkpoints/{answer.raise_for_status().json()['id']}"
         return self._known[root, key]
 
     def save(self, key: str, state: dict[str, Any] | None = None, root: str = "main") -> Path:
-        """A new checkpoint; its place."""
+        """Save a new checkpoint, and return its folder."""
         dcp.save(STATE if state is None else state, checkpoint_id=self.folder / root / key, no_dist=True)
         return self.folder / root / key
 
 
 def data_site(stack: ExitStack, folder: Path, url: str | None = None, **settings: Any) -> DataSite:
-    """A service for as long as the stack lasts."""
+    """Start a service that ends with the stack."""
     url = url or f"sqlite:///{folder / 'catalog.sqlite'}"
     settings = {"rate_limit": "100000/minute", **settings}
     app = stack.enter_context(running_app(url, folder, **settings))
@@ -67,7 +67,7 @@ def data_site(stack: ExitStack, folder: Path, url: str | None = None, **settings
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
-    """Checkpoints of each writer and each kind of tensor in the root "main", one in "other"."""
+    """Start a service with checkpoints of each writer and kind of tensor in "main", one in "other"."""
     folder = tmp_path_factory.mktemp("data")
     main = folder / "main"
     dcp.save(many_kinds(), checkpoint_id=main / "kinds", no_dist=True)
@@ -88,6 +88,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[DataSite]:
-    """Of one test, which changes what is stored."""
+    """Start a service for a single test that changes stored files."""
     with ExitStack() as stack:
         yield data_site(stack, tmp_path)

@@ -1,4 +1,4 @@
-"""Bodies that nobody takes, plans that are shared. Internal: receivers that stop at a chosen moment."""
+"""Response bodies, ranges, file names and shared plans. Internal: clients that stop at a chosen moment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PART = 1 << 20
 
 
 class Counted(Body):
-    """Bytes without end. Knows what was read, and if it was closed."""
+    """A very large body that counts the bytes read, and records its closing."""
 
     def __init__(self) -> None:
         self.size_bytes = 1 << 40
@@ -46,7 +46,7 @@ class Counted(Body):
         self.closed = threading.Event()
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
-        """In parts of `PART` bytes."""
+        """Yield parts of `PART` bytes."""
         try:
             for at in range(begin, end, PART):
                 part = memoryview(bytearray(min(PART, end - at)))
@@ -57,7 +57,7 @@ class Counted(Body):
 
 
 class Site:
-    """One route that answers with ``body``; behind a plan, if one is given."""
+    """An application with one route that sends ``body``, behind a plan if ``plan`` is given."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class Site:
         self.app = app
 
     def serve(self, stack: ExitStack) -> httpx.Client:
-        """On a socket."""
+        """Serve the application on a socket."""
         url = stack.enter_context(listening(RequestMiddleware(self.app)))
         self.port = int(url.rpartition(":")[2])
         return stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=False))
 
     def ask(self, stack: ExitStack, receive_buffer: int | None = None) -> socket.socket:
-        """A client that has asked, and has read nothing."""
+        """Send a request and return its socket, without reading."""
         client = stack.enter_context(socket.socket())
         if receive_buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -104,13 +104,13 @@ class Site:
         return client
 
     def wait_until_free(self) -> None:
-        """Until no place is taken."""
+        """Wait until no stream is running."""
         wait_until(lambda: self.streams.running == 0, "its place is free", 60)
 
 
 @dataclass(eq=False)
 class Held:
-    """A value of so many bytes."""
+    """A value that holds so many bytes."""
 
     held_bytes: int
 
@@ -118,7 +118,7 @@ class Held:
 def test_a_client_that_takes_nothing_is_cut_off(
     logs_as_before: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ends it after a while, in little memory; the log says so in a line, without tracebacks."""
+    """A client that reads nothing is disconnected with little memory used and one line in the log."""
     site = Site(Counted(), Streams(1), stall_seconds=0.5)
     with ExitStack() as stack:
         site.serve(stack)
@@ -134,7 +134,7 @@ def test_a_client_that_takes_nothing_is_cut_off(
 
 
 def test_a_client_that_takes_too_little_is_cut_off() -> None:
-    """Holds no place for one that takes something all the time, but less than the minimum rate."""
+    """A client that reads steadily, but below the minimum rate, is disconnected and its slot freed."""
     site = Site(Counted(), Streams(1, 1 << 30), stall_seconds=1.5)
     with ExitStack() as stack:
         site.serve(stack)
@@ -162,7 +162,7 @@ RANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("text", RANGES)
 def test_ranges(text: str) -> None:
-    """Takes one range as RFC 9110 has it; what is none, or of other content, is answered by the whole."""
+    """A single range works as in RFC 9110; an invalid range or a stale If-Range gets the whole body."""
     whole, expected = ByteRange(0, 100, 100), RANGES[text]
     if expected is RangeError:
         with pytest.raises(RangeError) as caught:
@@ -175,7 +175,7 @@ def test_ranges(text: str) -> None:
 
 
 def test_names_of_files() -> None:
-    """Lets no name end the header or hide an extension."""
+    """No file name breaks out of the header or hides its extension."""
     assert disposition("step-1.pt") == "attachment; filename=\"step-1.pt\"; filename*=UTF-8''step-1.pt"
     for name in ('a"; filename="x.exe', "ü\r\nX: y", "", "../../etc/passwd"):
         value = disposition(name)
@@ -184,11 +184,11 @@ def test_names_of_files() -> None:
         value.encode("latin-1")
 
 
-# -- what several ask for ------------------------------------------------------------------------------------
+# -- shared plans --------------------------------------------------------------------------------------------
 
 
 def test_a_place_comes_before_planning() -> None:
-    """Plans nothing with all places taken; who asks for a plan that is being made waits for it."""
+    """A request without a free slot plans nothing; a second request for the same plan waits for it."""
     begun, go_on, made = threading.Event(), threading.Event(), []
 
     def plan() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as one file and their own files, over HTTP: whole, in ranges, damaged, ended and of S3."""
+"""Downloads over HTTP: a checkpoint as one file and its own files; ranges, damage, cancellation and S3."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.service import wait_until
     ],
 )
 def test_a_download_is_what_a_conversion_writes(source: str, to: str, site: DataSite, tmp_path: Path) -> None:
-    """Has the bytes of `dcp.convert`, of the announced size, and any range of them."""
+    """A download has the bytes and the size of the file that `dcp.convert` writes, also in ranges."""
     target = tmp_path / ("out.safetensors" if to == "safetensors" else "out.pt")
     dcp.convert(site.folder / "main" / source, target, to=to, executor="inline")
     url, whole = f"{site.known(source)}/download?format={to}", target.read_bytes()
@@ -49,7 +49,7 @@ def test_a_download_is_what_a_conversion_writes(source: str, to: str, site: Data
 
 
 def test_a_download_that_broke_off_goes_on(site: DataSite) -> None:
-    """Has a name, an entity tag, and ranges that hold for this content alone."""
+    """A download has a file name, an ETag, and ranges that are valid for its content only."""
     url = f"{site.known()}/download"
     answer = site.http.get(url)
     assert answer.headers["content-disposition"].startswith('attachment; filename="step-3.safetensors"')
@@ -63,7 +63,7 @@ def test_a_download_that_broke_off_goes_on(site: DataSite) -> None:
 
 
 def test_options_of_a_download(site: DataSite) -> None:
-    """Selects and casts; options that match nothing or mean nothing are refused."""
+    """Names are selected and dtypes cast; options without a match or a meaning get 422."""
     url = f"{site.known('kinds')}/download"
     chosen = {"only": ["large", "scalar"], "dtype": "bfloat16"}
     answer = site.http.get(url, params=chosen)
@@ -84,7 +84,7 @@ def test_options_of_a_download(site: DataSite) -> None:
 
 
 def flip(folder: Path, at: float) -> None:
-    """One bit of the only data file, again to take it back."""
+    """Flip one bit of the only data file; a second call restores it."""
     (data,) = folder.glob("*.distcp")
     with data.open("r+b") as file:
         file.seek(int(data.stat().st_size * at))
@@ -95,7 +95,7 @@ def flip(folder: Path, at: float) -> None:
 
 @pytest.mark.parametrize("to", ["safetensors", pytest.param("torch", marks=pytest.mark.exhaustive)])
 def test_a_damaged_source_never_gives_all_bytes(own: DataSite, to: str) -> None:
-    """Breaks the connection wherever the damage is; a range beside it is whole."""
+    """A download of damaged data breaks off; ranges without damage are complete, others get 422."""
     folder = own.save("s", {"a": torch.arange(3_000_000.0), "b": torch.arange(9.0)})
     url = f"{own.known('s')}/download?format={to}"
     whole = own.http.get(url).content
@@ -115,7 +115,7 @@ def test_a_damaged_source_never_gives_all_bytes(own: DataSite, to: str) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_range_of_a_zip_reads_nothing_before_it(own: DataSite, dtype: str | None) -> None:
-    """Combines the manifest's checksums; what is cast is read from the start, so that damage is noticed."""
+    """A range of a zip file uses stored checksums and reads nothing else; a cast reads from the start."""
     folder = own.save("s", {"a": torch.arange(3_000_000.0), "b": torch.arange(9), "c": torch.ones(0)})
     params = {"format": "torch"} | ({"dtype": dtype} if dtype else {})
     url = f"{own.known('s')}/download"
@@ -128,11 +128,11 @@ def test_a_range_of_a_zip_reads_nothing_before_it(own: DataSite, dtype: str | No
     assert dtype is not None or end.content == data[-300:]
 
 
-# -- who, and for how long -----------------------------------------------------------------------------------
+# -- permissions and quotas ----------------------------------------------------------------------------------
 
 
 def test_who_may_and_in_which_state(own: DataSite) -> None:
-    """Shows nothing to a key for another root, and gives nothing of a deleted checkpoint."""
+    """A key for another root gets 404, a request without a key 401, and a deleted checkpoint 410."""
     own.save("s")
     own.save("s", root="other")
     url, other = own.known("s"), own.known("s", root="other")
@@ -152,17 +152,17 @@ def test_who_may_and_in_which_state(own: DataSite) -> None:
 
 
 MANY = 16_000_000
-"""Elements of four bytes: more than the 36 MiB that Linux may take for a client that reads nothing."""
+"""Elements of four bytes: more than the 36 MiB that Linux may buffer for a client that does not read."""
 
 
 def test_a_client_that_leaves_stops_the_reading(tmp_path: Path) -> None:
-    """Closes the files and frees the place, of which there is one."""
+    """A disconnected client frees its slot, the only one, and the files are closed."""
     with ExitStack() as stack:
         site = data_site(stack, tmp_path, max_downloads=1)
         site.save("big", {"w": torch.from_numpy(np.zeros(MANY, np.int32))})
         ask = partial(site.http.stream, "GET", f"{site.known('big')}/download")
         with ask() as answer:
-            body = answer.iter_raw(1000)  # httpx hangs up once nobody has it
+            body = answer.iter_raw(1000)  # httpx disconnects once the iterator is garbage
             next(body)
             wait_until(lambda: any("/big/" in path for path in open_files()), "its files are open")
         wait_until(lambda: not any("/big/" in path for path in open_files()), "its files are closed")
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_stops_the_reading(tmp_path: Path) -> None:
     ],
 )
 def test_downloads_end_with_their_key(what: str, tmp_path: Path) -> None:
-    """Gives a revoked key no more than is under way, and one key half of the places."""
+    """A revoked key ends its running downloads; one key may use half of the slots."""
     with ExitStack() as stack:
         site = data_site(stack, tmp_path, max_downloads=2)
         (data,) = site.save("big", {"w": torch.from_numpy(np.zeros(MANY, np.int32))}).glob("*.distcp")
@@ -196,7 +196,7 @@ def test_downloads_end_with_their_key(what: str, tmp_path: Path) -> None:
         received = [len(next(body)) for body in bodies]
         (number,) = [k["id"] for k in site.http.get("/api/v1/keys").json()["items"] if k["name"] == "one"]
         site.http.delete(f"/api/v1/keys/{number}").raise_for_status()
-        time.sleep(2.2)  # what is sent is judged every two seconds
+        time.sleep(2.2)  # running downloads are checked every two seconds
         with pytest.raises(httpx.RemoteProtocolError):
             received[0] += sum(map(len, bodies[0]))
         received[1] += sum(map(len, bodies[1]))
@@ -204,8 +204,8 @@ def test_downloads_end_with_their_key(what: str, tmp_path: Path) -> None:
 
 
 def test_downloads_are_as_slow_as_a_quota_says(tmp_path: Path) -> None:
-    """Shares the bytes a second of an account among its downloads, also after a change while one is sent;
-    with a limit, small ones count as downloads, too."""
+    """The downloads of a root share its bytes per second, also after a change of the quota; with a limit on
+    their number, small downloads count too."""
     rate = 4 << 20
     with ExitStack() as stack:
         quotas = {"root": {"download_bytes_per_second": rate}, "key": {"downloads": 2}}
@@ -220,7 +220,7 @@ def test_downloads_are_as_slow_as_a_quota_says(tmp_path: Path) -> None:
         received, begun = 0, time.monotonic()
         while received < 4 * rate:
             received += sum(len(next(body)) for body in bodies)
-        # half a second's bytes, and what sockets hold, are sent at once
+        # the bytes of half a second, and those in socket buffers, are sent at once
         assert 1.5 < time.monotonic() - begun < 30
         body = {"kind": "root", "subject": "main", "limits": {"download_bytes_per_second": None}}
         assert site.http.post("/api/v1/quotas", json=body).status_code == 201
@@ -233,7 +233,7 @@ def test_downloads_are_as_slow_as_a_quota_says(tmp_path: Path) -> None:
 
 
 def test_files(own: DataSite) -> None:
-    """Gives a checkpoint's own files as they are, of a single file that one alone."""
+    """The files of a checkpoint are sent unchanged; a single-file checkpoint has this file alone."""
     folder = own.save("s")
     url = f"{own.known('s')}/files"
     items = own.http.get(url).json()["items"]
@@ -254,7 +254,7 @@ def test_files(own: DataSite) -> None:
 
 
 def test_from_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
-    """Downloads from a bucket, whose files the storage gives to whoever has the signed address."""
+    """Downloads from a bucket: a file is a redirect to a signed URL of the storage."""
     options = s3_server.storage_options
     dcp.save(STATE, checkpoint_id=f"{s3_root}/step-3", storage_options=options, no_dist=True)
     with ExitStack() as stack:

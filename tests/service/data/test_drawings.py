@@ -1,4 +1,4 @@
-"""Pictures of a checkpoint over HTTP: matrices in cells, statistics, the map of shards and its chunks."""
+"""Pictures of a checkpoint over HTTP: matrices as grids of cells, statistics, and the map of shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.sharded import grid, save_sharded
 
 
 def matrix() -> torch.Tensor:
-    """Of more elements than are read at a time."""
+    """Return a matrix with more elements than are read at a time."""
     made = torch.arange(3_000_000.0).reshape(2000, 1500)
     made[7, 9], made[1500, 0] = float("nan"), -5.0
     return made
@@ -24,7 +24,7 @@ def matrix() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
-    """That matrix, one of more elements than are read at all, and shards."""
+    """Start a service with this matrix, a tensor that is only sampled, and shards."""
     with ExitStack() as stack:
         made = data_site(stack, tmp_path_factory.mktemp("drawn"))
         state = {"w": matrix(), "b": torch.ones(700, dtype=torch.bfloat16), "deep": torch.ones(2, 3, 4)}
@@ -39,12 +39,12 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
 
 
 def asked(site: DataSite, key: str, path: str, **params: Any) -> Any:
-    """The JSON of an answer."""
+    """Return the JSON of a response."""
     return site.http.get(f"{site.known(key)}/{path}", params=params).raise_for_status().json()
 
 
 def test_a_matrix_in_cells(drawn: DataSite) -> None:
-    """Says of each cell what numpy says; NaN counts by itself; a slice and a vector are drawn as well."""
+    """Each cell has numpy's mean, minimum and maximum, and counts its NaNs; slices and vectors work too."""
     url = f"{drawn.known('run/step-1')}/tensors/grid"
     answer = drawn.http.get(url, params={"fqn": "w", "rows": 7, "columns": 5})
     found, values = answer.json(), matrix().numpy()
@@ -66,7 +66,7 @@ def test_a_matrix_in_cells(drawn: DataSite) -> None:
 
 
 def test_of_a_large_matrix_a_part_is_read(drawn: DataSite) -> None:
-    """Reads some of each cell; what cannot be drawn is an error that says what to ask for."""
+    """A large matrix is sampled in each cell; a tensor of three dimensions gets an error with the remedy."""
     found = asked(drawn, "large", "tensors/grid", fqn="w", rows=4, columns=2)
     assert found["is_sampled"] and 0 < found["read_elements"] <= 1 << 26 and found["mean"] == [3.0] * 8
     for fqn, status, says in (
@@ -79,7 +79,7 @@ def test_of_a_large_matrix_a_part_is_read(drawn: DataSite) -> None:
 
 
 def test_statistics_of_one_tensor(drawn: DataSite) -> None:
-    """Computes them where none are kept, unless the tensor is large."""
+    """Statistics are computed on request if none are stored, but not for a large tensor."""
     found = asked(drawn, "run/step-1", "tensors/statistics", fqn="w")
     assert (found["is_kept"], found["statistics"]["nans"], found["statistics"]["min"]) == (False, 1, -5.0)
     url = f"{drawn.known('large')}/tensors/statistics"
@@ -90,7 +90,7 @@ def test_statistics_of_one_tensor(drawn: DataSite) -> None:
 
 
 def test_the_map_of_shards(drawn: DataSite) -> None:
-    """Has every byte of every chunk in one cell, in the row of its rank; tells what is stored again."""
+    """The map has each byte of a chunk in one cell, in the row of its rank, and marks replicated chunks."""
     found = asked(drawn, "sharded", "shards/map", rows=64, bins=8)
     total = (64 * 64 + 500 + 1 + 5 * 100) * 4
     assert sum(found["cell_bytes"]) == sum(row["tensor_bytes"] for row in found["rows"]) == total
@@ -110,7 +110,7 @@ def test_the_map_of_shards(drawn: DataSite) -> None:
 
 
 def test_a_replaced_one_is_read_anew(own: DataSite) -> None:
-    """Draws what is there now, though what was read before is kept."""
+    """A checkpoint saved again is read again, although the first reading was cached."""
     for size in (3, 4):
         own.save("s", {"w": torch.ones(size)})
         (chunk,) = asked(own, "s", "shards/chunks")["items"]

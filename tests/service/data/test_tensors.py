@@ -1,4 +1,4 @@
-"""Tensors over HTTP: whole and sliced, as lists and trees, by shards, and compared with another step's."""
+"""Tensors over HTTP: whole, sliced, by shards, and compared between checkpoints."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SLICES = ("0", "3:9", "::-7", "-5:,2:8", "...,1", ":,::3", "5,6", "100:50", "::-
 
 
 def data_of(site: DataSite, key: str, name: str, **params: Any) -> httpx.Response:
-    """What is answered for a tensor."""
+    """Request the data of a tensor."""
     return site.http.get(f"{site.known(key)}/tensors/data", params={"name": name, **params})
 
 
 def array_of(answer: httpx.Response) -> Any:
-    """Of a .npy file."""
+    """Load an array from a .npy response."""
     return np.load(io.BytesIO(answer.raise_for_status().content), allow_pickle=False)
 
 
 def test_each_kind_of_tensor(site: DataSite) -> None:
-    """Comes as .npy, in float32 where numpy has no such type, and as .safetensors with its own type."""
+    """A tensor is sent as .safetensors in its own dtype, and as .npy in float32 if numpy lacks the dtype."""
     for name, tensor in many_kinds().items():
         stored = load_safetensors(data_of(site, "kinds", name, format="safetensors").content)[name]
         assert (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
@@ -46,7 +46,7 @@ def test_each_kind_of_tensor(site: DataSite) -> None:
 
 @pytest.mark.parametrize("name", ["large", "kind.bfloat16"])
 def test_slices_are_numpys(site: DataSite, name: str) -> None:
-    """Takes what numpy takes of the whole, in any range of the file."""
+    """A slice equals numpy's slice of the whole tensor, also in ranges of the file."""
     array = many_kinds()[name].float().numpy()
     for text in SLICES:
         answer = data_of(site, "kinds", name, slice=text)
@@ -68,7 +68,7 @@ def test_slices_are_numpys(site: DataSite, name: str) -> None:
 
 
 def test_what_is_no_tensor_or_no_slice_is_refused(site: DataSite) -> None:
-    """Says so in a problem document; a slice has an entity tag of its own."""
+    """An unknown tensor gets 404 and an invalid slice 422; a slice has an ETag of its own."""
     for name, text, status in (
         ("none", None, 404),
         ("step", None, 404),
@@ -83,7 +83,7 @@ def test_what_is_no_tensor_or_no_slice_is_refused(site: DataSite) -> None:
 
 
 def test_shards(own: DataSite) -> None:
-    """Shows which rank has which box, page by page, and how much each rank has."""
+    """Shards list the rank and the box of each chunk, in pages; ranks list tensors and bytes."""
     tensors = {"a": torch.arange(64.0).reshape(8, 8), "b": torch.ones(5)}
     save_sharded(own.folder / "main/sharded", tensors, {"a": grid((8, 8), (2, 2))})
     url = f"{own.known('sharded')}/shards"
@@ -102,7 +102,7 @@ def test_shards(own: DataSite) -> None:
 
 
 def test_differences(own: DataSite) -> None:
-    """Compares by checksums where both have them, else by structure."""
+    """Checkpoints are compared by checksums if both have them, and by structure otherwise."""
     own.save("run/step-3")
     own.save("run/step-4", {"model": {"w": STATE["model"]["w"] + 1, "new": torch.ones(1)}, "step": 4})
     torch.distributed.checkpoint.save(

@@ -1,4 +1,4 @@
-"""A running service whose database is full, locked, away or frozen: 503, not ready, then well again."""
+"""Database outages of a running service: a full disk, a lock, a stopped or hanging server; then recovery."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SETTINGS = {"embedded_worker": False, "request_seconds": 6.0}
 
 
 def write(client: httpx.Client) -> httpx.Response:
-    """A request that writes."""
+    """Send a request that writes."""
     return client.post(KEYS, json={"name": uuid.uuid4().hex, "scopes": ["read"]})
 
 
 def names(client: httpx.Client) -> list[str]:
-    """What has been written."""
+    """Return the names of all keys written."""
     return [key["name"] for key in client.get(KEYS).json()["items"]]
 
 
 def check_unavailable(answer: httpx.Response) -> None:
-    """A problem document that says to come back, and nothing of the database's whereabouts."""
+    """Check for a 503 problem document with Retry-After that does not reveal the kind of database."""
     assert answer.status_code == 503, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert int(answer.headers["retry-after"]) > 0
@@ -41,7 +41,7 @@ def check_unavailable(answer: httpx.Response) -> None:
 
 
 def check_red(service: Service) -> None:
-    """Not ready, because of the database; yet alive."""
+    """Check that the service is alive, but not ready because of the database."""
     checks: dict[str, Any] = service.wait_for("/readyz", 503).json()["checks"]
     assert checks.pop("database") != "ok"
     assert set(checks.values()) <= {"ok"}
@@ -49,13 +49,13 @@ def check_red(service: Service) -> None:
 
 
 def check_recovered(service: Service, client: httpx.Client) -> None:
-    """Ready and writing again, without anybody's doing."""
+    """Check that the service becomes ready and writes again without intervention."""
     service.wait_for("/readyz")
     wait_until(lambda: write(client).status_code == 201, "a write")
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """Answers 503 to writes, of which nothing is there in part, and reads meanwhile; then all is well."""
+    """With a full disk writes get 503 and leave nothing partial, reads work, and the service recovers."""
     with Service(tmp_path / "service", SETTINGS) as service, service.client() as client:
         log_bytes = (service.folder / "dcp-catalog.sqlite-wal").stat().st_size
         written = []
@@ -75,7 +75,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_locked_database(tmp_path: Path) -> None:
-    """Answers 503 in bounded time to writes beside a writer that does not end, and reads meanwhile."""
+    """While another process holds the write lock, writes get 503 in bounded time and reads work."""
     with Service(tmp_path / "service", SETTINGS) as service, service.client() as client:
         assert write(client).status_code == 201
         other = sqlite3.connect(service.folder / "dcp-catalog.sqlite", isolation_level=None)
@@ -92,14 +92,14 @@ def test_locked_database(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_postgres() -> Iterator[StoppablePostgres]:
-    """A PostgreSQL that no other test uses."""
+    """Start a PostgreSQL server for a single test."""
     server = StoppablePostgres()
     with server.program:
         yield server
 
 
 def test_postgres_goes_away_and_comes_back(tmp_path: Path, own_postgres: StoppablePostgres) -> None:
-    """Requests are 503 while it is away; a service that starts meanwhile waits for it."""
+    """Requests get 503 while PostgreSQL is stopped, and a service started meanwhile waits for the server."""
     settings = {**SETTINGS, "database_url": own_postgres.url(own_postgres.create_migrated())}
     service = Service(tmp_path / "service", settings, ready=False)
     with service, service.client() as client:
@@ -123,9 +123,9 @@ def test_postgres_goes_away_and_comes_back(tmp_path: Path, own_postgres: Stoppab
         assert len(names(client)) >= 3
 
 
-@pytest.mark.exhaustive  # waits for several limits of time
+@pytest.mark.exhaustive  # waits for several timeouts
 def test_postgres_does_not_answer(tmp_path: Path, own_postgres: StoppablePostgres) -> None:
-    """A server that hangs with its connections open is not waited for without end."""
+    """Requests to a hanging PostgreSQL server end in a timeout, with open connections too."""
     settings = {**SETTINGS, "database_url": own_postgres.url(own_postgres.create_migrated())}
     with Service(tmp_path / "service", settings) as service, service.client() as client:
         assert write(client).status_code == 201

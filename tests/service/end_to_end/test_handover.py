@@ -1,4 +1,4 @@
-"""Handovers: a real MLflow server, W&B's own files, and a service that reaches them."""
+"""Handovers to a real MLflow server and to the files of W&B, by a running service."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ KEY: Final = "f" * 40
 
 
 def handover(api: CatalogApi, number: int, target: str) -> dict[str, Any]:
-    """That of a checkpoint to a target, as it is shown."""
+    """Return the handover of a checkpoint to a target."""
     items = api.get(f"/checkpoints/{number}/handovers")["items"]
     return next(one for one in items if one["target"] == target)
 
 
 def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """MLflow is away at first: the job waits and says so. Once it is back there is one version however often
-    it is handed over, whatever another worker made meanwhile; an alias hands over by itself, to W&B as well,
-    and a stage; a deletion is marked, also of what waited for MLflow; no answer, page or log has a
-    credential."""
+    """Handovers register references in MLflow and W&B, by hand, by alias and by stage. A job waits while
+    MLflow is down; repeated handovers, also beside another worker, give a single version. Deletions are
+    marked, also during the wait. No response, page or log has a credential."""
     mlflow = MlflowServer(tmp_path / "mlflow", TOKEN)
     wandb = tmp_path / "wandb"
     settings = {
@@ -86,7 +85,7 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
         assert http.delete(f"{API}/checkpoints/{fleeting}").is_success
         with mlflow:
             for waits in (job, gone):
-                http.post(f"{API}/jobs/{waits}/retry")  # unless it is tried again just now
+                http.post(f"{API}/jobs/{waits}/retry")  # refused if just retried
                 api.finished(waits)
             assert mlflow.versions("main.d") == [], "it was deleted before"
             tag = {
@@ -170,14 +169,14 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    """In MLflow's place, for answers that it seldom gives."""
+    """Start a receiver in place of MLflow, for responses that MLflow rarely gives."""
     with Receiver() as made:
         yield made
 
 
 @pytest.fixture
 def handing(make_database: MakeDatabase, tmp_path: Path, receiver: Receiver) -> Iterator[Catalog]:
-    """A catalog whose handovers go to the receiver, and whose jobs are done in this process."""
+    """Start a catalog whose handovers go to the receiver and whose jobs run in this process."""
     mlflow = {"url": receiver.url.removesuffix("/hook"), "user": "u", "password": TOKEN}
     features = {"handover": {"allow_private": ["127.0.0.1"], "mlflow": mlflow}}
     with running_app(make_database(), tmp_path, features=features) as app:
@@ -188,7 +187,7 @@ def handing(make_database: MakeDatabase, tmp_path: Path, receiver: Receiver) -> 
 
 
 def test_who_may_hand_over_what(handing: Catalog) -> None:
-    """It needs "write" for the root, a target that is configured and a checkpoint that is there."""
+    """A handover needs the scope "write" for the root, a configured target and an existing checkpoint."""
     number = handing.add("run/step-1")
     path = f"/checkpoints/{number}/handovers"
     writer, reader = (handing.app.client(*scopes) for scopes in (("read", "write"), ("read",)))
@@ -225,7 +224,7 @@ def test_who_may_hand_over_what(handing: Catalog) -> None:
 def test_answers_of_a_target(
     handing: Catalog, receiver: Receiver, answer: Any, state: str, said: str
 ) -> None:
-    """What it refuses fails, what may pass is tried again, and redirects are followed nowhere."""
+    """A refused request fails the job, a temporary error is retried, and redirects are not followed."""
     number = handing.add("run/step-1")
     receiver.answers.append(answer)
     job = handing.http.post(f"{API}/checkpoints/{number}/handovers", json={"target": "mlflow"}).json()["id"]
@@ -257,7 +256,7 @@ def test_answers_of_a_target(
     ],
 )
 def test_settings_that_cannot_work_stop_the_start(tmp_path: Path, given: Any, said: str) -> None:
-    """With the setting and the remedy in the message."""
+    """Invalid settings stop the start; the message has the setting and the remedy, and no secret."""
     with (
         pytest.raises(Exception, match=r"settings features\.handover") as caught,
         running_app(f"sqlite:///{tmp_path}/db", tmp_path, features={"handover": given}),

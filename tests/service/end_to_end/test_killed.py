@@ -1,4 +1,4 @@
-"""A worker and its server killed by SIGKILL in a conversion: it completes once, with one target."""
+"""SIGKILL of a worker and of the server during a conversion, which still completes once with one target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGET = "export/step-7"
 
 
 def save_checkpoint(url: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A checkpoint of several MiB below ``url``; what is in it."""
+    """Save a checkpoint of several MiB below ``url``, and return its state."""
     generator = torch.Generator().manual_seed(7)
     state = {f"layer.{number}": torch.randn(512, 513, generator=generator) for number in range(6)}
     state["bias"] = torch.randn(1001, generator=generator).to(torch.bfloat16)
@@ -31,7 +31,7 @@ def save_checkpoint(url: str, options: dict[str, Any]) -> dict[str, torch.Tensor
 
 
 def settings_of(database_url: str, runs: dict[str, Any], exports: dict[str, Any]) -> dict[str, Any]:
-    """Two roots that are not scanned by themselves, and leases that are soon over."""
+    """Return settings with two roots without periodic scans, and with short leases."""
     return {
         "database_url": database_url,
         "roots": {"runs": {**runs, "scan_seconds": 0}, "exports": {**exports, "scan_seconds": 0}},
@@ -47,7 +47,7 @@ def settings_of(database_url: str, runs: dict[str, Any], exports: dict[str, Any]
 def test_worker_killed_then_server_killed(
     tmp_path: Path, make_database: MakeDatabase, s3_proxy: FaultProxy, s3_root: str
 ) -> None:
-    """A killed worker is started again by its server; a killed server takes its worker and tasks along."""
+    """The server restarts a killed worker; a killed server ends its worker and tasks."""
     options = s3_proxy.storage_options
     state = save_checkpoint(f"{s3_root}/runs", s3_proxy.server.storage_options)
     roots = [{"url": f"{s3_root}/{name}", "storage_options": options} for name in ("runs", "exports")]
@@ -73,7 +73,7 @@ def test_worker_killed_then_server_killed(
 
 
 def check_one_target(api: CatalogApi, source: int, job: dict[str, Any]) -> None:
-    """The catalog has one target, which comes from the source by this job, and was told of once."""
+    """Check that the catalog has a single target with its lineage and a single audit entry."""
     (target,) = api.checkpoints(root="exports", state="any")
     assert (target["key"], target["state"], target["format"]) == (TARGET, "committed", "safetensors")
     assert target["step"] == 7
@@ -85,7 +85,7 @@ def check_one_target(api: CatalogApi, source: int, job: dict[str, Any]) -> None:
 
 
 def check_equal(server: S3Server, exports_url: str, state: dict[str, torch.Tensor]) -> None:
-    """The bucket holds the target and nothing else, and the safetensors library reads what was saved."""
+    """Check that the bucket has the target alone, and that the safetensors library reads the saved state."""
     with raw_s3(server) as s3:
         files = s3.list(exports_url)
         assert list(files) == [f"{TARGET}/model.safetensors"]

@@ -1,4 +1,4 @@
-"""A running service whose object store goes away: 503, not ready, jobs that wait, then well again."""
+"""Outage of the object store of a running service: 503, waiting jobs, then recovery."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKS = "/api/v1/root-checks"
 
 
 def check_unavailable(answer: httpx.Response) -> None:
-    """A problem document that says to come back, and nothing of keys and endpoints."""
+    """Check for a 503 problem document with Retry-After that does not reveal the endpoint."""
     assert answer.status_code == 503, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert int(answer.headers["retry-after"]) > 0
@@ -28,7 +28,7 @@ def check_unavailable(answer: httpx.Response) -> None:
 
 
 def test_object_store_goes_away_and_comes_back(tmp_path: Path, s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Answers 503 to requests for its bytes alone, keeps a job waiting, and recovers by itself."""
+    """Only requests for stored bytes get 503, a job waits, and the service recovers without intervention."""
     state: dict[str, Any] = {"weight": torch.arange(6000.0).reshape(60, 100)}
     direct, options = s3_proxy.server.storage_options, s3_proxy.storage_options
     dcp.save(state, checkpoint_id=f"{s3_root}/{SAVED}", storage_options=direct, no_dist=True)

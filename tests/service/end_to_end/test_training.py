@@ -1,4 +1,4 @@
-"""From a training job to a downloaded model, on real parts: processes, HTTP and S3, and nothing else."""
+"""From training to a downloaded model, with real processes, HTTP and S3."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.support.service import Service, Worker, wait_until
 from tests.support.torchrun import torchrun
 
 STEPS = 4
-"""Of which the even ones are saved."""
+"""Training steps, of which the even steps are saved."""
 
 MOMENTS = {
     "written": ("PutObject", r"step-00000004/\.tmp-convert"),
     "published": ("GetObject", r"exports/.*step-00000004/model\.safetensors"),
 }
-"""What the worker is doing when all is killed, by the request that gets no answer."""
+"""Moments of the kill, as the S3 request that then gets no response."""
 
 
 def settings_of(database_url: str, root_url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """With keys, two roots that are not scanned by themselves, and leases that are soon over."""
+    """Return settings with keys, two roots without periodic scans, and short leases."""
     roots = {
         name: {"url": f"{root_url}/{name}", "storage_options": options, "scan_seconds": 0}
         for name in ("runs", "exports")
@@ -47,7 +47,7 @@ def settings_of(database_url: str, root_url: str, options: dict[str, Any]) -> di
 
 
 def train(service: Service, key: str, checkpoints: str, environment: dict[str, str], results: Path) -> None:
-    """A job of two ranks that registers what it saves."""
+    """Run a training job of two ranks that registers its checkpoints."""
     results.mkdir()
     arguments = ["--checkpoints", checkpoints, "--catalog", service.url, "--catalog-root", "runs"]
     arguments += ["--catalog-folder", "llama", "--results", str(results), "--steps", str(STEPS)]
@@ -65,8 +65,8 @@ def train(service: Service, key: str, checkpoints: str, environment: dict[str, s
 def test_from_training_to_download(
     moment: str, tmp_path: Path, make_database: MakeDatabase, s3_proxy: FaultProxy, s3_root: str
 ) -> None:
-    """torchrun, async saves to S3, registration, a rule that converts, downloads that the safetensors library
-    reads. All of the service is killed in the conversion, which completes once, with one target."""
+    """torchrun saves to S3 asynchronously and registers; a rule converts; downloads have the trained model.
+    All processes of the service are killed during a conversion, which completes once with one target."""
     service = Service(tmp_path / "service", settings_of(make_database(), s3_root, s3_proxy.storage_options))
     service.folder.mkdir()
     worker = Worker(service.folder, service.settings)
@@ -109,7 +109,7 @@ def test_from_training_to_download(
 
 
 def add_rule(api: CatalogApi) -> None:
-    """What is committed in the root of the runs is converted to safetensors in the other one."""
+    """Add a rule that converts commits in the root of the runs to safetensors in the root of the exports."""
     place = {"target_root": "exports", "target_key": "{run}/{name}"}
     action = {"kind": "convert", "to": "safetensors", **place}
     api.post(
@@ -124,7 +124,7 @@ def add_rule(api: CatalogApi) -> None:
 
 
 def check_once(api: CatalogApi, saved: list[dict[str, Any]]) -> None:
-    """One job and one target for each checkpoint, which the lineage and the audit log tell of once."""
+    """Check that each checkpoint has a single job, target, lineage edge and audit entry."""
     jobs = api.get("/jobs", kind="convert")["items"]
     assert sorted(job["checkpoint_id"] for job in jobs) == sorted(one["id"] for one in saved)
     targets = api.checkpoints(root="exports", state="any")
@@ -136,7 +136,7 @@ def check_once(api: CatalogApi, saved: list[dict[str, Any]]) -> None:
 
 
 def check_downloads(client: Client, step: int, expected: dict[str, torch.Tensor], folder: Path) -> None:
-    """The converted file as it is, and the checkpoint converted while it is sent, hold the model."""
+    """Check that the converted file and the downloads in both formats have the model."""
     folder.mkdir()
     (target,) = client.checkpoints(root="exports", min_step=step, max_step=step).all()
     (source,) = client.checkpoints(root="runs", min_step=step, max_step=step).all()
@@ -150,7 +150,7 @@ def check_downloads(client: Client, step: int, expected: dict[str, torch.Tensor]
 
 
 def check_model(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Bit for bit, dtypes included."""
+    """Check that values are equal bit for bit, and dtypes equal."""
     assert found.keys() == {f"model.{name}" for name in expected}
     for name, value in expected.items():
         assert found[f"model.{name}"].dtype == value.dtype

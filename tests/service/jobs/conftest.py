@@ -1,4 +1,4 @@
-"""Catalogs with jobs."""
+"""Fixtures: catalogs with jobs on local folders and on S3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE: dict[str, Any] = {
 
 
 def check_target(site: JobSite, key: str, result: Any) -> None:
-    """It is in the catalog with its origin and structure, once, and holds what was saved."""
+    """Check that the target is in the catalog once, with its origin and structure, and verifies as good."""
     row, source = site.found("export", key), site.id("main", "run/step-5")
     assert (row.state, row.step, row.tensor_count) == ("committed", 5, 2)
     assert (row.bytes, row.file_count) == (result["bytes_written"], result["file_count"])
@@ -34,13 +34,13 @@ def check_target(site: JobSite, key: str, result: Any) -> None:
 
 @pytest.fixture
 def state() -> dict[str, Any]:
-    """What ``run/step-5`` holds."""
+    """Return the state of ``run/step-5``."""
     return STATE
 
 
 @pytest.fixture
 def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """``run/step-5`` in the root "main", beside the empty "export"."""
+    """Start a catalog with ``run/step-5`` in the root "main", beside the empty root "export"."""
     roots = {name: {"url": str(tmp_path / name)} for name in ("main", "export")}
     dcp.save(STATE, checkpoint_id=tmp_path / "main/run/step-5", no_dist=True)
     (tmp_path / "export").mkdir()
@@ -53,7 +53,7 @@ def local(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
 def on_s3(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> Iterator[JobSite]:
-    """The same in a bucket."""
+    """Start the same catalog on S3."""
     options = s3_server.storage_options
     place = f"{s3_root}/main/run/step-5"
     dcp.save(STATE, checkpoint_id=place, storage_options=options, no_dist=True)

@@ -1,4 +1,4 @@
-"""One contract for all kinds of jobs: lost after any phase, on S3, of what is gone, hidden or only read."""
+"""Contract of all kinds of jobs: lost phases, S3, missing and damaged data, hidden and read-only roots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL = (*READERS, *WRITERS, "delete", "purge", "prune", "scan")
 
 
 def asked(site: JobSite, what: str) -> tuple[str, dict[str, Any]]:
-    """A job about ``run/step-5``: its kind and parameters."""
+    """Return kind and parameters of a job for ``run/step-5``."""
     one = site.found("main", "run/step-5")
     to = {"target_root": "export", "target_key": f"made/{what}"}
     if what in ("safetensors", "dcp", "torch"):
@@ -39,7 +39,7 @@ def asked(site: JobSite, what: str) -> tuple[str, dict[str, Any]]:
 
 
 def submit(site: JobSite, what: str) -> int:
-    """With what has to be there before."""
+    """Submit a job, after the steps that its kind requires."""
     if what == "purge":
         number = site.id("main", "run/step-5")
         site.http.delete(f"/api/v1/checkpoints/{number}", params={"grace_seconds": 0}).raise_for_status()
@@ -48,7 +48,7 @@ def submit(site: JobSite, what: str) -> int:
 
 
 def lose_every_phase(site: JobSite, number: int) -> set[str]:
-    """Carry the job out; each worker dies when its work is done and nobody knows. The phases."""
+    """Run the job and lose the first attempt of each phase after its work; return the lost phases."""
     lost: set[str] = set()
     while (made := site.worker.claim()) is not None:
         answer = site.worker.carry_out(made)
@@ -71,7 +71,7 @@ def lose_every_phase(site: JobSite, number: int) -> set[str]:
 def test_every_phase_may_be_lost_after_its_work(
     what: str, local: JobSite, tmp_path: Path, state: dict[str, Any]
 ) -> None:
-    """Does it once, although each worker dies when its work is done and nobody knows."""
+    """A job has its effect once, although workers die after the work of each phase and before its record."""
     if what == "prune":
         shutil.rmtree(tmp_path / "main/run/step-5")
         save_apart(tmp_path / "main/run/step-5", 5)
@@ -91,7 +91,7 @@ def test_every_phase_may_be_lost_after_its_work(
 
 
 def test_every_kind_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, state: dict[str, Any]) -> None:
-    """Reads objects as files, leaves none beside a target, and shows neither bucket nor secret."""
+    """Jobs read and write S3, leave no temporary object, and show neither bucket nor secret."""
     options, said, read = s3_server.storage_options, [], {}
     with raw_s3(s3_server) as raw:
         for what in ("verify", "stats", "diff", *WRITERS):
@@ -126,7 +126,7 @@ def test_every_kind_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, sta
 def test_what_is_gone_or_damaged_fails_with_a_reason(
     what: str, is_damaged: bool, local: JobSite, tmp_path: Path
 ) -> None:
-    """Makes nothing of bytes that are not there or not as they were, and names no place."""
+    """A job on missing or damaged data fails for good, writes no target and shows no path."""
     number, folder = submit(local, what), tmp_path / "main/run/step-5"
     if is_damaged:
         flip_bit(folder)
@@ -142,7 +142,7 @@ def test_what_is_gone_or_damaged_fails_with_a_reason(
 
 
 def test_a_key_for_other_roots_makes_no_job(local: JobSite) -> None:
-    """Says that there is no such checkpoint, root or run to a key that may not see it."""
+    """A job on a checkpoint, root or run that the key may not see is refused with 404."""
     stranger = local.app.client("read", "write", "convert", "delete", roots=["export"])
     for what in ALL:
         kind, params = asked(local, what)
@@ -153,7 +153,7 @@ def test_a_key_for_other_roots_makes_no_job(local: JobSite) -> None:
 
 
 def test_a_root_that_is_only_read(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Deletes and drops nothing of it, and writes no target into it."""
+    """A read-only root refuses deletion, pruning, targets and policies."""
     save_apart(tmp_path / "main/run/step-5", 5)
     roots = {"main": {"url": str(tmp_path / "main"), "readonly": True}}
     with running_jobs(make_database(), tmp_path, roots) as site:

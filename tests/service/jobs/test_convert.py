@@ -1,4 +1,4 @@
-"""Conversions as jobs: on local and S3 roots, registered with their origin, once, whatever is lost."""
+"""Conversion jobs on local and S3 roots: targets, lineage, weight maps, folders of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.support.s3 import S3Server, raw_s3
 
 
 def given(site: JobSite, **changes: Any) -> dict[str, Any]:
-    """A conversion of ``run/step-5``."""
+    """Return parameters of a conversion of ``run/step-5``."""
     plain = {"to": "torch", "target_root": "export", "target_key": "a/x.pt"}
     return {"checkpoint_id": site.id("main", "run/step-5"), **plain, **changes}
 
 
-@pytest.mark.each_database  # rules of rename apply in their order, which JSONB would not keep
+@pytest.mark.each_database  # rename rules apply in order, which JSONB would not keep
 @pytest.mark.parametrize(
     ("to", "key"), [("safetensors", "a/step-5"), ("torch", "step-5.pt"), ("dcp", "b/c/5")]
 )
 def test_to_another_root(to: str, key: str, local: JobSite, tmp_path: Path, state: dict[str, Any]) -> None:
-    """Writes each format so that it loads elsewhere, with nothing beside it, once though asked for twice."""
+    """The target loads in each format, alone in its folder; a repeated submission joins the first job."""
     params = given(local, to=to, target_key=key, tags=["made"], rename={r"^w(\w+)$": r"m.w\1", r"^m\.": ""})
     assert local.submit("convert", **params) == local.submit("convert", **params)
     result = local.result("convert", **params)
@@ -44,7 +44,7 @@ def test_to_another_root(to: str, key: str, local: JobSite, tmp_path: Path, stat
 
 
 def test_a_cancelled_one_leaves_no_object(on_s3: JobSite, s3_server: S3Server, s3_root: str) -> None:
-    """Clears away what its tasks wrote to a bucket, and leaves the place free for another one."""
+    """A cancelled conversion deletes its objects, and the next conversion may use the target."""
     params = given(on_s3, to="safetensors", target_key="x.safetensors")
     number = on_s3.submit("convert", **params)
     on_s3.step("plan", "task")
@@ -58,7 +58,7 @@ def test_a_cancelled_one_leaves_no_object(on_s3: JobSite, s3_server: S3Server, s
 
 @pytest.mark.parametrize("since_the_plan", [False, True])
 def test_what_is_there_stays(since_the_plan: bool, local: JobSite, tmp_path: Path) -> None:
-    """Fails for a file that the catalog does not know, and leaves it alone in its folder."""
+    """A file at the target that the catalog does not know fails the job and is kept."""
     number = local.submit("convert", **given(local, target_key="x.pt"))
     if since_the_plan:
         local.step("plan")
@@ -72,7 +72,7 @@ def test_what_is_there_stays(since_the_plan: bool, local: JobSite, tmp_path: Pat
 
 
 def test_refused_targets(local: JobSite, tmp_path: Path) -> None:
-    """Refuses other places, sources and what is there before there is a job."""
+    """Targets in unknown roots, in the source or in another checkpoint are refused before a job exists."""
     dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "main/run/step-6", no_dist=True)
     local.scan("main")
     for params, problem in (
@@ -87,7 +87,7 @@ def test_refused_targets(local: JobSite, tmp_path: Path) -> None:
 
 
 def test_parameters_that_cannot_be_meant(local: JobSite) -> None:
-    """Refuses them when they are given, not when the job runs, with a problem document."""
+    """Invalid parameters are refused at submission, not when the job runs."""
     turned = {"map": "llama:hf-to-titan"}
     wrong: list[dict[str, Any]] = [
         *({"target_key": key} for key in ("x.safetensors", "x", ".hidden/x.pt", "run/.x.pt")),
@@ -110,7 +110,7 @@ def test_parameters_that_cannot_be_meant(local: JobSite) -> None:
 
 
 def test_expressions_that_take_long_to_compile_are_refused(local: JobSite) -> None:
-    """Refuses large sets of characters, which would keep the process that answers others for a minute."""
+    """Large character classes are refused: compiling them would block the process of the API for a minute."""
     piece = r"[\0-\U0010ffffa]"
     many = {piece * (1000 // len(piece)) + "|" * n: "x" for n in range(8)}
     with pytest.raises(RefusedError, match="characters together"):
@@ -119,9 +119,9 @@ def test_expressions_that_take_long_to_compile_are_refused(local: JobSite) -> No
     local.submit("convert", **given(local, rename=plain))
 
 
-@pytest.mark.exhaustive  # waits for the limit of time
+@pytest.mark.exhaustive  # waits for the timeout
 def test_an_expression_that_never_ends_is_broken_off(local: JobSite, tmp_path: Path) -> None:
-    """Fails once, naming the expression, and leaves nothing."""
+    """A regular expression that does not end fails the job once, with its text, and leaves nothing."""
     dcp.save({"a" * 40 + "!": torch.ones(3)}, checkpoint_id=tmp_path / "main/run/step-6", no_dist=True)
     local.scan("main")
     params = given(local, checkpoint_id=local.id("main", "run/step-6"), rename={"(a+)+$": "b"})
@@ -136,7 +136,7 @@ def test_an_expression_that_never_ends_is_broken_off(local: JobSite, tmp_path: P
 
 
 def test_through_a_weight_map_and_back(local: JobSite, tmp_path: Path, state: dict[str, Any]) -> None:
-    """Converts by rules given as data and by their inverse; result, lineage and audit name the map."""
+    """A weight map given as data, and its inverse, convert; result, lineage and audit entry have its name."""
     rules = [
         {"from": {"weight": "(two rows) width"}, "to": {"turned": "width (rows two)"}},
         {"from": "{name:*}", "to": "{name:*}"},
@@ -158,7 +158,7 @@ def test_through_a_weight_map_and_back(local: JobSite, tmp_path: Path, state: di
 
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
-    """A folder of a model in the root "main", with files that nobody should get."""
+    """Create a model folder in the root "main", with code, a pickle and links that must not be copied."""
     folder = tmp_path / "main/models/first"
     (folder / "additional_chat_templates").mkdir(parents=True)
     files = {"config.json": b'{"dtype": "bfloat16"}', "tokenizer.json": b"x" * 100_000, "merges.txt": b""}
@@ -173,7 +173,7 @@ def template(tmp_path: Path) -> Path:
 def test_a_whole_folder_of_hugging_face(
     local: JobSite, template: Path, tmp_path: Path, state: dict[str, Any]
 ) -> None:
-    """Takes known files of a template, others only by their names, and nothing behind a link."""
+    """Known files of a template folder are copied, other files only by name, and no target of a link."""
     whole = given(local, to="safetensors", target_key="whole", hf_key="models/first")
     known = {"config.json", "tokenizer.json", "merges.txt", "additional_chat_templates/tools.jinja"}
     for made, also in (("whole", {}), ("more", {"hf_also": ["*.py"]})):

@@ -1,4 +1,4 @@
-"""Deleting with grace, restoring, purging, dropping parts: only what the catalog knows goes."""
+"""Deletion, restoring, purging and pruning: only files that the catalog knows are deleted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEYS = ("run/step-5", "run/stock-6", "run/model-7.pt", "run/one-8.safetensors",
 
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints, with one of each format."""
+    """Create checkpoints, with one of each format."""
     run = tmp_path_factory.mktemp("run")
     for step in (4, 5):
         dcp.save(_STATE, checkpoint_id=run / f"step-{step}", no_dist=True)
@@ -34,7 +34,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(make_database: MakeDatabase, tmp_path: Path, formats: Path) -> Iterator[JobSite]:
-    """A run with these."""
+    """Start a catalog with these checkpoints as a run."""
     shutil.copytree(formats, tmp_path / "main/run")
     with running_jobs(make_database(), tmp_path) as made:
         made.scan("main")
@@ -42,7 +42,7 @@ def site(make_database: MakeDatabase, tmp_path: Path, formats: Path) -> Iterator
 
 
 def delete(site: JobSite, key: str, grace_seconds: float = 0.0) -> int:
-    """Mark it; its id."""
+    """Delete a checkpoint in the catalog, and return its id."""
     number = site.id("main", key)
     query = {"grace_seconds": grace_seconds}
     answer = site.http.delete(f"/api/v1/checkpoints/{number}", params=query)
@@ -51,7 +51,7 @@ def delete(site: JobSite, key: str, grace_seconds: float = 0.0) -> int:
 
 
 def contents(path: Path) -> dict[Path, bytes]:
-    """Of a file, or of all below a folder."""
+    """Return the bytes of a file, or of all files below a folder."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return {file: file.read_bytes() for file in files if file.is_file()}
 
@@ -61,7 +61,7 @@ _SOME = [_KEYS[0], _KEYS[4], *(pytest.param(key, marks=pytest.mark.exhaustive) f
 
 @pytest.mark.parametrize("key", _SOME)
 def test_deleted_restored_and_purged(key: str, site: JobSite, tmp_path: Path) -> None:
-    """Keeps the bytes until the purge, which takes all of them and nothing of the others."""
+    """A deletion keeps the bytes until the purge, and the purge deletes these alone."""
     path, run = tmp_path / "main" / key, tmp_path / "main/run"
     others = {file: data for file, data in contents(run).items() if not file.is_relative_to(path)}
     number = delete(site, key)
@@ -80,7 +80,7 @@ def test_deleted_restored_and_purged(key: str, site: JobSite, tmp_path: Path) ->
 
 @pytest.mark.parametrize("key", _SOME)
 def test_what_was_saved_anew_stays(key: str, site: JobSite, tmp_path: Path) -> None:
-    """Purges nothing where something else is under the key than what was deleted."""
+    """A purge does not delete another checkpoint saved under the same key."""
     path = tmp_path / "main" / key
     number = delete(site, key)
     values = {"weight": torch.zeros(700), "step": 6}
@@ -100,7 +100,7 @@ def test_what_was_saved_anew_stays(key: str, site: JobSite, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("key", ["run/model-7.pt", "run/shards-9"])
 def test_an_export_of_the_same_size_stays(key: str, site: JobSite, tmp_path: Path) -> None:
-    """Purges nothing that was written since the plan, though names and sizes are the same."""
+    """A purge does not delete files written after its plan, although names and sizes are equal."""
     number = delete(site, key)
     job = site.submit("purge", checkpoint_id=number)
     site.step("plan")
@@ -115,7 +115,7 @@ def test_an_export_of_the_same_size_stays(key: str, site: JobSite, tmp_path: Pat
 
 
 def test_pins_and_aliases_keep_a_checkpoint(site: JobSite) -> None:
-    """Deletes neither by a request nor by a job what is pinned, or what an alias names."""
+    """Pinned checkpoints and targets of aliases are deleted neither by a request nor by a job."""
     four, five, other = (site.found("main", key) for key in ("run/step-4", "run/step-5", "run/model-7.pt"))
     site.http.put(f"/api/v1/checkpoints/{four.id}/pin").raise_for_status()
     alias = f"/api/v1/runs/{five.run_id}/aliases/best"
@@ -129,7 +129,7 @@ def test_pins_and_aliases_keep_a_checkpoint(site: JobSite) -> None:
 
 
 def test_a_pin_of_the_trainer_is_respected(site: JobSite, tmp_path: Path) -> None:
-    """Keeps the bytes of what is pinned in its folder, and takes it back into the catalog."""
+    """A pin stored by the trainer prevents prune and purge; the purge restores the catalog's entry."""
     with dcp.CheckpointManager(tmp_path / "main/trained", mode="sync", no_dist=True) as manager:
         manager.save(1, {**_STATE, "optimizer": {"state": {"0": {"m": torch.ones(9)}}}}, force=True)
         manager.pin(1)
@@ -149,7 +149,7 @@ def test_a_pin_of_the_trainer_is_respected(site: JobSite, tmp_path: Path) -> Non
 
 
 def test_grace_and_restoring_beside_a_purge(site: JobSite) -> None:
-    """Waits for the grace; restoring cancels a purge that waits, and is refused beside one that has begun."""
+    """A purge waits for the grace period; restoring cancels a queued purge, and fails during a purge."""
     number = delete(site, "run/step-5", grace_seconds=1000)
     with pytest.raises(RefusedError, match="grace"):
         site.submit("purge", checkpoint_id=number)
@@ -169,14 +169,14 @@ def test_grace_and_restoring_beside_a_purge(site: JobSite) -> None:
     assert site.http.post(f"/api/v1/checkpoints/{number}/restore").status_code == 409
 
 
-# -- parts ---------------------------------------------------------------------------------------------------
+# -- pruning -------------------------------------------------------------------------------------------------
 
 STEPS = {1: save_apart, 2: save_mixed, 3: save_stock, 4: save_apart}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Steps with an optimizer, saved in each way."""
+    """Save a run with optimizer state, in each layout."""
     for step, save in STEPS.items():
         save(tmp_path / f"main/run/step-{step}", step)
     return tmp_path / "main/run"
@@ -184,27 +184,27 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lean(make_database: MakeDatabase, tmp_path: Path, run: Path) -> Iterator[JobSite]:
-    """The catalog of them."""
+    """Start a catalog of this run."""
     with running_jobs(make_database(), tmp_path) as made:
         made.scan("main")
         yield made
 
 
 def there(run: Path) -> list[str]:
-    """What of each step is there, which stock torch must see as well."""
+    """Return the remaining parts of each step, and check that stock torch sees the same parts."""
     found = [parts_there(run / f"step-{step}", step) for step in STEPS]
     assert [stock_sees(run / f"step-{step}", step) for step in STEPS] == found
     return found
 
 
 def numbers(site: JobSite) -> list[int]:
-    """By step."""
+    """Return the ids by step."""
     return [site.id("main", f"run/step-{step}") for step in STEPS]
 
 
 @pytest.mark.parametrize("step", [1, *(pytest.param(step, marks=pytest.mark.exhaustive) for step in (2, 3))])
 def test_a_job_drops_the_optimizer(lean: JobSite, run: Path, step: int) -> None:
-    """Leaves a checkpoint that loads and verifies, the same one in the catalog, of its new size."""
+    """A pruned checkpoint loads and verifies, and keeps its id in the catalog with a new size."""
     before = lean.found("main", f"run/step-{step}")
     result = lean.result("prune", checkpoint_id=before.id)
     assert (result["outcome"], result["parts"][0]["name"]) == ("dropped", "optimizer")
@@ -220,7 +220,7 @@ def test_a_job_drops_the_optimizer(lean: JobSite, run: Path, step: int) -> None:
 
 
 def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
-    """Drops nothing of what is pinned, named by an alias, read by another job, or saved anew."""
+    """A pinned, aliased, used or newly saved checkpoint is not pruned."""
     pinned, named, used, _ = numbers(lean)
     run_id = lean.found("main", "run/step-1").run_id
     lean.http.put(f"/api/v1/checkpoints/{pinned}/pin").raise_for_status()
@@ -229,14 +229,14 @@ def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
     for number, why in ((pinned, "is pinned"), (named, "'best' of its run"), (used, "a job is using")):
         with pytest.raises(RefusedError, match=why):
             lean.submit("prune", checkpoint_id=number)
-    save_apart(run / "step-4", 4)  # another one than the catalog knows
+    save_apart(run / "step-4", 4)  # not the checkpoint that the catalog knows
     assert lean.do("prune", checkpoint_id=numbers(lean)[3]).state == "failed"
     assert there(run) == ["whole"] * 4
 
 
 @pytest.mark.parametrize("hold", ["pin", "alias"])
 def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hold: str) -> None:
-    """A pin or an alias that is set while the job is planned stops its task."""
+    """A pin or an alias set after the plan of a prune stops its task."""
     before = lean.found("main", "run/step-1")
     job = lean.submit("prune", checkpoint_id=before.id)
     made = lean.next("plan")
@@ -253,7 +253,7 @@ def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hol
 
 
 def test_a_policy_by_part(lean: JobSite, run: Path) -> None:
-    """Keeps the optimizer of the newest; each other step loses it by a job of its own, or none on trial."""
+    """A policy for the optimizer prunes all but the newest step, each by a job; a dry run prunes none."""
     keep = {"optimizer": {"last": 1}}
     given = {"name": "lean", "root": "main", "run_glob": "*", "keep": keep, "grace_seconds": 0}
     number = int(lean.api.post("/retention/policies", given)["id"])
@@ -261,7 +261,7 @@ def test_a_policy_by_part(lean: JobSite, run: Path) -> None:
         result = lean.result("retention", policy_id=number, dry_run=not is_real)
         assert (result["kept"], result["deleted"], result["dropped"]) == (4, 0, 2)
         assert result["dropped_bytes"] > 2 * 4 * 3000 * 4
-        # formats are counted apart: stock's is the newest of its own
+        # formats count separately: the stock checkpoint is the newest of its format
         assert there(run) == (["weights", "weights", "whole", "whole"] if is_real else ["whole"] * 4)
         made = lean.jobs(kind="prune")
         assert sorted(job["checkpoint_id"] for job in made) == (numbers(lean)[:2] if is_real else [])

@@ -1,4 +1,4 @@
-"""Jobs that look at checkpoints: what verify, stats, diff, scan and drift find, and what is kept of it."""
+"""Jobs that inspect checkpoints: verify, digest, stats, diff, scan and drift, and the findings they store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.job_site import JobSite, RefusedError, flip_bit, running_jobs
 
 
 def state(step: int) -> dict[str, object]:
-    """Some tensors, one without a finite value, and a plain value."""
+    """Return tensors, one without finite values, and an object."""
     return {
         "model": {"weight": torch.arange(600.0).reshape(20, 30) * step, "bias": torch.ones(7) / 3},
         "odd": torch.full((3,), float("inf")),
@@ -26,7 +26,7 @@ def state(step: int) -> dict[str, object]:
 
 @pytest.fixture
 def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """Two steps of a run in the first of two roots."""
+    """Start a catalog with two steps of a run in the first of two roots."""
     for step in (1, 2):
         dcp.save(state(step), checkpoint_id=tmp_path / f"main/run/step-{step}", no_dist=True)
     (tmp_path / "other").mkdir()
@@ -36,7 +36,7 @@ def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
 
 
 def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
-    """Keeps the verdict with the checkpoint; findings name no place."""
+    """The verdict is stored with the checkpoint; findings show no path."""
     flip_bit(tmp_path / "main/run/step-2")
     good, bad = site.id("main", "run/step-1"), site.id("main", "run/step-2")
     result = site.result("verify", checkpoint_id=good)
@@ -53,8 +53,8 @@ def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
 
 
 def test_digests_find_those_with_the_same_tensors(site: JobSite, tmp_path: Path) -> None:
-    """Names equal checkpoints of any format, until one gets another content: by verifications as by the job
-    that computes digests alone."""
+    """Digests find checkpoints of any format with equal tensors, until the content changes. Both verify and
+    digest compute them."""
     step = tmp_path / "main/run/step-1"
     dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path / "main/run/step-3", digests=True))
     dcp.convert(step, tmp_path / "main/export.safetensors", to="safetensors")
@@ -68,7 +68,7 @@ def test_digests_find_those_with_the_same_tensors(site: JobSite, tmp_path: Path)
     for name, kind in (("run/step-1", "verify"), ("run/step-2", "digest"), ("export.safetensors", "digest")):
         site.result(kind, checkpoint_id=site.id("main", name))
     result = site.result("digest", checkpoint_id=site.id("main", "run/step-3"))
-    assert (result["tensors"], result["bytes_read"]) == (3, 0)  # the manifest has them
+    assert (result["tensors"], result["bytes_read"]) == (3, 0)  # the manifest has the digests
     assert len(site.audited("checkpoint.digest")) == 3
     site.scan("main")
     assert also() == {"export.safetensors", "run/step-3"}
@@ -78,7 +78,7 @@ def test_digests_find_those_with_the_same_tensors(site: JobSite, tmp_path: Path)
 
 
 def test_a_verdict_on_replaced_content_changes_nothing(site: JobSite, tmp_path: Path) -> None:
-    """Keeps no verdict of content that was replaced, and found so, since it was read."""
+    """A verdict is dropped if a scan found other content since the data was read."""
     site.submit("verify", checkpoint_id=site.id("main", "run/step-1"))
     site.step("plan")
     site.step("task")
@@ -91,7 +91,7 @@ def test_a_verdict_on_replaced_content_changes_nothing(site: JobSite, tmp_path: 
 
 
 def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path) -> None:
-    """Keeps verdict and statistics of what was registered just now, until it is saved anew."""
+    """Verdict and statistics of a newly registered checkpoint survive a scan, and end with a new save."""
     key, path = "run/one-9.safetensors", tmp_path / "main/run/one-9.safetensors"
     for seconds in (None, 1_700_000_000.0):
         path.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path) -> None:
             for kind in ("verify", "stats"):
                 site.result(kind, checkpoint_id=number)
         else:
-            age(path, seconds)  # so that it shows by times alone
+            age(path, seconds)  # so that only the modification time differs
         site.scan("main")
         stale = site.api.get(f"/checkpoints/{number}/statistics")["is_stale"]
         known = (site.found("main", key).verification, stale)
@@ -109,7 +109,7 @@ def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path) -> None:
 
 
 def test_statistics_are_kept_unless_of_a_part(site: JobSite) -> None:
-    """Keeps those of all tensors; infinities are null, since JSON has none."""
+    """Statistics are stored if computed for all tensors; infinities are null, because JSON has none."""
     number = site.id("main", "run/step-1")
     part = site.result("stats", checkpoint_id=number, only=["model.bias"])
     assert [one["fqn"] for one in part["tensors"]] == ["model.bias"]
@@ -123,7 +123,7 @@ def test_statistics_are_kept_unless_of_a_part(site: JobSite) -> None:
 
 
 def test_verifications_are_listed(site: JobSite, tmp_path: Path) -> None:
-    """Lists the newest first, each with whether it is of what is there now; asking twice makes one job."""
+    """Verifications are listed, latest first, marked as current or not; a second request joins the job."""
     number, folder = site.id("main", "run/step-1"), tmp_path / "main/run/step-1"
     url = f"/api/v1/checkpoints/{number}/verifications"
     assert site.http.get(url).json() == {"items": []}
@@ -144,7 +144,7 @@ def test_verifications_are_listed(site: JobSite, tmp_path: Path) -> None:
 
 
 def test_jobs_that_have_been_over_for_long_are_forgotten(site: JobSite) -> None:
-    """Keeps those that the catalog refers to, the newest, and what has not ended."""
+    """The clean-up keeps jobs that the catalog refers to, the newest job, and jobs that have not ended."""
     one = site.id("main", "run/step-1")
     referred, plain = site.submit("verify", checkpoint_id=one), site.submit("diff", a=one, b=one)
     site.worker.drain()
@@ -158,7 +158,7 @@ def test_jobs_that_have_been_over_for_long_are_forgotten(site: JobSite) -> None:
 
 
 def test_drift_is_of_its_run_and_for_its_keys(site: JobSite, tmp_path: Path) -> None:
-    """Shows no drift of another run, and none to a key that may not see it; one step is no drift."""
+    """Drift of other runs is not returned, nor any drift to a key without the root; drift needs two steps."""
     for step in (1, 2):
         dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / f"main/still/step-{step}", no_dist=True)
     site.scan("main")

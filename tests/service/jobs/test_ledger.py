@@ -1,4 +1,4 @@
-"""Steps of the ledger one by one. Internal: leases, turns and pauses of days, which no test can wait for."""
+"""Transitions of the job ledger. Internal: leases and pauses of days are too long for a test to wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FULL: Final = JobFailure(type="StorageFullError", detail="root x is full", is_en
 
 
 class Steps:
-    """Calls of the ledger, each in a transaction of its own."""
+    """Functions of the ledger, each call in a transaction of its own."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -61,34 +61,34 @@ class Steps:
         return call
 
     def add(self, now: float = NOW, **changes: Any) -> int:
-        """A new job."""
+        """Submit a new job."""
         spec = JobSpec(**{"kind": "verify", "params": {}, "created_by": "test"} | changes)
         return int(self.submit(spec, now))
 
     def take(self, now: float = NOW) -> Any:
-        """The next thing to do, if there is one."""
+        """Claim the next work, or return None."""
         return self.claim("worker", now, 10.0)
 
     def taken(self, phase: str | None = None, now: float = NOW) -> Any:
-        """The next thing to do, which is this."""
+        """Claim the next work, and check its phase."""
         made = self.take(now)
         assert made is not None and phase in (None, made.phase)
         return made
 
     def plan(self, made: Any, count: int, now: float = NOW) -> None:
-        """Complete a plan with so many tasks."""
+        """Complete a plan with this number of tasks."""
         specs = [TaskSpec(payload={"n": n}, weight_bytes=1) for n in range(count)]
         self.complete_plan(made.held, {"plan": 1}, specs, now)
 
     def planned(self, count: int, **changes: Any) -> int:
-        """A job, the next one, with so many tasks."""
+        """Submit a job, and plan this number of tasks."""
         job_id, made = self.add(**changes), self.taken("plan")
         assert made.job.id == job_id
         self.plan(made, count)
         return job_id
 
     def finish(self, made: Any, now: float = NOW, tasks: int = 0) -> None:
-        """Complete whatever it is."""
+        """Complete work of any phase."""
         if made.phase == "plan":
             self.plan(made, tasks, now)
         elif made.phase == "discard":
@@ -99,20 +99,20 @@ class Steps:
 
 @pytest.fixture
 def steps(database: Database) -> Steps:
-    """On each database."""
+    """Return the ledger of each database in turn."""
     return Steps(database)
 
 
 def test_every_order_of_steps(database: Database) -> None:
-    """Completes what was claimed, and that only once, whatever workers and users do in whatever order."""
+    """Claimed work is completed exactly once, in any order of actions of workers and users."""
     run_any_order(database, 120, 50)
 
 
-# -- turns ---------------------------------------------------------------------------------------------------
+# -- scheduling ----------------------------------------------------------------------------------------------
 
 
 def test_what_failed_waits_for_its_turn(steps: Steps) -> None:
-    """Lets others go on before that; a job that is not to begin yet waits as well."""
+    """A failed task waits for its backoff while other tasks run; a job with a later start waits too."""
     job_id = steps.planned(2)
     first = steps.taken("task")
     steps.fail(first.held, BROKEN, NOW, Backoff(10.0, 10.0))
@@ -126,7 +126,7 @@ def test_what_failed_waits_for_its_turn(steps: Steps) -> None:
 
 
 def test_priorities_and_age(steps: Steps) -> None:
-    """Takes the highest first, the oldest of one, and what has begun before what has not."""
+    """Higher priority comes first, then age; a begun job comes before a queued job."""
     low, old, young = steps.add(priority=-3), steps.add(), steps.add()
     high = steps.add(priority=9)
     order = []
@@ -138,7 +138,7 @@ def test_priorities_and_age(steps: Steps) -> None:
 
 
 def test_keys_and_roots_take_turns(steps: Steps) -> None:
-    """Gives a key a share in each root; whoever has much at work comes after those who have less."""
+    """Each key has a fair share of each root: keys with less running work come first."""
     roots = {"main": "/main", "other": "/other"}
     steps.database.transact(lambda connection: sync_roots(connection, roots, now=NOW))
     many = [steps.add(created_by="key:many", root="main") for _ in range(6)]
@@ -150,7 +150,7 @@ def test_keys_and_roots_take_turns(steps: Steps) -> None:
 
 
 def test_keys_take_turns_at_one_place(steps: Steps) -> None:
-    """Does a job of each key in turn where each ends before the next begins."""
+    """With a single slot, keys take turns job by job."""
     many = [steps.add(created_by="key:many") for _ in range(4)]
     few = [steps.add(created_by="key:few") for _ in range(2)]
     order = []
@@ -164,7 +164,7 @@ def test_keys_take_turns_at_one_place(steps: Steps) -> None:
 
 @pytest.mark.parametrize("kind", ["account", "key", "root"])
 def test_a_limit_of_running_jobs_holds_where_they_are_claimed(steps: Steps, kind: str) -> None:
-    """Of an account, a key or a root: what is at work goes on, others pass by, the service's own jobs too."""
+    """A limit of running jobs of an account, key or root queues its next jobs and lets other jobs pass."""
     quotas = {"quotas": {kind: {"jobs_running": 1}}}
     limits = claims.ClaimLimits(allowances=QuotaAllowances(Settings(features=quotas)))
     own: dict[str, Any] = {
@@ -188,11 +188,11 @@ def test_a_limit_of_running_jobs_holds_where_they_are_claimed(steps: Steps, kind
     assert steps.get_job(held).state == "queued"
 
 
-# -- keys and roots ------------------------------------------------------------------------------------------
+# -- visibility ----------------------------------------------------------------------------------------------
 
 
 def test_a_job_is_visible_with_all_of_its_roots_alone(steps: Steps) -> None:
-    """Of any kind: its own root, and those of all checkpoints that it names; also as the last of its key."""
+    """A job, also as the last of a result key, is visible to keys for all roots of its checkpoints."""
     here, there = add_checkpoint(steps.database, "run/a"), add_checkpoint(steps.database, "b", root="other")
     named: dict[str, Any] = {"kind": "third-party", "root": "main", "result_key": "both"}
     one = steps.add(**named, checkpoint_id=here)
@@ -208,11 +208,11 @@ def test_a_job_is_visible_with_all_of_its_roots_alone(steps: Steps) -> None:
     assert steps.last_job("both", succeeded=True).id == one
 
 
-# -- several at once -----------------------------------------------------------------------------------------
+# -- concurrency ---------------------------------------------------------------------------------------------
 
 
 def together(count: int, act: Callable[[], None]) -> None:
-    """Act in so many threads at one moment."""
+    """Run a function in several threads at the same moment."""
     barrier = threading.Barrier(count)
     failures: list[BaseException] = []
 
@@ -234,7 +234,7 @@ def together(count: int, act: Callable[[], None]) -> None:
 
 @pytest.mark.each_database
 def test_many_submit_the_same_at_once(steps: Steps) -> None:
-    """Gives all of them the one job, and says to one that it made it."""
+    """Concurrent submissions with the same key share one job; a single caller learns that the job is new."""
     spec = JobSpec(kind="verify", params={}, created_by="test", dedup_key="one")
     found: list[tuple[int, bool]] = []
     together(6, lambda: found.append(steps.submit_or_join(spec, NOW)))
@@ -246,7 +246,7 @@ def test_many_submit_the_same_at_once(steps: Steps) -> None:
 
 @pytest.mark.each_database
 def test_many_claim_and_complete_at_once(steps: Steps) -> None:
-    """Gives each task one owner; the last one to complete, whoever that is, moves the job on."""
+    """Each task has a single owner; the last completion, of any thread, advances the job."""
     count = 12
     job_id = steps.planned(count)
     done: list[int] = []
@@ -263,11 +263,11 @@ def test_many_claim_and_complete_at_once(steps: Steps) -> None:
     assert steps.get_job(job_id).state == "publishing"
 
 
-# -- ends ----------------------------------------------------------------------------------------------------
+# -- leases, fences and ends ---------------------------------------------------------------------------------
 
 
 def test_a_lost_publisher_is_never_the_last(steps: Steps) -> None:
-    """Ends the job by an attempt that says that it failed; one that is lost may have published."""
+    """Only a reported failure of publish ends the job: a lost publisher may have published."""
     job_id, now = steps.planned(0, max_attempts=2), NOW
     for _ in range(5):
         steps.taken("publish", now)
@@ -280,7 +280,7 @@ def test_a_lost_publisher_is_never_the_last(steps: Steps) -> None:
 
 
 def test_a_task_of_a_dead_worker_is_taken_over(steps: Steps) -> None:
-    """Gives it to another worker once its lease is over, and refuses what the first one says later."""
+    """Another worker takes a task over when its lease ends; results of the first worker are refused."""
     job_id, first = steps.planned(1), steps.taken("task")
     assert [steps.expire_leases(NOW + seconds) for seconds in (5.0, 60.0)] == [0, 1]
     again = steps.taken("task", NOW + 600.0)
@@ -290,7 +290,7 @@ def test_a_task_of_a_dead_worker_is_taken_over(steps: Steps) -> None:
 
 
 def test_nothing_is_discarded_while_a_task_runs(steps: Steps) -> None:
-    """Waits for tasks that could write what was cleared away, and begins no others of the job."""
+    """A cancelled job starts no task, and discards after its running tasks, which could still write."""
     job_id = steps.planned(3)
     first, second = steps.taken("task"), steps.taken("task")
     steps.request_cancel(job_id, NOW, "test")
@@ -298,12 +298,12 @@ def test_nothing_is_discarded_while_a_task_runs(steps: Steps) -> None:
     assert steps.stopped([first.held, second.held]) == {first.held, second.held}
     steps.release(first.held, NOW)
     assert steps.take() is None
-    steps.finish(second)  # it was quicker than whoever stops it
+    steps.finish(second)  # this task ended before its worker stopped it
     steps.taken("discard")
 
 
 def test_claims_of_an_earlier_plan_are_refused(steps: Steps) -> None:
-    """Refuses them also where the database gives the numbers of removed rows out again."""
+    """Claims of an earlier plan are refused, also where the database reuses the ids of deleted rows."""
     job_id = steps.planned(2)
     old = [steps.taken("task"), steps.taken("task")]
     steps.request_cancel(job_id, NOW, "test")
@@ -322,12 +322,12 @@ def test_claims_of_an_earlier_plan_are_refused(steps: Steps) -> None:
     assert steps.get_job(job_id).state == "publishing"
 
 
-# -- storage that is away, disks that are full ---------------------------------------------------------------
+# -- unavailable storage and full disks ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hours", [2, 25])
 def test_a_job_waits_for_hours(hours: int, steps: Steps) -> None:
-    """Waits with growing pauses up to minutes, then goes on with all of its attempts; fails after a day."""
+    """A job on a full disk waits with growing pauses and keeps its attempts, but fails after a day."""
     job_id, now, pauses = steps.planned(1), NOW, list[float]()
     backoff = Backoff() if hours == 2 else Backoff(60.0, HOUR)
     while now < NOW + hours * HOUR:
@@ -351,7 +351,7 @@ def test_a_job_waits_for_hours(hours: int, steps: Steps) -> None:
 
 
 def test_all_tasks_of_a_job_wait_together(steps: Steps) -> None:
-    """Begins no task before the pause is over, which tasks at work do not prolong; other jobs go on."""
+    """One failure pauses all tasks of the job; running tasks do not prolong the pause, other jobs run."""
     job_id = steps.planned(4)
     for made in (steps.taken("task"), steps.taken("task")):
         steps.fail(made.held, FULL, NOW, Backoff(60.0, HOUR))
@@ -364,7 +364,7 @@ def test_all_tasks_of_a_job_wait_together(steps: Steps) -> None:
 
 
 def test_by_hand_it_goes_on_at_once(steps: Steps) -> None:
-    """Lets whoever has made space not wait, nor for what failed in passing, nor to cancel."""
+    """A manual retry ends the pause at once, also after a temporary error; so does cancelling."""
     job_id = steps.planned(2)
     with pytest.raises(ConflictError, match="waiting jobs"):
         steps.retry(job_id, NOW, "me")
@@ -389,7 +389,7 @@ SPECS: Final = [TaskSpec(payload={"n": n}, weight_bytes=1) for n in range(5)]
 
 
 def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
-    """Shows no tasks while they are written, and keeps none of a worker that was killed at it."""
+    """Tasks of an incomplete plan are not shown, and those of a killed planner are dropped."""
     job_id, first = steps.add(), steps.taken("plan")
     steps.add_tasks(first.held, SPECS[:3], 0)
     assert (
@@ -399,7 +399,7 @@ def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
     second = steps.taken("plan", NOW + 600)
     with pytest.raises(StaleFenceError):
         steps.add_tasks(first.held, SPECS[3:], 3)
-    for begin in (0, 2, 2):  # once more where nobody heard that it was written
+    for begin in (0, 2, 2):  # twice, as after a lost confirmation
         steps.add_tasks(second.held, SPECS[begin : begin + 2], begin)
     steps.complete_plan(second.held, {}, SPECS[4:], NOW + 600, after=4)
     assert [task.number for task in steps.list_tasks(job_id).items] == [0, 1, 2, 3, 4]
@@ -410,7 +410,7 @@ def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
 
 
 def test_which_errors_are_waited_for_tried_again_or_final() -> None:
-    """Waits for space, permission, what is away or busy; neither for data nor for the job's own doing."""
+    """Missing space, permission and availability are waited for; errors of data or of the job are final."""
     codes = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
     passing: list[Exception] = [OSError(code, os.strerror(code)) for code in codes]
     passing += [StorageFullError("full"), StorageError("503"), ConnectionError(), TimeoutError()]
@@ -428,7 +428,7 @@ def test_which_errors_are_waited_for_tried_again_or_final() -> None:
 
 
 def test_periodic_work_is_of_one_process_at_a_time(database: Database, tmp_path: Path) -> None:
-    """Does it again after its interval, also what failed; another takes over when a lease is over."""
+    """Periodic work runs in one process at a time, also after failures; expired leases are taken over."""
     now, done, go = [NOW], [], threading.Event()
 
     def act(context: ScheduleContext) -> None:
@@ -450,14 +450,14 @@ def test_periodic_work_is_of_one_process_at_a_time(database: Database, tmp_path:
     )
     one.tick()
     assert (done, owner()) == ([], "dead")
-    for seconds in (30.0, 25.0, 25.0):  # it is taken over, and its lease is renewed
+    for seconds in (30.0, 25.0, 25.0):  # the expired lease is taken over, then renewed
         now[0] += seconds
         one.tick()
         until(lambda: len(done) == 1, "its turn")
         two.tick()
     go.set()
     until(lambda: owner() is None, "its end")
-    for seconds, count in ((9.0, 1), (2.0, 2), (11.0, 3), (11.0, 3), (10.0, 4)):  # later after two failures
+    for seconds, count in ((9.0, 1), (2.0, 2), (11.0, 3), (11.0, 3), (10.0, 4)):  # slower after failures
         now[0] += seconds
         two.tick()
         until(lambda count=count: len(done) == count and owner() is None, "its end")  # type: ignore[misc]
@@ -466,7 +466,7 @@ def test_periodic_work_is_of_one_process_at_a_time(database: Database, tmp_path:
 
 
 def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Path) -> None:
-    """Has one scan of a root at a time; a root that says 0 is scanned on demand only."""
+    """Each root has one scan at a time; a root with an interval of 0 is scanned on demand only."""
     places = {
         name: RootSettings(url=str(tmp_path / name), scan_seconds=seconds)
         for name, seconds in (("main", 5.0), ("still", 0.0))
@@ -481,7 +481,7 @@ def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Pa
 
 
 def test_a_consumer_of_a_feature_gets_each_event_once(database: Database, tmp_path: Path) -> None:
-    """In their order and of its kinds alone, however many processes look."""
+    """A consumer gets each event of its kinds once and in order, in any number of processes."""
     feature, seen = Feature("notes", __name__), []
     feature.consumer("notes", kinds=["one"])(lambda connection, found, context: seen.extend(found))
     with database.write() as connection:

@@ -1,4 +1,4 @@
-"""Merges as jobs: of several roots and formats, registered with all their sources as parents."""
+"""Merge jobs: sources of several roots and formats, registered as parents of the target."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _EMA: dict[str, Any] = {"to": "dcp", "target_root": "main", "only": ["weight"], 
 
 
 def weight(number: int) -> torch.Tensor:
-    """Of the source of that number."""
+    """Return the weight of the source with this number."""
     return torch.randn(_SHAPE, generator=torch.Generator().manual_seed(number))
 
 
 def summed(factors: list[float]) -> torch.Tensor:
-    """In float32, in order."""
+    """Return the weighted sum in float32, added in order."""
     terms = [weight(number).numpy() * np.float32(factor) for number, factor in enumerate(factors)]
     total = terms[0]
     for term in terms[1:]:
@@ -37,7 +37,7 @@ def summed(factors: list[float]) -> torch.Tensor:
 
 @pytest.fixture
 def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
-    """Two steps of a run under one root, and one under another."""
+    """Start a catalog with two steps of a run in one root, and a checkpoint in another root."""
     roots = {name: {"url": str(tmp_path / name)} for name in ("main", "export")}
     for number in range(2):
         values = {"weight": weight(number), "step": number}
@@ -50,17 +50,17 @@ def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
 
 
 def ids(site: JobSite) -> list[int]:
-    """Of the three."""
+    """Return the ids of the three checkpoints."""
     return [site.id("main", "run/step-0"), site.id("main", "run/step-1"), site.id("export", "third")]
 
 
 def run_id(site: JobSite) -> int:
-    """Of the run in the root "main"."""
+    """Return the id of the run in the root "main"."""
     return int(site.found("main", "run/step-0").run_id)
 
 
 def check(site: JobSite, key: str, sources: list[int], root: str = "export") -> None:
-    """It is in the catalog, with all sources as its parents, and in the audit log once."""
+    """Check that the target is in the catalog, with all sources as parents and a single audit entry."""
     row = site.found(root, key)
     assert row.state == "committed" and row.tensor_count
     assert site.edges(row.id) == [(row.id, source, "merged_from") for source in sorted(sources)]
@@ -80,7 +80,7 @@ def check(site: JobSite, key: str, sources: list[int], root: str = "export") -> 
 def test_from_two_roots(
     site: JobSite, tmp_path: Path, to: str, key: str, options: Any, weights: list[float]
 ) -> None:
-    """Sums in each format, by each way to give the weights, and notes where it comes from."""
+    """A merge sums in each format and for each form of weights, and records its sources."""
     target = {"to": to, "target_root": "export", "target_key": key}
     result = site.result("merge", sources=ids(site), only=["weight"], **target, **options)
     assert torch.equal(dcp.read(tmp_path / "export" / key)["weight"], summed(weights))
@@ -91,7 +91,7 @@ def test_from_two_roots(
 
 
 def test_adapters(site: JobSite, tmp_path: Path) -> None:
-    """Takes an adapter of the catalog like any checkpoint, and as a parent."""
+    """An adapter of the catalog is merged like a checkpoint, and becomes a parent."""
     folder = tmp_path / "main/lora"
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 3}
@@ -109,7 +109,7 @@ def test_adapters(site: JobSite, tmp_path: Path) -> None:
 
 
 def test_what_does_not_go_together_fails_for_good(site: JobSite, tmp_path: Path) -> None:
-    """Names the tensors and no path, for other shapes and for sums that are no numbers."""
+    """Different shapes and sums that are not finite fail for good; the error names tensors and no path."""
     target = {"to": "dcp", "target_root": "export", "target_key": "out"}
     dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "main/other", no_dist=True)
     dcp.save({"weight": torch.full(_SHAPE, torch.inf)}, checkpoint_id=tmp_path / "main/inf", no_dist=True)
@@ -122,7 +122,7 @@ def test_what_does_not_go_together_fails_for_good(site: JobSite, tmp_path: Path)
 
 
 def test_the_newest_steps_of_a_run(site: JobSite, tmp_path: Path) -> None:
-    """Takes those that are there when the job is planned; what a job has made of the run is none of them."""
+    """A merge of the newest steps takes the steps at the time of its plan, without earlier targets."""
     number = site.submit("merge", run_id=run_id(site), last=2, target_key="run/ema", **_EMA)
     place = tmp_path / "main/run/step-2"
     dcp.save({"weight": weight(2)}, checkpoint_id=place, no_dist=True, user_metadata={"step": 2})
@@ -143,7 +143,7 @@ def test_the_newest_steps_of_a_run(site: JobSite, tmp_path: Path) -> None:
 
 
 def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
-    """Names what is missing, damaged, partial or there twice, before there is a job."""
+    """Missing, damaged, partial and duplicate steps are refused before a job exists."""
     run, database = run_id(site), site.app.service.database
     given = {"run_id": run, "target_key": "run/ema", **_EMA}
 
@@ -163,7 +163,7 @@ def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
 
 
 def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path) -> None:
-    """Fails for good, naming the step, where one was found damaged or was deleted since it was asked for."""
+    """A step deleted after the submission fails the job for good, with the number of steps left."""
     number = site.submit("merge", run_id=run_id(site), last=2, target_key="run/ema", **_EMA)
     site.http.delete(f"/api/v1/checkpoints/{site.id('main', 'run/step-1')}").raise_for_status()
     site.worker.drain()
@@ -174,7 +174,7 @@ def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path)
 
 @pytest.mark.parametrize("param", ["sources", "adapters"])
 def test_who_sees_a_merge_sees_all_that_it_is_made_of(param: str, site: JobSite) -> None:
-    """Shows a merge, whose errors and result name its sources, to keys for all of their roots alone."""
+    """A merge names its sources, and is visible only to keys for all roots of these."""
     here, _, there = ids(site)
     own = site.submit("merge", sources=[here], to="dcp", target_root="main", target_key="own")
     given: dict[str, Any] = {"sources": [here], param: [here, there] if param == "sources" else [there]}
@@ -187,7 +187,7 @@ def test_who_sees_a_merge_sees_all_that_it_is_made_of(param: str, site: JobSite)
 
 
 def test_parameters_that_cannot_be(site: JobSite) -> None:
-    """Refuses them at once, and not by a job that fails."""
+    """Invalid parameters are refused at submission."""
     last = {"sources": [], "run_id": 1}
     parameters: tuple[dict[str, Any], ...] = (
         *({"weights": [1.0]}, {"weights": [1.0, 1.0], "formula": "A+B"}, {"weights": [1.0, "NaN"]}),

@@ -1,4 +1,4 @@
-"""A queue of jobs, its workers, and processes for their tasks: on this machine or on a real Dask cluster."""
+"""The queue of jobs, its workers, and the processes of tasks, on this machine and on a real Dask cluster."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tests.support.processes import environment_of, lives, parent_of
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A scheduler, and two workers that are processes of their own and are started again if they die."""
+    """Start a scheduler and two worker processes, restarted when they die."""
     with dask_cluster(threads=2) as made:
         yield made
         close_executor(address_of(made))
 
 
 def address_of(cluster: Any) -> str:
-    """As the settings have it."""
+    """Return the address of the cluster as a setting."""
     return str(cluster.scheduler_address).replace("tcp://", "dask://")
 
 
@@ -56,7 +56,7 @@ ONE = pytest.mark.parametrize(
 
 @pytest.fixture
 def executor(request: pytest.FixtureRequest) -> str:
-    """Where tasks run."""
+    """Return the setting of the executor."""
     return "processes" if request.param == "processes" else address_of(request.getfixturevalue("cluster"))
 
 
@@ -65,7 +65,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 @ONE
 def test_a_job_from_its_plan_to_its_record(database: Database, tmp_path: Path, executor: str) -> None:
-    """Runs tasks, publishes their results once, and records them with the completion."""
+    """A job runs its tasks, publishes their results once, and records them when it completes."""
     job_id = put(database, tmp_path, "write", "sleep:0.1", "write")
     settings = job_settings(database, tmp_path, executor=executor)
     with working(settings):
@@ -81,7 +81,7 @@ def test_a_job_from_its_plan_to_its_record(database: Database, tmp_path: Path, e
 
 @BOTH
 def test_what_fails_in_passing_is_tried_again(database: Database, tmp_path: Path, executor: str) -> None:
-    """Repeats errors of storage and killed processes, and keeps the work of others."""
+    """Storage errors and killed processes are retried; completed tasks are kept."""
     job_id = put(database, tmp_path, "fail_once", "die_once", "write", plan_act="fail_once")
     settings = job_settings(database, tmp_path, executor=executor)
     with working(settings):
@@ -95,7 +95,7 @@ def test_what_fails_in_passing_is_tried_again(database: Database, tmp_path: Path
 
 @ONE
 def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, executor: str) -> None:
-    """Keeps the error, stops the other tasks, and clears away what they left."""
+    """A final error ends the job with this error, stops the other tasks and deletes their files."""
     job_id = put(database, tmp_path, "write", "fail", "sleep:1000")
     settings = job_settings(database, tmp_path, executor=executor, concurrency=3)
     with working(settings):
@@ -108,7 +108,7 @@ def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, ex
 
 @ONE
 def test_cancelling_ends_deaf_tasks_within_seconds(database: Database, tmp_path: Path, executor: str) -> None:
-    """Kills tasks that hear nothing, and those that wait for their turn; no process of them is left."""
+    """Cancellation kills tasks that ignore it, drops queued tasks, and leaves no process."""
     settings = job_settings(database, tmp_path, executor=executor, concurrency=7, poll_seconds=1.0)
     with working(settings):
         job_id = put(database, tmp_path, *["hold:1000"] * 5)
@@ -124,7 +124,7 @@ def test_cancelling_ends_deaf_tasks_within_seconds(database: Database, tmp_path:
 
 @ONE
 def test_progress_is_known_while_a_task_runs(database: Database, tmp_path: Path, executor: str) -> None:
-    """Tells the bytes that are done before the task has ended."""
+    """Bytes of a running task are reported before its end."""
     job_id = put(database, tmp_path, "sleep:30")
     settings = job_settings(database, tmp_path, executor=executor, lease_seconds=1.0)
     with working(settings):
@@ -138,12 +138,12 @@ def test_progress_is_known_while_a_task_runs(database: Database, tmp_path: Path,
 
 @pytest.mark.exhaustive
 def test_a_process_of_the_cluster_dies(database: Database, tmp_path: Path, cluster: Any) -> None:
-    """Has its tasks done by the others."""
+    """If a process of the cluster dies, the other process completes its tasks."""
     job_id = put(database, tmp_path, *["wait:go"] * 4)
     settings = job_settings(database, tmp_path, executor=address_of(cluster), concurrency=4)
     with working(settings, own_executor=True):
 
-        def hosts() -> list[int]:  # of those that run: a busy machine may have lost and repeated one
+        def hosts() -> list[int]:  # of live processes: a lost task may have been repeated
             found = (parent_of(parent_of(pid) or 0) for pid in pids_of(tmp_path) if lives(pid))
             return sorted(host for host in found if host)
 
@@ -158,7 +158,7 @@ def test_a_process_of_the_cluster_dies(database: Database, tmp_path: Path, clust
 def test_the_cluster_ends_the_tasks_of_a_dead_worker(
     database: Database, tmp_path: Path, cluster: Any
 ) -> None:
-    """Ends processes within a lease where nobody asks for them any more."""
+    """The cluster ends processes of a dead worker within the time of a lease."""
     put(database, tmp_path, "hold:1000")
     settings = job_settings(database, tmp_path, executor=address_of(cluster), lease_seconds=2.0)
     with WorkerProcess(settings) as worker:
@@ -172,7 +172,7 @@ def test_the_cluster_ends_the_tasks_of_a_dead_worker(
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_memory_is_bounded(database: Database, tmp_path: Path) -> None:
-    """Kills what takes more, also where it takes it at once, and does not try it again."""
+    """A task over its memory limit is killed, also after one large allocation, and not retried."""
     settings = job_settings(database, tmp_path, task_memory_bytes=256 << 20)
     with working(settings):
         for act in ("take:500", "grab:4000"):
@@ -184,7 +184,7 @@ def test_memory_is_bounded(database: Database, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_time_is_bounded(database: Database, tmp_path: Path) -> None:
-    """Kills what hangs, whatever it holds on to, and tries it again."""
+    """A hanging task is killed, and retried."""
     job_id = put(database, tmp_path, "hold:1000", max_attempts=2)
     with working(job_settings(database, tmp_path, task_seconds=0.5)):
         job = wait_for_end(database, job_id)
@@ -194,7 +194,7 @@ def test_time_is_bounded(database: Database, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_large_plans_and_results_pass(database: Database, tmp_path: Path) -> None:
-    """Hands over more than a socket holds at a time, in both directions."""
+    """Plans and results larger than a socket buffer pass in both directions."""
     job_id = put(database, tmp_path, *["write"] * 6, payload_bytes=300_000)
     with working(job_settings(database, tmp_path, concurrency=4)):
         job = wait_for_end(database, job_id)
@@ -203,7 +203,7 @@ def test_large_plans_and_results_pass(database: Database, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_errors_tell_no_secrets_and_attempts_are_bounded(database: Database, tmp_path: Path) -> None:
-    """Fails after the last attempt; what storage said of itself stays out of the ledger."""
+    """A job fails after its last attempt; secrets in errors of storage stay out of the ledger."""
     job_id = put(database, tmp_path, "secret", max_attempts=2)
     with working(job_settings(database, tmp_path)):
         job = wait_for_end(database, job_id)
@@ -214,7 +214,7 @@ def test_errors_tell_no_secrets_and_attempts_are_bounded(database: Database, tmp
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_the_warm_process_has_no_threads_and_no_secrets(database: Database, tmp_path: Path) -> None:
-    """Forks tasks from a process without threads, without torch, and without settings in its environment."""
+    """Tasks are forked from a process without threads and torch, and without settings in its environment."""
     put(database, tmp_path, "wait:go")
     with working(job_settings(database, tmp_path)):
         until(lambda: pids_of(tmp_path), "the task")
@@ -227,11 +227,11 @@ def test_the_warm_process_has_no_threads_and_no_secrets(database: Database, tmp_
         (tmp_path / "go").touch()
 
 
-# -- one after the other -------------------------------------------------------------------------------------
+# -- slots and limits ----------------------------------------------------------------------------------------
 
 
 def test_long_jobs_leave_a_slot_for_scans(database: Database, tmp_path: Path) -> None:
-    """Does what has a slot of its own beside jobs that last, and of these never more than `concurrency`."""
+    """Brief jobs have a slot of their own beside long jobs, of which at most `concurrency` tasks run."""
     folders = {name: tmp_path / name for name in ("long", "brief", "more")}
     for folder in folders.values():
         folder.mkdir()
@@ -250,7 +250,7 @@ def test_long_jobs_leave_a_slot_for_scans(database: Database, tmp_path: Path) ->
 
 
 def test_a_kind_runs_as_often_as_it_may(database: Database, tmp_path: Path) -> None:
-    """Bounds the tasks of a kind by `kind_concurrency`, however many places there are."""
+    """`kind_concurrency` limits the tasks of a kind, however many slots are free."""
     job_id = put(database, tmp_path, *["sleep:0.05"] * 4)
     with working(job_settings(database, tmp_path, concurrency=4, kind_concurrency={"made": 1})):
         assert wait_for_end(database, job_id).state == "succeeded"
@@ -260,7 +260,7 @@ def test_a_kind_runs_as_often_as_it_may(database: Database, tmp_path: Path) -> N
 
 @pytest.mark.each_database
 def test_jobs_of_others_pass_by_an_account_at_its_limit(database: Database, tmp_path: Path) -> None:
-    """Runs one job of an account at a time over two workers, in order, and those of others meanwhile."""
+    """With a limit of one, jobs of an account run one at a time, in order; jobs of other accounts pass."""
     folders = [tmp_path / name for name in ("a0", "a1", "a2", "b")]
     for folder in folders:
         folder.mkdir()
@@ -283,7 +283,7 @@ def test_jobs_of_others_pass_by_an_account_at_its_limit(database: Database, tmp_
 
 
 def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path: Path) -> None:
-    """Leaves to newer workers what only they can do, during an upgrade; the API says so."""
+    """An older worker leaves an unknown kind to newer workers; the API shows the job as unserved."""
     job_id = put(database, tmp_path, "write", "exit")
     url = database.url.render_as_string(hide_password=False)
     with running_app(url, tmp_path, auth="off") as app:
@@ -295,7 +295,7 @@ def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path
         with working(job_settings(database, tmp_path), kinds="tests.support.job_kinds:NO_KINDS"):
             pass
         assert state_of(database, job_id).state == "queued" and log_lines(tmp_path) == []
-        assert shown() == shown("") == [(job_id, True)]  # also of a kind that this application does not know
+        assert shown() == shown("") == [(job_id, True)]  # the API need not know the kind
         page = app.base.get(f"/jobs/{job_id}", headers={"Accept": "text/html"}).text
         assert "No worker offers this kind of job." in page
         assert app.base.get("/api/v1/jobs?kind=makes").status_code == 422
@@ -309,7 +309,7 @@ def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path
 
 
 def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path: Path) -> None:
-    """Lets another one do it at once, not when a lease is over, and counts no attempt."""
+    """A stopping worker releases its tasks: another worker starts at once, and no attempt is counted."""
     job_id = put(database, tmp_path, "write", "wait:go")
     with working(job_settings(database, tmp_path, shutdown_seconds=0.2)):
         until(lambda: pids_of(tmp_path, "task 1"), "the second task")
@@ -323,7 +323,7 @@ def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path
 
 
 def test_a_job_is_cancelled_while_it_is_planned(database: Database, tmp_path: Path) -> None:
-    """Ends a plan that takes for ever, with nothing to clear away."""
+    """A cancelled plan ends, and nothing is discarded."""
     job_id = put(database, tmp_path, "write", plan_act="sleep:1000")
     with working(job_settings(database, tmp_path)):
         until(lambda: log_lines(tmp_path) == ["plan 1"], "the plan")

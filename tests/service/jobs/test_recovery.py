@@ -1,4 +1,4 @@
-"""Workers, their processes and their storage die at the worst moment: each job is completed once."""
+"""Recovery of jobs after the death of workers, processes and storage: each job completes once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.support.processes import lives, parent_of
 def test_a_killed_worker_takes_its_processes_along_and_another_goes_on(
     database: Database, tmp_path: Path, where: str
 ) -> None:
-    """Completes the job once, wherever its worker was, and does nothing again that was done."""
+    """Processes of a killed worker end; another worker completes the job and repeats no completed task."""
     acts = {"plan": {"plan_act": "wait:go"}, "publish": {"publish_act": "wait:go"}}.get(where, {})
     job_id = put(database, tmp_path, "write", "wait:go" if where == "task" else "write", **acts)
     begun = {"plan": "plan", "task": "task 1", "publish": "publish"}[where]
@@ -71,7 +71,7 @@ def test_a_killed_worker_takes_its_processes_along_and_another_goes_on(
 def test_a_publisher_that_died_behind_its_commit_is_found_to_be_done(
     database: Database, tmp_path: Path
 ) -> None:
-    """Publishes and records once where the first publisher died before anybody heard of it."""
+    """A publisher that dies after its commit is recognized: the job publishes and records once."""
     job_id = put(database, tmp_path, "write", publish_act="die_after")
     with working(job_settings(database, tmp_path)):
         assert wait_for_end(database, job_id).state == "succeeded"
@@ -81,7 +81,7 @@ def test_a_publisher_that_died_behind_its_commit_is_found_to_be_done(
 
 
 def test_a_worker_that_slept_through_its_lease_changes_nothing(database: Database, tmp_path: Path) -> None:
-    """Refuses what it completes when it wakes up, since another one has done it by then."""
+    """Results of a worker that slept beyond its lease are refused: another worker has done the task."""
     job_id = put(database, tmp_path, "wait:go")
     with WorkerProcess(job_settings(database, tmp_path)) as sleeper:
         until(lambda: len(pids_of(tmp_path, "task 0")) == 1, "the task")
@@ -94,7 +94,7 @@ def test_a_worker_that_slept_through_its_lease_changes_nothing(database: Databas
             until(lambda: log_lines(tmp_path).count("done 0") == 2, "the first attempt, which runs on")
         sleeper.go_on()
         after = put(database, tmp_path, "write")
-        assert wait_for_end(database, after).state == "succeeded"  # so it has looked around since
+        assert wait_for_end(database, after).state == "succeeded"  # the woken worker has polled since
         assert sleeper.stop() == 0
     assert state_of(database, job_id) == job
     assert records_of(database) == 2
@@ -103,7 +103,7 @@ def test_a_worker_that_slept_through_its_lease_changes_nothing(database: Databas
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_the_warm_process_is_killed(database: Database, tmp_path: Path) -> None:
-    """Does all tasks again that die with the process that they were forked from."""
+    """Tasks that die with the process they were forked from are retried."""
     job_id = put(database, tmp_path, "wait:go", "wait:go")
     with working(job_settings(database, tmp_path), own_executor=True):
         until(lambda: len(pids_of(tmp_path)) == 2, "both tasks")
@@ -119,7 +119,7 @@ def test_the_warm_process_is_killed(database: Database, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_cancelled_job_of_a_dead_worker_is_cleared_away(database: Database, tmp_path: Path) -> None:
-    """Discards what its tasks left, work folders too, once their leases have ended."""
+    """A cancelled job of a dead worker is cleaned up after the leases end, work folders included."""
     job_id = put(database, tmp_path, "keep", "wait:never")
     with WorkerProcess(job_settings(database, tmp_path)):
         until(lambda: pids_of(tmp_path, "task 1") and "done 0" in log_lines(tmp_path), "the tasks")
@@ -136,7 +136,7 @@ def test_a_cancelled_job_of_a_dead_worker_is_cleared_away(database: Database, tm
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_a_lease_is_renewed_for_as_long_as_the_task_takes(database: Database, tmp_path: Path) -> None:
-    """Runs a task of several leases without another attempt."""
+    """A task longer than several leases runs in a single attempt."""
     job_id = put(database, tmp_path, "sleep:2.5")
     with working(job_settings(database, tmp_path, lease_seconds=1.0)):
         assert wait_for_end(database, job_id).state == "succeeded"
@@ -164,7 +164,7 @@ _QUICK: dict[str, Any] = {"poll_seconds": 0.05, "lease_seconds": 4.0, "shutdown_
 
 @contextmanager
 def worker(*given: Any) -> Iterator[None]:
-    """In a process of its own, killed at the end."""
+    """Run a worker in another process, and kill it at the end."""
     process = forkserver_context().Process(target=serve, args=given)
     process.start()
     try:
@@ -176,7 +176,7 @@ def worker(*given: Any) -> Iterator[None]:
 
 @contextmanager
 def catalog(url: str, tmp_path: Path, place: str, options: dict[str, Any] | None = None) -> Iterator[JobSite]:
-    """A checkpoint in the root "main", beside "export"."""
+    """Start a catalog with a checkpoint in the root "main", beside the root "export"."""
     roots = {
         name: {"url": f"{place}/{name}", "storage_options": options or {}} for name in ("main", "export")
     }
@@ -190,7 +190,7 @@ def catalog(url: str, tmp_path: Path, place: str, options: dict[str, Any] | None
 
 
 def ended(site: JobSite, number: int) -> str:
-    """The state of a job, once it has ended."""
+    """Wait for the end of a job, and return its state."""
     until(lambda: site.job(number).state in ("succeeded", "failed", "cancelled"), f"the end of job {number}")
     return str(site.job(number).state)
 
@@ -199,7 +199,7 @@ def ended(site: JobSite, number: int) -> str:
 def test_what_a_killed_worker_has_reserved_is_cleared_away(
     make_database: MakeDatabase, tmp_path: Path, is_cancelled: bool
 ) -> None:
-    """Leaves the target alone in its folder, or nothing where the job was cancelled since."""
+    """Files of a killed worker are deleted; only the target is left, or nothing after a cancellation."""
     gate = tmp_path / "gate"
     gate.touch()
     with catalog(make_database(), tmp_path, str(tmp_path)) as site:
@@ -219,7 +219,7 @@ def test_what_a_killed_worker_has_reserved_is_cleared_away(
 
 
 def test_a_conversion_waits_for_its_storage(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Says why it waits and until when, for more attempts than a job has, and succeeds once that is over."""
+    """A conversion without its storage shows the reason, waits longer than its attempts, and succeeds."""
     with catalog(make_database(), tmp_path, str(tmp_path)) as site:
         source, export = site.id("main", "run/step-1"), tmp_path / "export"
         number = site.submit("convert", checkpoint_id=source, to="dcp", target_root="export", target_key="x")

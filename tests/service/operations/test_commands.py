@@ -1,4 +1,4 @@
-"""`dcp keys`, `dcp db`, `dcp roots`, and what `dcp serve` refuses to start with."""
+"""Commands `dcp keys`, `dcp db` and `dcp roots`, and settings with which `dcp serve` refuses to start."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.support.command import run as command
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands run where nothing is configured."""
+    """Run commands in a folder without configuration."""
     monkeypatch.chdir(tmp_path)
-    # --config sets it for the processes that are started; monkeypatch puts it back
+    # --config sets the variable for child processes; monkeypatch restores the old value
     monkeypatch.setenv("DCP_SERVER_CONFIG", str(tmp_path / "dcp-server.toml"))
 
 
 def run(line: str, status: int = 0) -> str:
-    """What a command prints, as one line; its exit status has to be this one."""
+    """Run a command, check its exit status, and return its output as one line."""
     done = command(*line.split())
     assert done.status == status, done.err
     return " ".join(f"{done.out} {done.err}".split())
 
 
 def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
-    """Printed once and alone; listed without itself; good until it is revoked."""
-    # the first thing that anybody does: there is no database yet
+    """A key is printed once, listed without its secret, and valid until revoked."""
+    # a typical first command: the database does not exist yet
     secret = run("keys create ci --scope read --scope write --expires 30d")
     assert "up to date" in run("db upgrade")
     with running_app(f"sqlite:///{tmp_path / 'dcp-catalog.sqlite'}", tmp_path) as app:
@@ -44,7 +44,7 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
         assert (entry["name"], entry["is_valid"]) == ("ci", True) and secret[4:12] == entry["prefix"]
         left = datetime.fromisoformat(known["expires_at"]).timestamp() - Path(tmp_path).stat().st_mtime
         assert left == pytest.approx(30 * 86_400, abs=300)
-        run("keys create ci", status=3)  # there is a valid one of this name
+        run("keys create ci", status=3)  # a valid key has this name
         made = [run(f"keys create {name} --account nightly") for name in ("ci", "cd")]  # of an account
         assert all("nightly has no role yet, so the key is refused until" in said for said in made)
         mine = [said.split()[0] for said in made]
@@ -58,7 +58,7 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
 
 
 def test_the_state_of_the_database(tmp_path: Path) -> None:
-    """1 until it is up to date; the database may be named; what is none is said in a line."""
+    """`dcp db status` exits with 1 until the database is up to date, and reports an invalid URL in a line."""
     other = f"--database sqlite:///{tmp_path / 'other.sqlite'}"
     assert json.loads(run(f"db status --json {other}", status=1))["current"] is None
     run(f"db upgrade {other}")
@@ -76,14 +76,14 @@ def test_the_state_of_the_database(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["keys list", "keys revoke 1", "roots list", "roots accept main"])
 def test_a_database_that_is_not_there_is_missed_and_not_made(line: str, tmp_path: Path) -> None:
-    """Whoever lists or takes back has mistaken its name, or the folder."""
+    """Commands that list or revoke do not create a database: its name or the folder is probably wrong."""
     absent = tmp_path / "absent.sqlite"
     shown = run(f"{line} --database sqlite:///{absent}", status=3)
     assert f"database file {absent} not found" in shown and not absent.exists()
 
 
 def test_settings_that_are_none(tmp_path: Path) -> None:
-    """Each mistake is a line which names the setting and not its value, and nothing is started."""
+    """Each invalid setting is reported in a line with its name and without its value, and nothing starts."""
     assert "auth=keys" in run("serve --host 0.0.0.0", status=3)
     config = tmp_path / "wrong.toml"
     config.write_text(
@@ -103,7 +103,7 @@ def test_settings_that_are_none(tmp_path: Path) -> None:
 
 
 def test_a_persons_word(tmp_path: Path) -> None:
-    """`dcp roots` says what is in doubt; without --yes nothing is done, nor if more is missing by now."""
+    """`dcp roots accept` needs --yes, and does nothing if more checkpoints are missing by now."""
     root = tmp_path / "main"
     for run_name in ("run", "other"):
         for step in range(12):

@@ -1,4 +1,4 @@
-"""Databases below the service: read-only, without an encoding, broken; and what is told of their errors."""
+"""Database failures: read-only servers, errors with values, missing and broken files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULE = {"name": "hidden-name", "actions": [{"kind": "verify"}]}
 
 
 def execute(url: str, *statements: str) -> None:
-    """As an operator does it."""
+    """Execute statements outside of the service, as an operator does."""
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         for statement in statements:
@@ -28,14 +28,14 @@ def execute(url: str, *statements: str) -> None:
 
 @pytest.fixture
 def postgres(postgres_server: PostgresServer) -> Iterator[str]:
-    """The URL of a migrated database."""
+    """Return the URL of a migrated database."""
     name = postgres_server.create_migrated()
     yield postgres_server.url(name)
     postgres_server.drop(name)
 
 
 def test_a_server_that_only_reads_is_unavailable_for_writes(postgres: str, tmp_path: Path) -> None:
-    """As after a failover to a replica: that is no error of the program."""
+    """With a read-only server, as after a failover to a replica, writes get 503 and reads work."""
     with running_app(postgres, tmp_path, auth="off") as app:
         name = app.service.database.url.database
         execute(postgres, f"ALTER DATABASE {name} SET default_transaction_read_only = on")
@@ -52,7 +52,7 @@ def test_errors_do_not_tell_values(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What nobody caught is an error that tells nothing; the log has its cause, without the values."""
+    """An unexpected database error reveals nothing in the response; the log has the cause, without values."""
     url, table = make_database(), "ALTER TABLE automation_rules"
     with running_app(url, tmp_path, auth="off") as app:
         for refusal in (f"{table} ADD CONSTRAINT no CHECK (id < 0)", f"{table} RENAME COLUMN name TO other"):
@@ -69,7 +69,7 @@ def test_errors_do_not_tell_values(
 
 @pytest.mark.parametrize("content", [None, b"no database" * 1000])
 def test_a_file_that_is_gone_or_broken_is_unavailable(tmp_path: Path, content: bytes | None) -> None:
-    """Said so, not a crash; metrics are there meanwhile. A file that was removed is made anew."""
+    """A missing or broken file gets 503 while metrics still answer; a missing file is created again."""
     url, file = f"sqlite:///{tmp_path / 'a.sqlite'}", tmp_path / "a.sqlite"
     with running_app(url, tmp_path, auth="off") as app:
         assert app.base.get(f"{API}/runs").status_code == 200

@@ -1,4 +1,4 @@
-"""docs/ and deploy/ say what there is. Internal: they are compared with the settings that are declared."""
+"""Pages of docs/ and files of deploy/ match the service. Internal: pages are compared with the settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OURS = ("api", "worker")
 
 @pytest.fixture(scope="module")
 def catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
-    """One that has seen some of everything."""
+    """Start a catalog with some of everything."""
     folder = tmp_path_factory.mktemp("documented")
     with running_app(f"sqlite:///{folder / 'catalog.sqlite'}", folder) as app:
         made = Catalog(app, folder)
@@ -53,7 +53,7 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
 
 @pytest.fixture(scope="module")
 def metrics(catalog: Catalog) -> dict[str, set[str]]:
-    """Labels of each metric, by the names of families as pages have them, and by those of samples."""
+    """Return the labels of each metric, by the name of the family and by the names of its samples."""
     catalog.http.get("/metrics")
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(catalog.http.get("/metrics").text):
@@ -64,13 +64,13 @@ def metrics(catalog: Catalog) -> dict[str, set[str]]:
 
 
 def names(text: str) -> list[str]:
-    """All names in the first column of tables."""
+    """Return all names in the first column of tables."""
     cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
 def check_command(line: str) -> None:
-    """The command line has it, with these options."""
+    """Check that the command and its options exist."""
     words = shlex.split(line)
     commands = [word for word in words[:2] if re.fullmatch("[a-z]+", word)]
     commands = commands[:1] if commands[0] in ("serve", "worker") else commands
@@ -83,23 +83,23 @@ def check_command(line: str) -> None:
 
 
 def section(heading: str) -> str:
-    """From one heading to the next."""
+    """Return the text below a heading."""
     return re.split(r"^## ", API_PAGE.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def test_every_route_outside_of_the_api_is_documented(catalog: Catalog) -> None:
-    """Paths of the page answer; those below /api/v1 are generated."""
+    """Each path of the page exists; paths below /api/v1 are generated."""
     for place in names(section("Outside of `/api/v1`")):
         assert catalog.app.client().get(place.removeprefix("GET ")).status_code in (200, 401), place
 
 
 def test_openapi_has_all_that_was_promised() -> None:
-    """Paths, parameters, members, types, limits, statuses; and requests need nothing that they did not."""
+    """OpenAPI keeps all promised parts, and requests have no new requirement."""
     assert breaks(promised(), document()) == []
 
 
 def test_openapi_says_what_is_for_everybody() -> None:
-    """Also where a page, which needs a key, has the same path."""
+    """A public route has no security in OpenAPI, also if a page with a key has the same path."""
     paths = document()["paths"]
     assert all("security" not in paths[path]["get"] for path in ("/", "/healthz"))
     assert "security" in paths["/api/v1/whoami"]["get"]
@@ -120,11 +120,11 @@ PARAMS: dict[str, dict[str, Any]] = {
     "scan": {"root": "main"},
     "retention": {"policy_id": 1},
 }
-"""What a job of each kind has to have."""
+"""Required parameters of each kind of job."""
 
 
 def test_kinds_of_jobs_are_generated_with_their_scopes(catalog: Catalog) -> None:
-    """A key that may only read is refused with the scope of the table."""
+    """Each kind of job is in the table, with the scope that the API requires."""
     jobs = dict(re.findall(r"^\| `([a-z]+)` \| `([a-z]+)` \| \[", rest(), re.MULTILINE))
     assert jobs.keys() == PARAMS.keys()
     reader = catalog.app.client("read", name="documented")
@@ -134,7 +134,7 @@ def test_kinds_of_jobs_are_generated_with_their_scopes(catalog: Catalog) -> None
 
 
 def test_scopes_and_events_are_documented() -> None:
-    """The tables of the page list all of them."""
+    """The tables of the page list all scopes and events."""
     schemas = document()["components"]["schemas"]
     scopes = schemas["NewKey"]["properties"]["scopes"]["items"]["enum"]
     assert {name for name in names(section("Authentication")) if name.isalpha()} == {*scopes}
@@ -144,8 +144,8 @@ def test_scopes_and_events_are_documented() -> None:
 
 
 def test_a_receiver_can_verify_as_the_example_does() -> None:
-    """The code of the page takes signatures of Standard Webhooks, and refuses others', changed and old ones;
-    pauses are as they are said."""
+    """The example accepts signatures of Standard Webhooks and refuses wrong, changed and old signatures. The
+    documented pauses are those of the service."""
     block = re.findall(r"^```python\n(.*?)^```", section("Webhooks"), re.MULTILINE | re.DOTALL)[0]
     scope: dict[str, Any] = {}
     exec(compile(block, "api.md", "exec"), scope)
@@ -179,7 +179,7 @@ def test_a_receiver_can_verify_as_the_example_does() -> None:
 
 
 def test_generated_metrics_are_those_of_a_filled_catalog(metrics: dict[str, set[str]]) -> None:
-    """No more, no fewer, each with its labels."""
+    """The table of metrics has the metrics of a filled catalog and no other, with all labels."""
     found = {name: {*labels} for name, (_, labels) in families().items()}
     suffixes = re.compile(r"_(bucket|count|sum|created)$")
     assert found.keys() == {suffixes.sub("", name) for name in metrics} - {"up"}
@@ -189,13 +189,13 @@ def test_generated_metrics_are_those_of_a_filled_catalog(metrics: dict[str, set[
 
 
 def test_every_setting_has_a_description() -> None:
-    """Also those of a root."""
+    """Each setting has a description, also each setting of a root."""
     fields = {**Settings.model_fields, **RootSettings.model_fields}
     assert not [name for name, field in fields.items() if not field.description]
 
 
 def test_the_examples_of_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block of TOML is a whole configuration, as is that of deploy/; so are variables in the text."""
+    """The TOML blocks and variables of the page and the file in deploy/ are valid configurations."""
     blocks = re.findall(r"^ *```toml\n(.*?)^ *```", OPERATIONS, re.MULTILINE | re.DOTALL)
     assert blocks
     for block in (*blocks, (DEPLOY / "dcp-server.toml").read_text()):
@@ -218,7 +218,7 @@ def test_the_examples_of_settings_are_taken(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_command_and_file_is_there() -> None:
-    """Lines that begin with dcp, in blocks and between words; links between the pages and to deploy/."""
+    """Each `dcp` command on the page exists, and each link leads to a file."""
     lines = re.findall(r"^ *dcp (.*)$|`dcp ([a-z][^`]*)`", OPERATIONS, re.MULTILINE)
     assert len(lines) >= 8
     for block, inline in lines:
@@ -231,13 +231,13 @@ def test_every_command_and_file_is_there() -> None:
 # -- deploy/ -------------------------------------------------------------------------------------------------
 
 SELECTOR = re.compile(r"\b(dcp_[a-z0-9_]+)\s*(?:\{([^}]*(?:\{[^}]*\}[^}]*)*)\})?")
-"""A metric with what is asked of its labels; functions and words of PromQL are no metrics of ours."""
+"""A metric with its label matchers; functions and words of PromQL do not begin with dcp."""
 LABEL = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)\s*\"")
 ADDED_BY_PROMETHEUS = {"instance", "job"}
 
 
 def check(expression: str, metrics: dict[str, set[str]]) -> int:
-    """Every metric is there, and has the labels that it is selected by; how many there were."""
+    """Check that each metric of an expression exists and has its labels; return the number of metrics."""
     selectors = SELECTOR.findall(expression)
     for name, matchers in selectors:
         assert name in metrics, f"{name} is not in /metrics"
@@ -248,7 +248,7 @@ def check(expression: str, metrics: dict[str, set[str]]) -> int:
 
 
 def test_every_metric_of_the_dashboard_and_the_alerts_is_there(metrics: dict[str, set[str]]) -> None:
-    """By name and label, and each of ours is watched; panels do not overlap, alerts say what is wrong."""
+    """Dashboard and alerts use existing metrics and labels; the dashboard shows each metric."""
     text = (DEPLOY / "grafana-dashboard.json").read_text()
     panels = json.loads(text)["panels"]
     found = [json.loads(f'"{quoted}"') for quoted in re.findall(r'"expr": "((?:[^"\\]|\\.)*)"', text)]
@@ -269,7 +269,7 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_there(metrics: dict[str
 
 @pytest.mark.parametrize("name", ["dcp-server.service", "dcp-worker.service"])
 def test_the_units_start_commands_that_exist(name: str) -> None:
-    """The command and its option are the command line's; there is time for requests that are under way."""
+    """The commands of the units exist, and the stop timeout leaves time for running requests."""
     unit = configparser.RawConfigParser(interpolation=None)
     unit.read(DEPLOY / name)
     _, command, option, path = unit["Service"]["execstart"].split()
@@ -285,11 +285,11 @@ OPERATOR = {
     "RUN_AS": "1000:1000",
     "HOST_NAME": "checkpoints.example.com",
 }
-"""What the first lines of the compose file tell to set."""
+"""Values for the variables that the first lines of the compose file describe."""
 
 
 def services() -> dict[str, Any]:
-    """Of the compose file, with the values of the operator."""
+    """Return the services of the compose file, with these values."""
     text = (DEPLOY / "compose.yaml").read_text()
     for name in re.findall(r"\$\{(\w+)", text):
         assert f"#   {name}=" in text, name
@@ -298,19 +298,19 @@ def services() -> dict[str, Any]:
 
 
 def instructions(name: str) -> list[str]:
-    """What follows that word, by its place in the file."""
+    """Return the arguments of an instruction of the Containerfile, in order."""
     return re.findall(rf"^ *{name} +(.*)$", CONTAINERFILE, flags=re.MULTILINE)
 
 
 def environment(service: str) -> dict[str, str]:
-    """Of the image, and of the service on top."""
+    """Return the environment of the image, overlaid with the environment of the service."""
     image = dict(word.split("=", 1) for line in instructions("ENV") for word in shlex.split(line))
     own: dict[str, str] = services()[service]["environment"]
     return image | own
 
 
 def test_the_services_are_locked_in_and_their_image_is_built_of_what_is_there() -> None:
-    """The database on a network of its own; all that a build needs is copied, and let through."""
+    """The database has a network of its own; each file that the build copies exists and is not ignored."""
     found = services()
     assert (instructions("USER"), instructions("ENTRYPOINT")) == (["10001:10001"], ['["dcp"]'])
     for line in re.findall(r"^docker compose run --rm worker (.*)$", OPERATIONS, flags=re.MULTILINE):
@@ -318,7 +318,7 @@ def test_the_services_are_locked_in_and_their_image_is_built_of_what_is_there() 
     check_command(shlex.join(json.loads(instructions("CMD")[-1])))
     assert found["database"]["networks"] == ["database"] and "ports" not in found["database"]
     assert all(port.startswith("127.0.0.1:") for port in found["api"]["ports"])
-    # Compose copies secrets that are not files, and refuses to where the container is read-only
+    # Compose copies secrets from variables, and refuses to do so in a read-only container
     assert not any("secrets" in service for service in found.values() if service.get("read_only"))
     database = found["database"]["environment"]
     user, password = database["POSTGRES_USER"], database["POSTGRES_PASSWORD"]
@@ -335,7 +335,7 @@ def test_the_services_are_locked_in_and_their_image_is_built_of_what_is_there() 
 
 
 def test_the_service_is_asked_for_its_health(tmp_path: Path) -> None:
-    """By the command of the image, with the settings of the compose file: it is green, and red without it."""
+    """The health check of the image succeeds with the settings of compose, and fails without a service."""
     python, *arguments = json.loads(instructions("HEALTHCHECK")[0].split("CMD ", 1)[1])
     assert python == "python" and str(Settings().port) in arguments[-1]
     (tmp_path / "runs").mkdir()

@@ -1,4 +1,4 @@
-"""Jobs over HTTP: lists, progress, results, and the streams of their events."""
+"""Jobs over HTTP: lists, progress, logs, cancellation and event streams."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ JOBS = f"{API}/jobs"
 SOCKETS = httpx.Client(
     verify=False, trust_env=False, timeout=120, limits=httpx.Limits(max_keepalive_connections=0)
 )
-"""One for all: to make one takes longer than a test."""
+"""A shared client: creating a client takes longer than a test."""
 
 
 def submit(catalog: Catalog, below: str = "", root: str = "main", **more: Any) -> int:
-    """A scan of a folder, which nobody does; its number."""
+    """Submit a scan of a folder, and return its id."""
     body = {"kind": "scan", "params": {"root": root, "below": below}, **more}
     return int(catalog.http.post(JOBS, json=body).json()["id"])
 
 
 def plan(catalog: Catalog, tasks: int) -> None:
-    """Plan the next job, as one of so many tasks of ten bytes."""
+    """Complete the plan of the next job with this number of tasks, of ten bytes each."""
     made = catalog.worker.claim()
     assert made is not None and made.phase == "plan"
     (task,), data = catalog.worker.carry_out(made)
@@ -40,7 +40,7 @@ def plan(catalog: Catalog, tasks: int) -> None:
 
 
 def do_next(catalog: Catalog) -> str:
-    """The next thing that there is to do; what it was."""
+    """Complete the next work, and return its phase."""
     made = catalog.worker.claim()
     assert made is not None
     catalog.worker.complete(made, {})
@@ -48,12 +48,12 @@ def do_next(catalog: Catalog) -> str:
 
 
 def shown(catalog: Catalog, number: int, below: str = "", **query: Any) -> Any:
-    """What is told of a job."""
+    """Return a job as the API shows it."""
     return catalog.get(f"/jobs/{number}{below}", **query)
 
 
 def test_lists_are_filtered_and_paged(catalog: Catalog) -> None:
-    """By state, kind, root, checkpoint and maker; each page goes on where the last one ended."""
+    """Jobs are filtered by state, kind, root, checkpoint and creator, and read in pages."""
     checkpoint = catalog.add("run/step-1")
     ids = [submit(catalog, f"run-{n}") for n in range(5)]
     someone = catalog.app.client("read", "write", name="someone")
@@ -78,8 +78,8 @@ def test_lists_are_filtered_and_paged(catalog: Catalog) -> None:
 
 
 def test_progress_tasks_speed_and_log_are_shown(catalog: Catalog) -> None:
-    """How far a job is and how fast, each of its tasks, and what happened as sentences, the last first."""
-    catalog.app.service.clock = lambda: time.time() + 4000  # the worker's is an hour ahead
+    """The API shows progress, throughput, tasks and a log of sentences, the latest first."""
+    catalog.app.service.clock = lambda: time.time() + 4000  # ahead of the worker's clock by more than an hour
     number = submit(catalog)
     assert shown(catalog, number)["progress"] is None
     assert shown(catalog, number, "/throughput")["bytes_per_second"] is None
@@ -110,7 +110,7 @@ def test_progress_tasks_speed_and_log_are_shown(catalog: Catalog) -> None:
 
 
 def test_cancelling_and_retrying(catalog: Catalog) -> None:
-    """202 with the job as it is then; 409 where there is nothing to stop, or to do again."""
+    """Cancelling and retrying return 202 and the job, or 409 if the state does not allow them."""
     number = submit(catalog)
 
     def ask(what: str) -> Any:
@@ -137,13 +137,13 @@ def test_cancelling_and_retrying(catalog: Catalog) -> None:
 
 @pytest.fixture
 def url(catalog: Catalog) -> Iterator[str]:
-    """Where the application listens."""
+    """Return the URL of the application on a socket."""
     with listening(catalog.app.app) as place:
         yield place
 
 
 def told(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Events of a stream as their fields, with their data parsed; comments as ``{"": text}``."""
+    """Yield the events of a stream as fields, with parsed data; a comment is ``{"": text}``."""
     fields: dict[str, Any] = {}
     for line in answer.iter_lines():
         if not line:
@@ -157,7 +157,7 @@ def told(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def stream(place: str, key: str, last: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
-    """The events at an address, without comments."""
+    """Open a stream, and yield its events without comments."""
     headers = {"Authorization": f"Bearer {key}"} | ({} if last is None else {"Last-Event-ID": last})
     with SOCKETS.stream("GET", place, headers=headers) as answer:
         assert answer.status_code == 200
@@ -166,12 +166,12 @@ def stream(place: str, key: str, last: str | None = None) -> Iterator[Iterator[d
 
 
 def kept(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that have a number."""
+    """Return the events with an id."""
     return [event for event in events if "id" in event]
 
 
 def test_events_are_followed_to_the_end_and_replayed(catalog: Catalog, url: str) -> None:
-    """All from the beginning, progress in between, `end` last; behind an event there is no gap."""
+    """A stream has all events from the first to `end`, and progress; Last-Event-ID resumes without a gap."""
     number, key = submit(catalog), catalog.app.key("read")
     place = f"{url}{JOBS}/{number}/events"
     with stream(place, key) as events:
@@ -197,7 +197,7 @@ def test_events_are_followed_to_the_end_and_replayed(catalog: Catalog, url: str)
 
 
 def test_one_stream_has_the_events_of_all_jobs(catalog: Catalog, url: str) -> None:
-    """From now on, or behind an event, of jobs that the key may see; own scans if they are asked for."""
+    """The stream of all jobs starts now or behind an event, without hidden roots; scans are optional."""
     before = submit(catalog)
     with stream(f"{url}{JOBS}/events", catalog.app.key("read", roots=["main"])) as events:
         ready = next(events)
@@ -219,7 +219,7 @@ def test_one_stream_has_the_events_of_all_jobs(catalog: Catalog, url: str) -> No
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["postgresql"], indirect=True)
 def test_events_that_become_visible_late_are_told(catalog: Catalog, url: str) -> None:
-    """A transaction may take longer than one that began later: the events of both are told, once each."""
+    """An event of a transaction that commits late is sent, once."""
     ids, delays = [submit(catalog, name) for name in "ab"], [2.0]
     engine = catalog.app.service.database.writer
 
@@ -242,7 +242,7 @@ def test_events_that_become_visible_late_are_told(catalog: Catalog, url: str) ->
 
 
 def test_an_account_has_so_many_streams(catalog: Catalog, url: str) -> None:
-    """32, by all of its keys: one more is 429 until one of them has ended; others have their own."""
+    """All keys of an account share 32 streams: the next gets 429 until another ends."""
     place = f"{url}{JOBS}/{submit(catalog)}/events"
     number = catalog.http.post(f"{API}/accounts", json={"name": "ci"}).json()["id"]
     catalog.http.post(f"{API}/grants", json={"account_id": number, "role": "viewer", "root": None})
@@ -267,9 +267,9 @@ def test_an_account_has_so_many_streams(catalog: Catalog, url: str) -> None:
         raise AssertionError("a stream that has ended still counts")
 
 
-@pytest.mark.exhaustive  # a heartbeat comes every fifteen seconds
+@pytest.mark.exhaustive  # a heartbeat every fifteen seconds
 def test_a_stream_without_events_has_a_heartbeat(catalog: Catalog, url: str) -> None:
-    """Comments keep what lies between awake, and show that the other side lives."""
+    """Comments keep an idle connection open through proxies, and show that the server is alive."""
     headers = {"Authorization": f"Bearer {catalog.app.key('read')}"}
     place = f"{url}{JOBS}/{submit(catalog)}/events"
     with SOCKETS.stream("GET", place, headers=headers) as answer:
@@ -277,7 +277,7 @@ def test_a_stream_without_events_has_a_heartbeat(catalog: Catalog, url: str) -> 
 
 
 def test_streams_end_with_their_key(catalog: Catalog, url: str) -> None:
-    """Revoked, a key's streams end within seconds, also where its owner loses a role; others go on."""
+    """Streams end within seconds of a revoked key or a lost role; other streams continue."""
     place, app = f"{url}{JOBS}/{submit(catalog)}/events", catalog.app
     number = catalog.http.post(f"{API}/accounts", json={"name": "ci"}).json()["id"]
     role = {"account_id": number, "role": "viewer", "root": None}

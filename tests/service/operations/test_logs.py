@@ -1,4 +1,4 @@
-"""Tests of logs. Internal: records of any form go through the very processors; requests in test_serving."""
+"""Logs: formats and hidden secrets. Internal: records go through the processors; see also test_serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = f"dcp_abcdefgh_{'S' * 43}"
 
 
 def test_json_lines(logs_as_before: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ours and those of other libraries alike are one JSON object a line, tracebacks included."""
+    """Records of the service and of libraries are one JSON object a line, with tracebacks."""
     configure_logs(Settings(log_format="json"))
     structlog.get_logger("ours").info("something", secret="x", url="postgresql://u:p@h/d", count=3)
     logging.getLogger("theirs").warning("asked with %s", KEY)
@@ -34,7 +34,7 @@ def test_json_lines(logs_as_before: None, capsys: pytest.CaptureFixture[str]) ->
 def test_what_others_write_does_nothing_to_a_terminal(
     logs_as_before: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control characters of paths and names are shown; tracebacks keep their lines, and words theirs."""
+    """Control characters are escaped; tracebacks keep their lines, and letters of any language stay."""
     configure_logs(Settings(log_format="console"))
     log = structlog.get_logger("ours")
     log.info("request", path="/a\x1b[2J\x00\u2028b", root="läufe", other="a\nb \x9b")

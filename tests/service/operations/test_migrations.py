@@ -1,4 +1,4 @@
-"""Upgrades of the database. Internal: another version's database is made by SQL alone."""
+"""Migrations of the database. Internal: databases of other versions are made with SQL."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.each_database  # their SQL differs
 
 
 def differences(database: Database) -> list[Any]:
-    """What differs between the database and the tables of this version."""
+    """Return the differences between the database and the tables of this version."""
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         return [*compare_metadata(context, metadata)]
 
 
 def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
-    """From nothing to the newest revision: every table, and nothing that differs from what we use."""
+    """An upgrade of an empty database creates all tables, without a difference to the declared tables."""
     assert migrations.current(empty_database) is None
     assert migrations.is_pending(empty_database)
     assert migrations.upgrade(empty_database) is None
@@ -43,7 +43,7 @@ def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
 
 
 def test_a_feature_may_bring_tables_later(database: Database, tmp_path: Path) -> None:
-    """They are created in a database that is up to date, and its rows stay."""
+    """Tables of a new feature are created in an up-to-date database."""
     table = Table("brought_later", metadata, Column("id", Integer, primary_key=True))
     try:
         assert migrations.is_pending(database)
@@ -54,7 +54,7 @@ def test_a_feature_may_bring_tables_later(database: Database, tmp_path: Path) ->
 
 
 def test_a_database_of_the_first_version_is_upgraded(database: Database) -> None:
-    """Revision 0.1.0 has the same tables: its rows stay, and a second upgrade finds nothing to do."""
+    """A database of revision 0.1.0 keeps its rows, and a second upgrade has nothing to do."""
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0.1.0'"))
         sync_roots(connection, {"kept": "/runs"}, now=1.0)
@@ -67,7 +67,7 @@ def test_a_database_of_the_first_version_is_upgraded(database: Database) -> None
 
 
 def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_path: Path) -> None:
-    """Readiness and commands name the revision and the remedy; nothing is changed."""
+    """An unknown revision is refused by readiness and commands, with the remedy; nothing changes."""
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0011'"))
     with pytest.raises(migrations.UnknownRevisionError, match=r"revision 0011; .* configure a new database"):
@@ -90,7 +90,7 @@ def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_pat
 def test_a_database_with_other_columns_is_refused(
     database: Database, tmp_path: Path, change: str, revision: str
 ) -> None:
-    """One of an unreleased version: readiness and commands name table and remedy; nothing is changed."""
+    """Columns of an unreleased version are refused with table and remedy; nothing changes."""
     with database.write() as connection:
         connection.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
         if "target" in change:
@@ -112,8 +112,8 @@ def test_a_database_with_other_columns_is_refused(
 
 
 def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None:
-    """A table of ours is in the way: no other one is made, and without it all is well. One of another program
-    stays as it is."""
+    """A failing migration creates no table, and succeeds after its cause is gone. Tables of other programs
+    are kept."""
     with empty_database.write() as connection:
         connection.execute(text("CREATE TABLE webhooks (x INTEGER)"))
         connection.execute(text("CREATE TABLE theirs (x JSONB)"))
@@ -129,7 +129,7 @@ def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None
 
 
 def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:
-    """Several upgrades at a time: one does it, and the others find it done."""
+    """Of several concurrent upgrades one migrates, and the others find the database up to date."""
     others = [Database(empty_database.url.render_as_string(hide_password=False)) for _ in range(3)]
     with ThreadPoolExecutor(4) as pool:
         before = list(pool.map(migrations.upgrade, [empty_database, *others]))

@@ -1,4 +1,4 @@
-"""Metrics: what requests and statements cost, and the state of catalog, jobs, roots and webhooks."""
+"""Metrics of the database: catalog, roots, jobs, verifications and webhooks, and access to the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOOK = {"url": "https://93.184.215.14/hook", "events": ["checkpoint.committed"]}
 
 
 def read(catalog: Catalog) -> Samples:
-    """All of now, by name and labels; parsed as Prometheus does, so that malformed text fails."""
+    """Return the current samples by name and labels; the parser of Prometheus refuses malformed text."""
     families = text_string_to_metric_families(catalog.http.get("/metrics").text)
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -26,19 +26,19 @@ def read(catalog: Catalog) -> Samples:
 
 
 def value(found: Samples, name: str, **labels: str) -> float:
-    """One sample."""
+    """Return the value of a sample."""
     return found[name, tuple(sorted(labels.items()))]
 
 
 def fill(catalog: Catalog) -> None:
-    """Some of everything that is told of."""
+    """Fill a catalog with some of everything that metrics count."""
     for key in ("a/step-1", "a/step-2", "a/step-3", "b/step-1"):
         catalog.add(key)
     broken = catalog.save("a/step-9")
     broken.write_bytes(b"damaged")
     shutil.rmtree(catalog.place("a/step-2"))
     catalog.scan()
-    catalog.do("verify", checkpoint_id=1)  # of which there is no data
+    catalog.do("verify", checkpoint_id=1)  # without data: damaged
     catalog.http.post(f"{API}/rules", json={"name": "r", "actions": [{"kind": "verify"}]})
     hooks = [catalog.http.post(f"{API}/webhooks", json=HOOK).json()["id"] for _ in "ab"]
     catalog.http.post(f"{API}/webhooks/{hooks[0]}/test")
@@ -53,7 +53,7 @@ def fill(catalog: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_the_state_of_the_database_is_told(catalog: Catalog) -> None:
-    """Catalog, roots, jobs, verifications, webhooks, consumers, as they are; who asks again costs nothing."""
+    """Metrics show the state of the database, and are cached for a few seconds."""
     fill(catalog)
     found = read(catalog)
     expected = {
@@ -92,11 +92,11 @@ def test_the_state_of_the_database_is_told(catalog: Catalog) -> None:
     catalog.add("c/step-1")
     again = read(catalog)
     is_kept = value(again, "dcp_database_state_seconds") == value(found, "dcp_database_state_seconds")
-    assert value(again, "dcp_catalog_runs") == (2 if is_kept else 3)  # read anew after five seconds
+    assert value(again, "dcp_catalog_runs") == (2 if is_kept else 3)  # read again after five seconds
 
 
 def test_metrics_need_a_key_for_all_roots_unless_it_is_said_otherwise(tmp_path: Path) -> None:
-    """They name roots and routes: 401 without a key, 403 with one for some roots."""
+    """Metrics name roots and routes: without a key 401, with a key for some roots 403, unless opened."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(url, tmp_path) as app:
         assert app.client().get("/metrics").status_code == 401

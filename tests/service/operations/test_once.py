@@ -1,4 +1,4 @@
-"""A POST with an Idempotency-Key takes effect once, whatever goes away in between."""
+"""Idempotency-Key: a POST takes effect once, also if the database or the process fails."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ POSTS: dict[str, tuple[str, Any]] = {
 
 @pytest.fixture
 def app(tmp_path: Path) -> Iterator[App]:
-    """With a checkpoint, a deleted one, one that nobody has told of, a job, a cancelled one, a webhook with a
-    delivery, and a policy."""
+    """Start an application with two checkpoints (one deleted), an unregistered checkpoint, two jobs (one
+    cancelled), a webhook with a delivery, and a policy."""
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, auth="off") as running:
         catalog = Catalog(running, tmp_path)
         for number in (1, 2):
@@ -63,13 +63,13 @@ def app(tmp_path: Path) -> Iterator[App]:
 
 
 def done(app: App) -> int:
-    """How many things were done."""
+    """Return the number of audit entries, one for each effect."""
     return len(pages(app.base, "/audit", limit=500))
 
 
 @pytest.mark.parametrize("name", POSTS)
 def test_the_database_goes_away_behind_the_effect(app: App, name: str) -> None:
-    """Whatever comes after its commit: the answer is known, and a second request gets it."""
+    """If the database fails after the commit, the first and a repeated request still get the response."""
     path, body = POSTS[name]
     before, engine = done(app), app.service.database.writer
     passed: set[str] = set()
@@ -103,7 +103,7 @@ def test_the_database_goes_away_behind_the_effect(app: App, name: str) -> None:
 @pytest.mark.each_database
 @pytest.mark.parametrize("instant", ["before the commit", "after the commit"])
 def test_the_process_is_killed(make_database: MakeDatabase, tmp_path: Path, instant: Instant) -> None:
-    """Before the commit nothing was done, and a later request does it; after it the answer is there."""
+    """A process killed before the commit leaves no effect; after the commit the response is stored."""
     url = make_database()
     die_in_post(url, tmp_path, f"{API}/rules", RULE, "k", "automation_rules", instant)
     with running_app(url, tmp_path, auth="off") as app:
@@ -111,7 +111,7 @@ def test_the_process_is_killed(make_database: MakeDatabase, tmp_path: Path, inst
         assert done(app) == is_done
         answer = app.base.post(f"{API}/rules", json=RULE, headers=KEY)
         if not is_done:
-            assert answer.status_code == 409  # as far as anybody knows it is being worked on
+            assert answer.status_code == 409  # the first request may still be running
             app.service.clock = lambda: time.time() + 121
             answer = app.base.post(f"{API}/rules", json=RULE, headers=KEY)
         assert answer.status_code == 201
@@ -123,7 +123,7 @@ def test_the_process_is_killed(make_database: MakeDatabase, tmp_path: Path, inst
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["postgresql"], indirect=True)
 def test_who_was_overtaken_does_nothing(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """A request that is slower than another one is patient has no effect: the other has had it."""
+    """A slow request whose reservation expired has no effect if another request took over."""
     begun, go_on, path = threading.Event(), threading.Event(), f"{API}/webhooks/1/test"
     reserved: set[str] = set()
 
@@ -131,7 +131,7 @@ def test_who_was_overtaken_does_nothing(make_database: MakeDatabase, tmp_path: P
         reserved.update({"it"} if statement.startswith("INSERT INTO idempotency") else ())
 
     def wait(_: Any) -> None:
-        if reserved and not begun.is_set():  # of the next transaction, which has the effect
+        if reserved and not begun.is_set():  # the next transaction has the effect
             begun.set()
             go_on.wait(30)
 
@@ -152,12 +152,12 @@ def test_who_was_overtaken_does_nothing(make_database: MakeDatabase, tmp_path: P
 
 
 def post(app: App, name: str = "check") -> Any:
-    """A rule, under the key."""
+    """Create a rule with the key."""
     return app.base.post(f"{API}/rules", json={**RULE, "name": name}, headers=KEY)
 
 
 def test_an_answer_is_kept_for_a_day(app: App) -> None:
-    """Then the key is free for another request; one that has failed frees it at once."""
+    """A response is stored for a day, then the key is free; a failed request frees the key at once."""
     first = post(app)
     assert (
         app.base.post(f"{API}/rules", json={"name": ""}, headers={"Idempotency-Key": "x"}).status_code == 422

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def blocks_of(page: str) -> list[str]:
-    """Python for the service."""
+    """Return the Python blocks of a page that use the service."""
     found = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     return [block for block in found if "dcp.server" in block]
 
@@ -28,7 +28,7 @@ def blocks_of(page: str) -> list[str]:
 def test_the_examples_run_against_the_service_that_they_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Registered by the manager, found, tagged, verified, downloaded: the file has the model's values."""
+    """The examples register, find, tag, verify and download; the file has the values of the model."""
     monkeypatch.chdir(tmp_path)
     (block,) = blocks_of("docs/tutorial/catalog.md")
     readme = (ROOT / "docs/tutorial/catalog.md").read_text()

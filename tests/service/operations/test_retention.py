@@ -1,4 +1,4 @@
-"""Policies over the catalog: what is kept and why, by run and format, and the jobs that carry them out."""
+"""Retention policies of the catalog: kept checkpoints with reasons, deletions, and due times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POLICIES = "/retention/policies"
 
 
 def fill(catalog: Catalog, run: str = "run", steps: int = 6, root: str = "main") -> dict[int, int]:
-    """Ids by step, 1 to ``steps``, each a second after the other; the loss falls and rises again."""
+    """Add steps 1 to ``steps``, a second apart, and return ids by step; the loss falls, then rises."""
     return {
         step: catalog.add(
             f"{run}/step-{step}", root, {"loss": abs(step - 3.0)}, told={"time": 1_700_000_000.0 + step}
@@ -20,14 +20,14 @@ def fill(catalog: Catalog, run: str = "run", steps: int = 6, root: str = "main")
 
 
 def kept(catalog: Catalog, **keep: Any) -> dict[str, list[str]]:
-    """Reasons by name, of what a policy that is tried out keeps of the only run."""
+    """Preview a policy, and return the reasons of each kept checkpoint of the only run, by name."""
     body = {"root": "main", "run_glob": "*", "keep": keep}
     (run,) = catalog.http.post(f"{API}/retention/preview", json=body).json()["items"]
     return {one["key"].rpartition("/")[2]: one["reasons"] for one in run["checkpoints"] if one["reasons"]}
 
 
 def policy(catalog: Catalog, **changes: Any) -> int:
-    """A policy that keeps the last two of each run."""
+    """Create a policy that keeps the last two of each run, and return its id."""
     body = {"name": "p", "root": "main", "run_glob": "*", "keep": {"last": 2}, "grace_seconds": 50.0}
     answer = catalog.http.post(f"{API}{POLICIES}", json=body | changes)
     assert answer.status_code == 201, answer.text
@@ -35,7 +35,7 @@ def policy(catalog: Catalog, **changes: Any) -> int:
 
 
 def test_rules_keep_with_all_their_reasons(catalog: Catalog) -> None:
-    """The last, every so many steps, and the best; totals say what would go."""
+    """A preview shows all reasons to keep a checkpoint, and totals of kept and deleted bytes."""
     fill(catalog)
     keep = {"last": 1, "every_steps": 4, "best": [{"metric": "loss"}]}
     assert kept(catalog, **keep) == {
@@ -51,14 +51,14 @@ def test_rules_keep_with_all_their_reasons(catalog: Catalog) -> None:
 
 
 def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(catalog: Catalog) -> None:
-    """What somebody holds stays whatever the rules say, and a good one is kept in a damaged one's place."""
+    """Pinned, aliased and stepless checkpoints are kept, and a good checkpoint in place of a damaged one."""
     numbers = fill(catalog)
     catalog.add("run/final")
     run = catalog.get(f"/checkpoints/{numbers[1]}")["run_id"]
     assert catalog.status("PUT", f"/checkpoints/{numbers[1]}/pin") == 200
     body = {"checkpoint_id": numbers[2]}
     assert catalog.status("PUT", f"/runs/{run}/aliases/best", json=body) == 200
-    catalog.do("verify", checkpoint_id=numbers[6])  # of which there is no data
+    catalog.do("verify", checkpoint_id=numbers[6])  # without data: damaged
     assert catalog.get(f"/checkpoints/{numbers[6]}")["verification"] == "damaged"
     assert kept(catalog, last=1) == {
         "final": ["no step"],
@@ -70,7 +70,7 @@ def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(catalog: Catal
 
 
 def test_a_rule_that_cannot_be_judged_deletes_nothing(catalog: Catalog) -> None:
-    """By a metric that no checkpoint of a run has: the job keeps all and says so."""
+    """A metric that no checkpoint of a run has keeps the whole run, and the job reports this."""
     fill(catalog)
     number = policy(catalog, keep={"last": 1, "best": [{"metric": "los"}]})
     result = catalog.do("retention", policy_id=number)["result"]
@@ -79,7 +79,7 @@ def test_a_rule_that_cannot_be_judged_deletes_nothing(catalog: Catalog) -> None:
 
 
 def test_the_job_deletes_with_grace_and_a_dry_run_does_not(catalog: Catalog) -> None:
-    """All runs of the glob in one root; each can be restored until the grace of the policy is over."""
+    """The job deletes in all matching runs of one root, with a grace period; a dry run deletes nothing."""
     for run in ("a/x", "a/y", "b"):
         fill(catalog, run, 3)
     fill(catalog, "a/x", 3, root="other")
@@ -97,7 +97,7 @@ def test_the_job_deletes_with_grace_and_a_dry_run_does_not(catalog: Catalog) -> 
 
 
 def test_policies_and_purges_are_due_by_the_clock(catalog: Catalog) -> None:
-    """A policy once in each interval, however many look; a purge when the grace is over, and not before."""
+    """A policy runs once in each interval, and a purge runs once after the grace period."""
     fill(catalog, steps=3)
     policy(catalog, keep={"last": 1}, interval_seconds=600)
     policy(catalog, name="off", is_enabled=False)

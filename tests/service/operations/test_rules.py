@@ -1,4 +1,4 @@
-"""Rules: the checkpoints they are for, the jobs they make, once each, and what they cannot do."""
+"""Automation rules: conditions, actions once for each event, and refused actions."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ CONVERT = {
 
 
 def rule(catalog: Catalog, *actions: Any, name: str = "r", **more: Any) -> None:
-    """Make a rule."""
+    """Create a rule."""
     body = {"name": name, "actions": list(actions), **more}
     answer = catalog.http.post(f"{API}/rules", json=body)
     assert answer.status_code == 201, answer.text
 
 
 def save(catalog: Catalog, key: str, value: float = 1.0) -> None:
-    """A checkpoint with its data."""
+    """Save a checkpoint with data."""
     dcp.save({"w": torch.full((10,), value)}, checkpoint_id=catalog.place(key), no_dist=True)
 
 
 def made(catalog: Catalog) -> list[tuple[str, str]]:
-    """Kind and maker of all jobs but scans, in their order."""
+    """Return kind and creator of all jobs except scans, in order."""
     jobs = [job for job in pages(catalog.http, "/jobs") if job["kind"] != "scan"]
     return [(job["kind"], job["created_by"]) for job in reversed(jobs)]
 
 
 def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
-    """The target has the values under the other root, is verified as well, and is not converted again."""
+    """A commit is verified and converted; the target is verified too, and not converted again."""
     rule(catalog, VERIFY, CONVERT)
     save(catalog, "llama/step-10", 3.0)
     catalog.scan()
@@ -59,8 +59,8 @@ def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
 
 
 def test_what_an_account_made_ends_with_its_role(catalog: Catalog) -> None:
-    """A rule and a webhook of an account that is no admin any more are disabled, and another admin may enable
-    them."""
+    """A rule and a webhook end with the admin role of their account, and another admin may enable them
+    again."""
     account = catalog.http.post(f"{API}/accounts", json={"name": "lead"}).json()["id"]
     role = {"account_id": account, "role": "admin", "root": "main"}
     grant = catalog.http.post(f"{API}/grants", json=role).json()["id"]
@@ -105,7 +105,7 @@ CONDITIONS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 def test_all_conditions_that_are_given_must_hold(catalog: Catalog) -> None:
-    """By run, root, steps, format and tag."""
+    """All conditions of a rule must hold: run, root, steps, format and tag."""
     for number, (condition, _) in enumerate(CONDITIONS):
         action = CONVERT | {"target_key": f"r{number}/{{run}}/{{name}}.safetensors"}
         rule(catalog, action, name=f"r{number}", condition=condition)
@@ -118,7 +118,7 @@ def test_all_conditions_that_are_given_must_hold(catalog: Catalog) -> None:
 
 
 def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:
-    """What is converted once it has been verified; and what is done on a tag."""
+    """Rules start on verification and on a tag too."""
     rule(catalog, VERIFY, name="first")
     rule(catalog, CONVERT, event="checkpoint.verified", name="second")
     rule(catalog, {"kind": "stats"}, event="checkpoint.tagged", condition={"tag": "look"}, name="third")
@@ -133,8 +133,8 @@ def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:
 
 
 def test_a_rule_is_for_what_happens_from_then_on(catalog: Catalog) -> None:
-    """What was committed before it makes no job; of what comes, each one makes one, however many look, and
-    however long transactions take to commit."""
+    """A rule ignores earlier commits, and makes one job for each later commit, with any number of concurrent
+    processes and slow transactions."""
     catalog.add("a/step-0")
     rule(catalog, VERIFY)
     assert catalog.regular_work() == 0
@@ -151,7 +151,7 @@ def test_a_rule_is_for_what_happens_from_then_on(catalog: Catalog) -> None:
 
 
 def test_what_a_rule_cannot_do_is_in_the_audit_log(catalog: Catalog) -> None:
-    """A target that is taken, or a key that cannot be made, stops neither other actions nor other events."""
+    """A refused action is in the audit log, and stops neither other actions nor other events."""
     rule(catalog, CONVERT | {"target_key": "same.safetensors"}, VERIFY)
     rule(
         catalog,

@@ -1,8 +1,8 @@
-"""The service against its description.
+"""Fuzzing of the service against its OpenAPI document.
 
-No answer of 5xx, none that is not documented (status, type, schema, headers), nothing accepted that the
-description forbids, nothing done without a key. Left out is only the check that whatever the schema allows is
-accepted: that a name exists and a cursor is one of ours is nothing that a schema can say.
+Checks: no 5xx; only documented statuses, types, schemas and headers; forbidden input refused; no access
+without a key. Not checked: that each request valid by the schema succeeds. A schema cannot say that a name
+exists or that a cursor was issued by the service.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tests.support.service import Service
 
 _SECONDS = 1500
 _KEY_ID = "UPDATE api_keys SET id = 1000000007"
-"""So that whoever tries small numbers does not revoke the key that is used."""
+"""Gives the key in use a large id, so that a fuzzed small id does not revoke it."""
 
 _STREAMS = ("watch_job", "watch_jobs", "watch_run")
-"""Are listened to for ten seconds each time: in the exhaustive runs only."""
+"""Event streams, each read for ten seconds: in the exhaustive runs only."""
 
 
 def _run(url: str, folder: Path, *arguments: str, with_key: bool) -> None:
@@ -52,7 +52,7 @@ def _run(url: str, folder: Path, *arguments: str, with_key: bool) -> None:
     with service, service.client(key) as client:
         for place in ("run/step-1", "model.safetensors"):
             CatalogApi(client).register("main", place)
-        document = folder / "openapi.json"  # a file: a busy machine may take longer than the loader waits
+        document = folder / "openapi.json"  # a file: loading from the URL may time out on a busy machine
         document.write_bytes(client.get("/openapi.json").content)
         headers = ["--header", f"Authorization: Bearer {key}"] if with_key else []
         done = run_program(
@@ -73,7 +73,7 @@ def _run(url: str, folder: Path, *arguments: str, with_key: bool) -> None:
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
 def test_with_a_key(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Some requests to each operation, valid and not, and chains of them, with all that a key may do."""
+    """A few valid and invalid requests to each operation, and chains, with a key of all scopes."""
     some = ("--phases", "examples,fuzzing,stateful", "--max-examples", "1", "--seed", "1")
     left_out = (part for name in _STREAMS for part in ("--exclude-operation-id", name))
     _run(make_database(), tmp_path, *some, *left_out, with_key=True)
@@ -83,6 +83,6 @@ def test_with_a_key(make_database: MakeDatabase, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("with_key", [True, False], ids=["key", "no_key"])
 def test_all_phases(make_database: MakeDatabase, tmp_path: Path, with_key: bool) -> None:
-    """Examples, coverage, fuzzing and chains, on both databases, also of somebody whom the service does not
-    know; the seed is in the output if it fails."""
+    """All phases (examples, coverage, fuzzing, chains) on both databases, with and without a key; a failure
+    prints the seed."""
     _run(make_database(), tmp_path, "--max-examples", "6", with_key=with_key)

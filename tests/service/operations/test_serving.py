@@ -1,4 +1,4 @@
-"""`dcp serve` as processes: how it starts, what it says, how it ends, and several that share a port."""
+"""Processes of `dcp serve`: start, log, shutdown, several processes on a port, slow requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ALONE = {"embedded_worker": False}
 
 
 def test_with_nothing_configured(tmp_path: Path) -> None:
-    """It serves ./checkpoints on SQLite to this machine, with a worker, and ends when told, with status 0."""
+    """By default the service offers ./checkpoints on SQLite and loopback, with a worker, and exits with 0."""
     with Service(tmp_path, is_fresh=True) as service:
         with service.client() as client:
             assert client.get("/readyz").json()["checks"] == {"database": "ok"}
@@ -44,18 +44,18 @@ def test_with_nothing_configured(tmp_path: Path) -> None:
         resident = re.search(r"VmRSS:\s+(\d+) kB", (process / "status").read_text())
         assert resident is not None and int(resident[1]) << 10 < _RSS_LIMIT_BYTES
         assert "libtorch" not in (process / "maps").read_text()
-        with socket.socket() as other:  # another address of this machine: nobody listens there
+        with socket.socket() as other:  # another address of this machine, without a listener
             assert other.connect_ex(("127.0.0.2", int(service.settings["port"]))) != 0
         assert service.stop() == 0
 
 
 ROOTS = {"My Runs/": "my-runs", "here=./here/": "here", "./lr=0.1": "lr-0.1", "away=./nowhere": "away"}
-"""As they are given, and as they are called then."""
+"""Arguments of --root, and the names of the roots."""
 
 
 def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
-    """Its roots, that the database is new, where it listens, what the first scan finds, once which root the
-    scans cannot find; a killed worker is followed by another one, which ends with the service."""
+    """The log has the roots, the new database, the address, the first scan, and a missing root once. A killed
+    worker is replaced, and the new worker ends with the service."""
     write_manifest(tmp_path / "My Runs" / "one" / "step-1")
     service = Service(tmp_path, {"lease_seconds": 1, "poll_seconds": 0.1}, ready=False)
     for given in ROOTS:
@@ -71,7 +71,7 @@ def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
             r"scanned .* found=1 new=1 root=my-runs",
         ):
             assert re.search(line, log), line
-        assert "alembic" not in log  # whose set-up is nobody's business
+        assert "alembic" not in log  # no details of migrations
         assert {root["name"] for root in client.get("/api/v1/roots").json()["items"]} == {*ROOTS.values()}
         checks = {one["root"]: one["detail"] for one in client.get("/api/v1/root-checks").json()["items"]}
         assert checks["away"] == "the folder of root away is not there"
@@ -93,7 +93,7 @@ def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
     [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.exhaustive)],
 )
 def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals, is_fresh: bool) -> None:
-    """It ends before it listens as it does later: with status 0, and with nothing left behind."""
+    """A signal during the start ends the service with status 0 and leaves no process."""
     process = DcpProcess(["serve", "--port", "0"], tmp_path, is_fresh=is_fresh).start()
     try:
         wait_until(lambda: signal.SIGTERM in caught_signals(process.pid), "that it listens to signals")
@@ -107,8 +107,8 @@ def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals, is_fre
 
 
 def _metric(service: Service, key: str, name: str, **labels: str) -> float:
-    """A sample of the metrics, as any of the processes tells it; 0 where it is missing."""
-    with service.client(key) as client:  # a new connection
+    """Return a sample of the metrics from any of the processes, or 0 if the sample is missing."""
+    with service.client(key) as client:  # a new connection may reach another process
         text = client.get("/metrics").raise_for_status().text
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     return next((one.value for one in samples if (one.name, one.labels) == (name, labels)), 0.0)
@@ -116,8 +116,8 @@ def _metric(service: Service, key: str, name: str, **labels: str) -> float:
 
 @pytest.mark.exhaustive
 def test_several_processes(tmp_path: Path) -> None:
-    """They share the port; a key that one of them revokes is refused by all; whichever answers tells of both,
-    and one that is killed keeps its counts, with nothing in progress; one signal ends all."""
+    """Several processes share the port, key revocations and metrics; the counts of a killed process are kept,
+    and one signal ends all."""
     settings = {**_ALONE, "api_workers": 2, "auth": "keys", "rate_limit": "100000/minute"}
     service = Service(tmp_path, settings)
     upgraded = run_program("-m", "dcp", "db", "upgrade", cwd=tmp_path, env=service.environment())
@@ -165,12 +165,12 @@ SECRETS = {
     "b.s3/x%3FX-Amz-Signature=abc123&x=1": "b.s3/x?X-Amz-Signature=***&x=1",
     "dcp_step-1 at 12:30@night": "dcp_step-1 at 12:30@night",
 }
-"""Words of requests, and what the log has of them."""
+"""Secrets in request paths, and their form in the log."""
 
 
 def test_requests_under_way_are_finished(tmp_path: Path) -> None:
-    """SIGTERM lets a request come to its end, takes no new ones, and ends streams whole. The log, of JSON a
-    line, tells who asked what with which result: no key, no query, no body, and no secret of a path."""
+    """SIGTERM lets running requests end, takes no new requests and completes streams. The JSON log has actor,
+    request and status, but no key, query, body or secret of a path."""
     settings = {**_ALONE, "auth": "keys", "log_format": "json"}
     service = Service(tmp_path, settings)
     key = create_key(service, "boss", ["admin"])
@@ -190,7 +190,7 @@ def test_requests_under_way_are_finished(tmp_path: Path) -> None:
             answers.append(asking.post("/api/v1/keys", json={"name": "hidden-two"}).status_code)
 
         database = sqlite3.connect(tmp_path / "dcp-catalog.sqlite", isolation_level=None)
-        database.execute("BEGIN IMMEDIATE")  # so that the request has to wait for its turn to write
+        database.execute("BEGIN IMMEDIATE")  # holds the write lock, so that the request waits
         threads = [threading.Thread(target=one) for one in (follow, ask)]
         for thread in threads:
             thread.start()
@@ -215,7 +215,7 @@ def test_requests_under_way_are_finished(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
-    """Ctrl-C twice, with downloads under way that nobody reads: at once, and one line says what was cut."""
+    """A second Ctrl-C ends running downloads at once, with one line in the log."""
     root = tmp_path / "files"
     root.mkdir()
     header = b'{"w":{"dtype":"U8","shape":[134217728],"data_offsets":[0,134217728]}}'
@@ -242,7 +242,7 @@ def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """One line says so, and nothing has been made."""
+    """A taken port is reported in one line, and nothing is created."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         done = run_program("-m", "dcp", "serve", "--port", str(port), cwd=tmp_path)
@@ -251,7 +251,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- requests that come slowly -------------------------------------------------------------------------------
+# -- slow request heads --------------------------------------------------------------------------------------
 
 _QUICK = """
 from dcp.server.serving import TimedHeads
@@ -262,16 +262,16 @@ app(["serve"], prog_name="dcp")
 
 
 class _QuickService(Service):
-    """It waits a second for heads of requests, and not ten."""
+    """A service that waits one second for request heads instead of ten."""
 
     def command(self) -> tuple[str, ...]:
-        """The arguments of its Python."""
+        """Return the arguments of Python."""
         return ("-c", _QUICK)
 
 
 @pytest.fixture(scope="module")
 def slow_heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a service that waits a second for heads."""
+    """Return the port of a service that waits one second for request heads."""
     with _QuickService(tmp_path_factory.mktemp("heads"), _ALONE) as service:
         yield int(service.settings["port"])
 
@@ -293,7 +293,7 @@ def _until_cut(connection: socket.socket, send: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_head_that_does_not_end_is_cut_off(slow_heads: int, head: bytes) -> None:
-    """A connection that sends nothing, a part, or byte after byte does not stay open."""
+    """A connection with a missing, partial or very slow request head is closed."""
     with socket.create_connection(("127.0.0.1", slow_heads), 30) as connection:
         connection.sendall(head)
         _until_cut(connection, lambda: connection.sendall(b"X" if head else b""))
@@ -301,7 +301,7 @@ def test_a_head_that_does_not_end_is_cut_off(slow_heads: int, head: bytes) -> No
 
 @pytest.mark.exhaustive
 def test_kept_connections_take_their_time(slow_heads: int) -> None:
-    """The limit is for heads alone: a connection may rest between two requests; a second head has it, too."""
+    """Only request heads have the timeout, each of them: a connection may be idle between two requests."""
     head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", slow_heads), 30) as connection:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Scans and registrations beside others: a root that is replaced, several at once, other writers."""
+"""Scans and registrations during other changes: replaced roots, concurrent scans, concurrent writers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.statements import most_rows_inserted, statements_to
 
 @pytest.mark.parametrize("replace", PLACES)
 def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callable[[Path], None]) -> None:
-    """Whenever that is: nothing vanishes, and nothing of the other place is taken in; once the root is back
-    all is as before, with what is new."""
+    """If a root is replaced during a scan, nothing vanishes and nothing of the other folder is added; after
+    the root is back, the next scan is complete."""
     keys = {f"run-{number % 50:02}/step-{number}" for number in range(60)}
     for key in keys:
         catalog.save(key)
@@ -38,14 +38,14 @@ def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callab
 
     def on_statement(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement.startswith("INSERT INTO checkpoints") and not replaced:
-            replaced.append(statement)  # in the midst: the first new ones are being written
+            replaced.append(statement)  # the first new checkpoints are being written
             replace(catalog.place(""))
 
     event.listen(Engine, "before_cursor_execute", on_statement)
     order = {"kind": "scan", "params": {"root": "main"}}
     assert catalog.http.post(f"{API}/jobs", json=order).status_code == 202
     try:
-        for _ in ("plan", "task"):  # another attempt would begin with the other place
+        for _ in ("plan", "task"):  # a further attempt would begin in the other folder
             made = catalog.worker.claim()
             assert made is not None
             catalog.worker.complete(made, catalog.worker.carry_out(made))
@@ -61,8 +61,8 @@ def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callab
 
 
 def test_a_scan_that_stops_halfway_is_gone_on_with(catalog: Catalog) -> None:
-    """Leaves whole checkpoints and nothing vanished; the next attempt has the rest."""
-    keys = {f"run-{number % 50:02}/step-{number}" for number in range(296)}  # more than are written at a time
+    """An interrupted scan leaves complete checkpoints and no vanished ones; the next attempt completes."""
+    keys = {f"run-{number % 50:02}/step-{number}" for number in range(296)}  # more than a transaction writes
     for key in keys:
         catalog.save(key)
     turns: list[str] = []
@@ -83,7 +83,7 @@ def test_a_scan_that_stops_halfway_is_gone_on_with(catalog: Catalog) -> None:
 
 
 def test_two_at_once(catalog: Catalog) -> None:
-    """Scans of one root at the same time write each checkpoint once, and count it once."""
+    """Concurrent scans of a root write and count each checkpoint once."""
     for step in range(60):
         catalog.save(f"run/step-{step}", save_id=f"{step}")
     orders = [{"kind": "scan", "params": {"root": "main", "below": below}} for below in ("", "run")]
@@ -97,7 +97,7 @@ def test_two_at_once(catalog: Catalog) -> None:
 
 
 def test_a_deletion_beside_a_new_save(catalog: Catalog) -> None:
-    """What is saved and registered anew while others say that it is gone is there in the end."""
+    """A checkpoint saved and registered again during a reported deletion stays in the catalog."""
     folder, key = catalog.place("run/step-1"), "run/step-1"
     deleted = {"root": "main", "key": key, "deleted": True}
     catalog.add(key)
@@ -112,10 +112,10 @@ def test_a_deletion_beside_a_new_save(catalog: Catalog) -> None:
             assert (row["state"], row["save_id"]) == ("committed", f"{number:08x}")
 
 
-@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)  # a file, to which others may write
+@pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)  # a file that other processes write too
 @pytest.mark.parametrize("count", [8_000, pytest.param(300_000, marks=pytest.mark.exhaustive)])
 def test_others_write_while_a_large_one_is_registered(catalog: Catalog, count: int) -> None:
-    """Another process gets its turn all the time, between transactions of some rows each."""
+    """Another process writes during a large registration, which commits after a limited number of rows."""
     state = {f"layers.{n}.weight": torch.zeros(2) for n in range(count)}
     dcp.save(state, checkpoint_id=catalog.place("step-1"), no_dist=True)
     ended, turns = threading.Event(), [0.0]

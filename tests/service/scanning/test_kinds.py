@@ -1,4 +1,4 @@
-"""Everything that is a checkpoint is found, on a disk and on S3, as libraries write it; nothing else is."""
+"""Checkpoints of all formats and libraries are found on disk and on S3, and no other files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FOUND = {
 
 
 def fill(root: Path) -> None:
-    """Write checkpoints of all kinds, and other things."""
+    """Write checkpoints of all kinds, and other files."""
     dcp.save({"model": WEIGHTS, "lr": 0.1}, checkpoint_id=root / "ours" / "step-00000003", no_dist=True)
     (root / "ours" / "started").mkdir()
     (root / "ours" / "started" / "__0_0.0000abcd.distcp").write_bytes(b"data")
@@ -62,12 +62,12 @@ def fill(root: Path) -> None:
 
 
 def found_in(catalog: Catalog) -> dict[str, tuple[str, str, int | None]]:
-    """State, format and step of each checkpoint, by key."""
+    """Return state, format and step of each checkpoint, by key."""
     return {key: (row["state"], row["format"], row["step"]) for key, row in catalog.rows().items()}
 
 
 def test_everything_that_is_a_checkpoint_is_found_on_a_disk(catalog: Catalog) -> None:
-    """Our saves, stock's, files and model hubs' folders; the same names have the same structure."""
+    """A scan finds dcp, stock torch, single files and model hubs; equal names give equal structures."""
     fill(catalog.place(""))
     assert catalog.scan()["trouble"] == []
     assert found_in(catalog) == FOUND
@@ -82,18 +82,18 @@ def test_everything_that_is_a_checkpoint_is_found_on_a_disk(catalog: Catalog) ->
 def test_the_same_is_found_on_s3(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> None:
-    """By listings of objects; what is deleted there has vanished."""
+    """A scan of S3 lists the objects; deleted checkpoints vanish."""
     fill(tmp_path / "source")
     files = fsspec.filesystem("s3", **s3_server.storage_options)
     files.put(f"{tmp_path / 'source'}/", f"{s3_root}/", recursive=True)
-    names = ("run/step-1", "run/step-1.b", "run/step-10", "run/step-1/deep")  # however they sort around "/"
+    names = ("run/step-1", "run/step-1.b", "run/step-10", "run/step-1/deep")  # sorted before and behind "/"
     for key in names:
         files.put(f"{tmp_path / 'source/lone.safetensors'}", f"{s3_root}/{key}/model.safetensors")
     roots = {"main": {"url": s3_root, "storage_options": s3_server.storage_options}}
     with running_app(make_database(), tmp_path, roots=roots) as app:
         catalog = Catalog(app, tmp_path)
         assert catalog.scan()["trouble"] == []
-        # A file that was written a moment ago and cannot be read may be half of one.
+        # An unreadable file written a moment ago may be incomplete.
         found = found_in(catalog)
         assert {found.pop(key)[:2] for key in names} == {("committed", "safetensors")}
         assert found == FOUND | {"files/broken.ckpt": ("incomplete", "torch_save", None)}
@@ -103,7 +103,7 @@ def test_the_same_is_found_on_s3(
 
 
 def test_ranks_that_saved_on_their_own(catalog: Catalog) -> None:
-    """What ranks committed without each other is one checkpoint."""
+    """Independent commits of ranks are one checkpoint."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=catalog.place("whole"), no_dist=True)
     folder = catalog.place("run/step-4")
     folder.mkdir(parents=True)
@@ -137,7 +137,7 @@ STEPS: dict[str, int | None] = {
 
 
 def test_steps_are_read_from_names(catalog: Catalog) -> None:
-    """The number at the end, before a suffix, after a word for steps or by itself; no seed or date."""
+    """The step is the last number of a name, alone or behind a word for steps, and no seed or date."""
     weights = catalog.folder / "weights.safetensors"
     save_file(WEIGHTS, weights)
     for key in STEPS:

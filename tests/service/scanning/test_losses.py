@@ -1,4 +1,4 @@
-"""A root that has lost much at once, or is away, is believed only when a person says so."""
+"""Missing roots and large losses: checkpoints vanish only after a person confirms."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.lost_places import PLACES, is_a_link_elsewhere, is_emptied, i
 
 
 def root_of(catalog: Catalog) -> Any:
-    """The root main, as it is shown."""
+    """Return the root main."""
     return catalog.get("/roots/main")
 
 
 def check_of_main(catalog: Catalog) -> Any:
-    """Of the root main; the service is ready whatever is found."""
+    """Return the check of the root main; the service is ready regardless of the check."""
     assert catalog.http.get("/readyz").json() == {"status": "ok", "checks": {"database": "ok"}}
     (found,) = (one for one in catalog.get("/root-checks")["items"] if one["root"] == "main")
     assert f'dcp_root_up{{root="main"}} {float(found["is_ok"])}' in catalog.http.get("/metrics").text
@@ -33,8 +33,8 @@ KEYS = ("run/step-1", "run/step-2", "alone-7")
 def test_another_place_under_the_name_of_a_root_loses_nothing(
     catalog: Catalog, replace: Callable[[Path], None]
 ) -> None:
-    """A mount point without its disk is named as that, however often it is scanned, until it is back; its
-    check says why, and the service stays ready."""
+    """Without its mount, a root loses no checkpoint in repeated scans. Its check shows the reason, and the
+    service stays ready."""
     for key in KEYS:
         catalog.save(key)
     catalog.scan()
@@ -56,8 +56,7 @@ def test_another_place_under_the_name_of_a_root_loses_nothing(
 
 
 def test_a_root_that_is_away_gives_no_bytes(catalog: Catalog) -> None:
-    """No folder is made in its place, requests for bytes are 503, and the word that something is deleted
-    has to wait."""
+    """A missing root is not created, requests for stored bytes get 503, and a reported deletion gets 503."""
     number = catalog.add("run/step-1")
     is_removed(catalog.place(""))
     catalog.do("scan", root="main")
@@ -72,7 +71,7 @@ def test_a_root_that_is_away_gives_no_bytes(catalog: Catalog) -> None:
 
 
 def test_a_purge_waits_for_the_disk(catalog: Catalog) -> None:
-    """What cannot be seen is not purged: it would come back with the disk, and nobody would know it."""
+    """A purge waits for a missing root: otherwise its files would return with the disk, unknown."""
     number = catalog.add("run/step-1")
     catalog.add("run/step-2")
     assert catalog.status("DELETE", f"/checkpoints/{number}", params={"grace_seconds": 0}) == 200
@@ -80,7 +79,7 @@ def test_a_purge_waits_for_the_disk(catalog: Catalog) -> None:
     job = catalog.http.post(f"{API}/jobs", json=order).json()["id"]
     for spoil in (is_emptied, is_removed, is_a_link_elsewhere):
         spoil(catalog.place(""))
-        for _ in range(2 if spoil is is_a_link_elsewhere else 0):  # which shows by a scan
+        for _ in range(2 if spoil is is_a_link_elsewhere else 0):  # a link is noticed by a scan
             catalog.worker.scan("main")
         for _ in range(2):
             if (made := catalog.worker.claim()) is not None:
@@ -94,7 +93,7 @@ def test_a_purge_waits_for_the_disk(catalog: Catalog) -> None:
 
 
 def test_a_large_part_needs_a_word(catalog: Catalog) -> None:
-    """Twelve of forty stay until so many are accepted; a root that grows does not make them few."""
+    """A loss of 12 of 40 needs a confirmation of this number, also after the root has grown."""
     for run in range(4):
         for step in range(10):
             catalog.save(f"run-{run}/step-{step}")
@@ -120,7 +119,7 @@ def test_a_large_part_needs_a_word(catalog: Catalog) -> None:
 
 
 def test_few_are_believed_and_many_are_not(catalog: Catalog) -> None:
-    """Up to a fifth of all is what cleaning up by hand takes away; fewer than ten are, too."""
+    """A loss of up to a fifth of all checkpoints, or of fewer than ten, needs no confirmation."""
     for run, known in (("a", 11), ("b", 49)):
         for step in range(known):
             catalog.save(f"{run}/step-{step}")
@@ -132,7 +131,7 @@ def test_few_are_believed_and_many_are_not(catalog: Catalog) -> None:
 
 
 def test_what_trainers_take_away_needs_no_word(catalog: Catalog) -> None:
-    """A run that keeps its last steps has others at each scan, be it the only one of the root."""
+    """A run that keeps its newest steps loses old steps without confirmation, also alone in a root."""
     for step in range(20):
         catalog.save(f"run/step-{step}")
     catalog.scan()

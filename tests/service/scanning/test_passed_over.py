@@ -1,4 +1,4 @@
-"""What a scan passes over is counted with its reason, and links are followed as far as the root goes."""
+"""Files and folders skipped by a scan, with counts and reasons, and links inside and out of a root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE = {"w": torch.arange(8.0)}
 
 
 def test_names_are_counted_with_reasons(catalog: Catalog) -> None:
-    """Names that no key can have, what lies too deep or is too long: so many, with an example."""
+    """Names that are invalid as keys, too deep or too long are counted by reason, with an example."""
     catalog.save("run/step-1")
     for name in ("two\nlines", "\x1b[2Jansi", "back\\slash", "%2e%2e", "~home", "a::b"):
         catalog.save(f"{name}/step-1")
@@ -41,7 +41,7 @@ def test_names_are_counted_with_reasons(catalog: Catalog) -> None:
 
 
 def _hub(folder: Path) -> Path:
-    """As the cache of a model hub: a snapshot of links to blobs without names."""
+    """Create the cache of a model hub: a snapshot of links to nameless blobs."""
     snapshot = folder / "models--org--name" / "snapshots" / ("ab" * 20)
     blobs = folder / "models--org--name" / "blobs"
     for each in (snapshot, blobs):
@@ -54,7 +54,7 @@ def _hub(folder: Path) -> Path:
 
 
 def test_the_cache_of_a_model_hub_is_catalogued(catalog: Catalog) -> None:
-    """Its snapshots are found, can be registered and downloaded, and are opened once."""
+    """Snapshots in the cache of a model hub are found, registered and downloaded, and opened once."""
     snapshot = _hub(catalog.place(""))
     age(catalog.place(""))
     assert catalog.scan()["trouble"] == []
@@ -69,7 +69,7 @@ def test_the_cache_of_a_model_hub_is_catalogued(catalog: Catalog) -> None:
 
 
 def test_links_that_stay_within_are_followed_once(catalog: Catalog) -> None:
-    """What is found anyway is not found by a link's name, too; what is not, is; there are no circles."""
+    """A link inside the root is followed if its target is not found otherwise; cycles end."""
     for key in ("run/step-1", "run/step-2", ".store/moved/step-7"):
         catalog.save(key)
     save_file(STATE, catalog.place("run/epoch-3.safetensors"))
@@ -97,7 +97,7 @@ def test_links_that_stay_within_are_followed_once(catalog: Catalog) -> None:
 
 
 def test_links_that_lead_out_are_not_followed(catalog: Catalog) -> None:
-    """They are counted, and a checkpoint or run in whose place one is now has not vanished."""
+    """Links out of the root are counted, not followed; a checkpoint replaced by a link does not vanish."""
     outside = catalog.folder / "outside"
     for key in ("a/step-1", "a/step-2", "b/step-1", "c/step-1"):
         catalog.save(key)

@@ -1,4 +1,4 @@
-"""A trainer says where a checkpoint is, and the catalog has what is there."""
+"""Registration: trainers report a place, and the service reads the checkpoint itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.s3 import S3Server
 
 
 def say(catalog: Catalog, key: str, **more: Any) -> Any:
-    """The answer to a registration."""
+    """Register a checkpoint, and return the response."""
     place = {} if "root_url" in more else {"root": "main"}
     return catalog.http.post(f"{API}/checkpoints", json={"key": key, **place, **more})
 
 
 def test_a_registration_is_read_by_the_server(catalog: Catalog) -> None:
-    """Facts are those of the manifest; a step counts where it says none; tags and metrics are added."""
+    """The manifest has precedence; a given step fills a missing one, tags and metrics are added."""
     catalog.save("run/last", save_id="a", user={"metrics": {"loss": 2.0}})
     answer = say(catalog, "run/last", step=7, tags=["t"], metrics={"acc": 0.5}, save_id="b")
     assert (answer.status_code, answer.json()["is_new"], answer.json()["save_id"]) == (201, True, "a")
@@ -35,7 +35,7 @@ def test_a_registration_is_read_by_the_server(catalog: Catalog) -> None:
 
 
 def test_what_is_said_twice_or_found_by_a_scan_is_one(catalog: Catalog) -> None:
-    """The same row, unchanged, whether it is registered again or scanned."""
+    """Registering twice, or scanning after a registration, leaves the same unchanged row."""
     catalog.save("run/step-1", seconds=None)
     first, again = say(catalog, "run/step-1"), say(catalog, "run/step-1")
     assert (first.status_code, again.status_code) == (201, 200)
@@ -47,7 +47,7 @@ def test_what_is_said_twice_or_found_by_a_scan_is_one(catalog: Catalog) -> None:
 
 
 def test_what_is_not_committed_is_not_registered(catalog: Catalog) -> None:
-    """Nothing there is 404, and data without a commit 409, to be said again later."""
+    """A missing checkpoint gets 404, and data without a commit 409, until the commit."""
     assert say(catalog, "run/step-1").status_code == 404
     folder = catalog.place("run/step-1")
     folder.mkdir(parents=True)
@@ -59,7 +59,7 @@ def test_what_is_not_committed_is_not_registered(catalog: Catalog) -> None:
 
 
 def test_a_deletion_is_believed_as_far_as_storage_bears_it_out(catalog: Catalog) -> None:
-    """What is still there stays committed, what is gone vanishes, and what nobody knew is fine."""
+    """A reported deletion is checked: present files stay, missing files vanish, unknown keys are accepted."""
     catalog.add("run/step-1")
     assert say(catalog, "run/step-1", deleted=True).json()["is_present"]
     assert catalog.states() == {"run/step-1": "committed"}
@@ -72,7 +72,7 @@ def test_a_deletion_is_believed_as_far_as_storage_bears_it_out(catalog: Catalog)
 def test_the_root_is_the_innermost_that_holds_the_url(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> None:
-    """Makes a root and a key of a path or URL, as trainers know it; of S3 in whatever scheme."""
+    """Root and key are derived from a path or URL, with the innermost root and any scheme of S3."""
     options, bucket = s3_server.storage_options, s3_root.removeprefix("s3://")
     main = f"{tmp_path}/main"
     roots: dict[str, Any] = {"main": {"url": main}, "inner": {"url": f"{main}/inner"}}
@@ -97,7 +97,7 @@ def test_the_root_is_the_innermost_that_holds_the_url(
 
 
 def test_what_cannot_be_meant_is_refused(catalog: Catalog) -> None:
-    """URLs in no root, two places or none, and roots that the key may not see."""
+    """URLs outside of all roots, two places or none, and hidden roots are refused."""
     catalog.save("run/step-1")
     main = str(catalog.place("")).rstrip("/")
     for url in ("/etc", "s3://bucket", "relative", "", f"{main}x/run", "file://["):

@@ -1,4 +1,4 @@
-"""What lies below a root is in the catalog, as it is, after a scan."""
+"""Scans: the catalog has the checkpoints below a root, with their current state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.catalog_roots import OLD_SECONDS, age
 
 
 def test_a_scan_finds_all_that_manifests_say(catalog: Catalog) -> None:
-    """Steps, metrics, sizes and provenance are those of the manifest, and runs add them up."""
+    """Steps, metrics, sizes and provenance come from the manifest; runs have counts."""
     for step in (10, 20):
         user = {"step": step, "run": "a", "metrics": {"loss": 1 / step, "odd name": 1.0}}
         catalog.save(f"llama/step-{step:08d}", save_id=f"s{step}", user=user)
@@ -39,7 +39,7 @@ def test_a_scan_finds_all_that_manifests_say(catalog: Catalog) -> None:
 
 
 def test_what_has_not_changed_is_not_opened(catalog: Catalog) -> None:
-    """A second scan finds all and opens nothing, whatever their state, and changes no row."""
+    """A second scan finds all checkpoints of any state, opens none and changes no row."""
     for step in range(5):
         catalog.save(f"run/step-{step}")
     for step, name in ((5, "manifest.msgpack"), (6, "__0_0.0000abcd.distcp")):
@@ -55,7 +55,7 @@ def test_what_has_not_changed_is_not_opened(catalog: Catalog) -> None:
 
 
 def test_a_young_file_is_read_again(catalog: Catalog) -> None:
-    """Two writes within one tick of the clock look alike, so a file that is young is not trusted yet."""
+    """A recently written file is read again: two writes within one tick of the clock look alike."""
     catalog.save("run/step-1", save_id="first", seconds=None)
     age(catalog.place("run"), time.time() + 30)
     catalog.scan()
@@ -67,7 +67,7 @@ def test_a_young_file_is_read_again(catalog: Catalog) -> None:
 
 
 def test_another_save_to_a_key_is_other_content(catalog: Catalog) -> None:
-    """Facts and metrics are replaced, tags and pins stay, and it is counted as committed once more."""
+    """A new save under a key replaces facts and metrics, keeps tags and pins, and counts as a commit."""
     catalog.save("run/step-1", save_id="first", user={"metrics": {"loss": 2.0}})
     catalog.scan()
     number = catalog.rows()["run/step-1"]["id"]
@@ -82,7 +82,7 @@ def test_another_save_to_a_key_is_other_content(catalog: Catalog) -> None:
 
 
 def test_unreadable_ones_say_why_and_hide_nothing_else(catalog: Catalog) -> None:
-    """Damage, and files that are no checkpoints, are named without paths of the server; a new save heals."""
+    """Unreadable files have a reason without server paths, hide no others, and are repaired by a new save."""
     path = catalog.save("run/step-1")
     data = bytearray(path.read_bytes())
     data[40] ^= 1
@@ -104,7 +104,7 @@ def test_unreadable_ones_say_why_and_hide_nothing_else(catalog: Catalog) -> None
 
 
 def test_what_went_has_vanished_and_may_come_back(catalog: Catalog) -> None:
-    """A checkpoint, a run that was moved, and the last ones of a folder; back again they are committed."""
+    """Deleted and moved checkpoints vanish, and are committed again when they return."""
     for key in ("a/step-1", "a/step-2", "b/step-1", "b/inner/step-1", "alone-7", "d/step-1"):
         catalog.save(key)
     catalog.scan()
@@ -121,7 +121,7 @@ def test_what_went_has_vanished_and_may_come_back(catalog: Catalog) -> None:
 
 
 def test_a_scan_below_a_folder_leaves_the_rest_alone(catalog: Catalog) -> None:
-    """It finds what is in the folder and what has gone from it, and nothing beside it."""
+    """A scan of a folder finds new and vanished checkpoints in this folder only."""
     for key in ("a/step-1", "a/step-2", "ab/step-1"):
         catalog.save(key)
     catalog.scan()
@@ -135,7 +135,7 @@ def test_a_scan_below_a_folder_leaves_the_rest_alone(catalog: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_hostile_names_and_values_fail_no_scan(catalog: Catalog) -> None:
-    """Whatever is written into a manifest, and whatever a folder is called, the others are found."""
+    """Hostile manifests and folder names do not hide other checkpoints."""
     hostile = {
         "step": 10**30,
         "metrics": {"nan": float("nan"), "inf": float("inf"), "big": 10**400, "": 1.0, "ok": 1.0, 7: 2.0},
@@ -161,7 +161,7 @@ def test_hostile_names_and_values_fail_no_scan(catalog: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_what_is_deleted_stays_deleted_until_it_is_saved_anew(catalog: Catalog) -> None:
-    """A scan that still finds the bytes changes nothing; a later save under the key brings it back."""
+    """A deleted checkpoint stays deleted while a scan finds its files, until a later save under the key."""
     number = catalog.add("run/step-1")
     assert catalog.status("DELETE", f"/checkpoints/{number}") == 200
     assert catalog.scan()["changed"] == 0
