@@ -1,4 +1,4 @@
-"""The frame of a run: what holds for all tests, and servers that several folders share."""
+"""Hooks of a test run, and fixtures of the servers shared by several folders."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from tests.support.shared_servers import shared_server
 
 pytest_plugins = ["tests.support.shards", "tests.support.shared_servers", "tests.support.summary"]
 
-# Before torch is there. Several processes of tests share the cores: threads of OpenMP that wait for one take
-# more than half of the time of some files.
+# Set before torch is imported. Several test processes share the cores, and waiting OpenMP threads take more
+# than half of the time of some files.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Workers of xdist have one, as if each had a terminal; what our commands print would be cut to it.
+# Workers of xdist inherit COLUMNS from a terminal; output of the dcp commands would be truncated to this
+# width.
 os.environ.pop("COLUMNS", None)
 
-# A shell that starts the tests in the background has Ctrl-C ignored, in all processes below, too; tests of it
-# would wait for ever.
+# A shell that starts the tests in the background ignores Ctrl-C for all child processes. Tests of Ctrl-C
+# would wait forever.
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()
@@ -40,10 +41,10 @@ if (
 
 
 if sys.platform == "linux":
-    # What glibc has taken with mmap goes back when it is freed, but each array so freed raises the size above
-    # which it does that, to 32 MiB, and then the heap of each thread keeps up to 64 MiB for itself, which
-    # malloc_trim does not touch: hundreds of MiB in the end. Sizes that are set stay as they are; with 1 MiB
-    # some folders take half as long again. And threads share two heaps.
+    # glibc returns freed mmap blocks to the system, but each freed array raises the mmap threshold, up to 32
+    # MiB. Each thread's heap then keeps up to 64 MiB, which malloc_trim does not release: hundreds of MiB in
+    # the end. Explicit thresholds stay fixed (with 1 MiB some folders take 50 % longer). Threads share two
+    # heaps.
     _libc = ctypes.CDLL("libc.so.6")
     _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
     for _option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
@@ -52,21 +53,25 @@ if sys.platform == "linux":
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without the exhaustive tests, fewer examples of the others."""
+    """Try fewer hypothesis examples if the exhaustive tests are left out."""
     choose_profile(is_quick="not exhaustive" in config.getoption("markexpr"))
 
 
-@pytest.hookimpl(trylast=True)  # only then hypothesis wants work to be done; xdist starts workers still later
+@pytest.hookimpl(
+    trylast=True
+)  # hypothesis can draw examples only after its own hook; xdist starts workers later
 def pytest_sessionstart() -> None:
-    """What all workers share is made once."""
+    """Create files shared by all workers once."""
     prepare_text()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """No garbage is collected until all is imported: that was a third of a worker's start, and Python before
-    3.11.8 may fail if it happens while a module is parsed (python/cpython#106905). What is there by then
-    stays: to look through it took each ``gc.collect()`` of a test 0.4 s."""
+    """Disable garbage collection during imports, and freeze the imported objects.
+
+    Collection took a third of a worker's start, and Python before 3.11.8 may fail if a collection runs while
+    a module is parsed (python/cpython#106905). Without the freeze each ``gc.collect()`` of a test took 0.4 s.
+    """
     gc.disable()
     try:
         return (yield)
@@ -82,9 +87,12 @@ _kept_kib = 0
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After the last test of a file, and after one that leaves much, garbage is collected, since errors hold
-    arrays in cycles, and what was freed goes back to the system. After a file what is left stays, as above,
-    until much is left: clients are given up long after they were made, with their buffers."""
+    """Collect garbage after the last test of a file and after a test that leaves much, and return memory to
+    the system.
+
+    Errors hold arrays in reference cycles. Objects that survive a file are frozen until they exceed a limit:
+    clients become garbage long after their creation, with their buffers.
+    """
     global _held_kib, _kept_kib
     is_last = nextitem is None or nextitem.path != item.path
     if not is_last and _resident_kib() < _held_kib + _MUCH_KIB:
@@ -109,21 +117,21 @@ def _resident_kib() -> int:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> S3Server:
-    """One SeaweedFS for all processes of the run, started by the first test that wants it.
+    """Return the SeaweedFS server of the run, started by the first test that requests this fixture.
 
-    Without the program ``weed`` such tests fail: nothing else checks signatures and conditional writes.
+    Without the program ``weed`` these tests fail: no other test checks signatures and conditional writes.
     """
     return S3Server(**shared_server("s3", tmp_path_factory))
 
 
 @pytest.fixture
 def s3_root(s3_server: S3Server) -> str:
-    """``s3://BUCKET/PREFIX``, of one test alone and with nothing below it."""
+    """Return an empty ``s3://BUCKET/PREFIX`` for one test."""
     return f"s3://{s3_server.bucket}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
 def s3_proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    """The server behind a proxy of this test alone, which logs requests and spoils some if asked."""
+    """Yield a proxy in front of the server, for one test: it logs requests and injects faults on request."""
     with FaultProxy(s3_server) as proxy:
         yield proxy

@@ -1,4 +1,4 @@
-"""Figures of the benchmarks mean what their columns say: pairs of one round, limits, targets, contents."""
+"""Figures of the benchmarks match their columns: pairs of one round, limits, targets, contents."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.programs import run_program
 
 
 def measured(operation: str, **samples: list[float]) -> Measurement:
-    """Of W1, one rank, 1 GiB."""
+    """Return a measurement of W1 with one rank and 1 GiB."""
     return Measurement("W1", 1, operation, 1 << 30, 291, samples=samples)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    """A round in which the machine is slow weighs on both sides, not on the ratio."""
+    """A round on a slow machine affects both sides, not the ratio."""
     raw = {"raw_read_warm_2_threads": [0.7, 7, 1.4]}
     row = save_load_row(measured("load warm", ours=[1, 10, 2], stock=[6, 60, 12], **raw))
     assert row.ratio is not None and (row.ratio.smallest, row.ratio.largest) == (6.0, 6.0)
@@ -32,7 +32,8 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_workloads_have_the_sizes_they_are_named_for() -> None:
-    """1 GiB in 291 tensors, three more for each with Adam, 20,000 of 16 KiB, four of 512 MiB."""
+    """W1 has 1 GiB in 291 tensors, with Adam three more for each; others have 20,000 of 16 KiB and four of
+    512 MiB."""
     counts = {name: len(tensor_specs(name, 1.0)) for name in ("W1", "W1-opt", "W2", "W3")}
     assert counts == {"W1": 291, "W1-opt": 4 * 291, "W2": 20_000, "W3": 4}
     sizes = {name: total_bytes(tensor_specs(name, 1.0)) for name in counts}
@@ -41,7 +42,7 @@ def test_workloads_have_the_sizes_they_are_named_for() -> None:
 
 
 def test_wrong_contents_are_noticed_after_a_load() -> None:
-    """Every element is compared, and belongs to its place in the whole tensor."""
+    """Every element is compared, at its index in the whole tensor."""
     state = build_state("W1-opt", 0.002, rank=0, world_size=1)
     assert state.is_intact()
     state.locals[5][0].view(torch.uint8)[-1] += 1
@@ -72,7 +73,7 @@ print(memory.peak - memory.before)
 
 
 def test_memory_and_processor_time_of_children_count() -> None:
-    """A child that fills 64 MiB and computes shows in the figures of its parent."""
+    """A child that fills 64 MiB and computes counts in the figures of its parent."""
     ran = run_program("-c", _PARENT, cwd=Path(__file__).parents[2])
     first, grown_mebibytes = ran.stdout.splitlines()
     spent_seconds, pid, expected = first.split()

@@ -1,4 +1,4 @@
-"""The benchmarks run, at a tiny size: figures are written, and nothing is left behind."""
+"""Benchmark runs at a tiny size: figures are written, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(folder: Path, *options: str) -> list[str]:
-    """`python -m benchmarks` at a tiny size with everything below ``folder``."""
+    """Return a `python -m benchmarks` command at a tiny size with all files below ``folder``."""
     (folder / "work").mkdir()
     folders = ["--out", str(folder / "out"), "--tmp", str(folder / "work")]
     return [sys.executable, "-m", "benchmarks", "--scale", "0.002", "--rounds", "1", *folders, *options]
 
 
 def rows_of(folder: Path, *options: str) -> dict[str, Any]:
-    """The rows of a run, by their operations."""
+    """Return the rows of a run by operation."""
     run = subprocess.run(command(folder, *options), cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     table = (folder / "out" / "benchmarks.md").read_text()
@@ -49,7 +49,7 @@ def rows_of(folder: Path, *options: str) -> dict[str, Any]:
 def test_a_workload_has_rows_with_both_sides(
     tmp_path: Path, options: tuple[str, ...], operations: list[str]
 ) -> None:
-    """Each operation has its seconds and those of stock torch, or of what else it is compared with."""
+    """Each operation has its seconds and those of stock torch or another baseline."""
     rows = rows_of(tmp_path, "--only", *options)
     assert rows and set(operations) <= rows.keys()
     for operation in operations:

@@ -1,4 +1,4 @@
-"""The application in this process, for tests of routes: no socket, everything else real."""
+"""Application in the test process, for tests of routes: no socket, everything else real."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class App:
         self.base = base
 
     def client(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> TestClient:
-        """Of a new key with these scopes; without scopes one without a key (everybody, with auth=off)."""
+        """Return a client with a new key for these scopes; without scopes, a client without a key (any
+        caller, with auth=off)."""
         headers = {"Authorization": f"Bearer {self.key(*scopes, roots=roots, name=name)}"} if scopes else {}
-        # no context manager: the application runs already, in a loop that all share
+        # no context manager: the application already runs, in an event loop shared by all clients
         made = TestClient(
             self.app, base_url="http://localhost", headers=headers, raise_server_exceptions=False
         )
@@ -48,7 +49,7 @@ class App:
         return [one.act(context) for one in schedules(self.service.settings) if one.name in names]
 
     def key(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> str:
-        """A new key."""
+        """Create and return an API key."""
         with self.service.database.write() as connection:
             made = create_key(
                 connection,
@@ -65,9 +66,9 @@ class App:
 def running_app(
     database_url: str, folder: Path, *, clock: Callable[[], float] = time.time, **settings: Any
 ) -> Iterator[App]:
-    """The application over ``database_url``, with the roots "main" and "other" below ``folder``.
+    """Run the application over ``database_url``, with the roots "main" and "other" below ``folder``.
 
-    A file of SQLite that is not there is made, and migrated unless ``migrate`` is False.
+    A missing SQLite file is created, and migrated unless ``migrate`` is False.
     """
     roots = {name: {"url": str(folder / name)} for name in ("main", "other")}
     for name in roots:

@@ -1,4 +1,4 @@
-"""Saves behind the loop: storage that waits in whatever process it works, and the writer processes."""
+"""Asynchronous saves: storage that waits in any process, and the writer processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PATIENCE_SECONDS = 240.0
 
 @dataclass(frozen=True)
 class FileGate:
-    """A hook of a fault that waits until `open` was called, by any process; it pickles."""
+    """A fault hook that waits until any process calls `open`; picklable."""
 
     path: Path
 
     def __call__(self, _: StoreCall) -> None:
-        """Say that it was reached, and wait."""
+        """Record the arrival, and wait."""
         self._reached.touch()
         _wait_for(self.path)
 
@@ -33,11 +33,11 @@ class FileGate:
         return self.path.with_name(f"{self.path.name}.reached")
 
     def wait_until_reached(self) -> None:
-        """Until a store waits here."""
+        """Wait until a store reaches the gate."""
         _wait_for(self._reached)
 
     def open(self) -> None:
-        """Let all through from now on."""
+        """Let all operations through from now on."""
         self.path.touch()
 
 
@@ -46,13 +46,13 @@ def _faulty(path: str | os.PathLike[str], fault: Fault) -> Store:
 
 
 def gated_writer(folder: Path, gate: FileGate, op: str = "create") -> dcp.FileSystemWriter:
-    """A writer to a local folder each of whose operations ``op`` waits for the gate."""
+    """Return a writer to a local folder whose operations ``op`` wait for the gate."""
     fault = Fault(op, onwards=True, hook=gate)
     return dcp.FileSystemWriter(folder, sync_files=False, open_store=partial(_faulty, fault=fault))
 
 
 def slow_writer(folder: Path, seconds: float) -> dcp.FileSystemWriter:
-    """A writer to a local folder each of whose writes of bytes takes that long."""
+    """Return a writer to a local folder whose writes take ``seconds`` each."""
     fault = Fault("write", onwards=True, delay_seconds=seconds)
     return dcp.FileSystemWriter(folder, sync_files=False, open_store=partial(_faulty, fault=fault))
 
@@ -66,20 +66,20 @@ def _wait_for(path: Path) -> None:
 
 @dataclass(frozen=True)
 class NotedPids:
-    """Opens local folders, and notes in a folder of its own in which processes it does so; it pickles."""
+    """Opens local folders and records the opening processes in a folder; picklable."""
 
     place: Path
 
     def __call__(self, path: str | os.PathLike[str]) -> Store:
-        """The folder at ``path``."""
+        """Open the folder at ``path``."""
         self.place.mkdir(parents=True, exist_ok=True)
         (self.place / str(os.getpid())).touch()
         return PosixStore(path)
 
     def writer(self, checkpoint_id: str | os.PathLike[str]) -> dcp.FileSystemWriter:
-        """A writer to such a folder."""
+        """Return a writer to a folder opened by this object."""
         return dcp.FileSystemWriter(checkpoint_id, sync_files=False, open_store=self)
 
     def others(self) -> list[int]:
-        """The processes other than this one: writer processes."""
+        """Return the process ids of writer processes: all but this process."""
         return sorted({int(path.name) for path in self.place.iterdir()} - {os.getpid()})

@@ -1,4 +1,4 @@
-"""A mount that lacks a system call or fails at one: in this process, for paths below a folder."""
+"""A mount where a system call is missing or fails: in this process, for paths below a folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _CALLS: Final = {
 
 @contextmanager
 def bad_mount(folder: Path, errno_of: Callable[[str, Path], int]) -> Iterator[None]:
-    """``errno_of(call, path)`` says what each system call below ``folder`` fails with; 0 is success.
+    """Fail each system call below ``folder`` with the errno of ``errno_of(call, path)``; 0 is success.
 
-    As in the kernel, a file is closed whatever close says.
+    As in the kernel, close always closes the file, even if it reports an error.
     """
 
     def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def bad_mount(folder: Path, errno_of: Callable[[str, Path], int]) -> Iterator[No
             if name == "close":
                 real(*args)
             if number:
-                raise OSError(number, os.strerror(number))  # a descriptor has no path in such errors
+                raise OSError(number, os.strerror(number))  # a descriptor has no path in these errors
             return None if name == "close" else real(*args, **options)
 
         return call

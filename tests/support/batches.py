@@ -1,4 +1,4 @@
-"""A data loader with a state, which goes on within an epoch."""
+"""A data loader with a state, which resumes within an epoch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 __all__ = ["EPOCH", "Batches", "losses"]
 
 EPOCH = 8
-"""Batches of a rank."""
+"""Batches of a rank in an epoch."""
 
 
 def losses(folder: Path, rank: int = 0) -> dict[int, str]:
-    """Read the logged losses by step; the later loss for a repeated step."""
+    """Read the logged losses by step; of a repeated step, the later loss."""
     lines = (folder / f"losses-{rank}.jsonl").read_text().splitlines()
     return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 class Batches:
-    """A data loader with a state: a rank's batches, in an order that is drawn anew for each epoch."""
+    """A data loader with a state: a rank's batches, in a new random order for each epoch."""
 
     def __init__(self, rank: int) -> None:
         self._generator = torch.Generator().manual_seed(rank)
@@ -49,7 +49,7 @@ class Batches:
         return {"order": list(self._order), "position": self._position, "generator": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Resume at the position of ``state``."""
         self._order, self._position = state["order"], state["position"]
         self._generator.set_state(state["generator"])
         self._resumed = self._position < EPOCH

@@ -1,4 +1,4 @@
-"""The client, and the asynchronous one behind the same calls, so that a test runs on both."""
+"""The synchronous and the asynchronous client behind the same calls, so that a test runs on both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dcp.server.client import AsyncClient, Client
 __all__ = ["KINDS", "client_of"]
 
 KINDS = ("sync", pytest.param("async", marks=pytest.mark.exhaustive))
-"""The one is made of the other, word by word: `make test` tries most on one."""
+"""The asynchronous client is generated from the synchronous one, so `make test` runs most tests on one
+client."""
 
 
 class _Awaited:
@@ -56,7 +57,7 @@ async def _wait(answer: Any) -> Any:
 
 @contextmanager
 def client_of(kind: str, url: str, **options: Any) -> Iterator[Client]:
-    """A client of the kind "sync" or "async"."""
+    """Open a client of the kind "sync" or "async"."""
     if kind == "sync":
         with Client(url, **options) as client:
             yield client

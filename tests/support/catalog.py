@@ -1,4 +1,4 @@
-"""A catalog as its users have it: HTTP, checkpoints as files, and a worker that works when it is asked to."""
+"""A catalog as users see it: HTTP, checkpoints as files, and a worker that works on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ API: Final = "/api/v1"
 
 
 class Catalog:
-    """An application over the folders "main" and "other" below ``folder``; `http` is a key that may all."""
+    """An application over the folders "main" and "other" below ``folder``; the key of `http` has all
+    scopes."""
 
     def __init__(self, app: App, folder: Path) -> None:
         self.app = app
@@ -32,15 +33,15 @@ class Catalog:
         self.worker = KindRuns(app.service.database, folder / "work", roots)
 
     def place(self, key: str, root: str = "main") -> Path:
-        """The folder of a checkpoint."""
+        """Return the folder of a checkpoint."""
         return self.folder / root / key
 
     def save(self, key: str, root: str = "main", **facts: Any) -> Path:
-        """A committed checkpoint on the disk, which looks old; its commit."""
+        """Write a committed checkpoint with old timestamps; return the path of its commit."""
         return write_manifest(self.place(key, root), **facts)
 
     def register(self, key: str, root: str = "main", **more: Any) -> int:
-        """Register a checkpoint like a trainer; return its number."""
+        """Register a checkpoint like a trainer; return its id."""
         answer = self.http.post(f"{API}/checkpoints", json={"root": root, "key": key, **more})
         assert answer.is_success, answer.text
         return int(answer.json()["id"])
@@ -48,50 +49,50 @@ class Catalog:
     def add(
         self, key: str, root: str = "main", metrics: Any = None, tags: tuple[str, ...] = (), **facts: Any
     ) -> int:
-        """Save and register; the checkpoint's number. Its step is the number at the end of its key."""
+        """Save and register a checkpoint; return its id. Its step is the number at the end of its key."""
         facts.setdefault("save_id", f"{abs(hash((root, key))) % (1 << 32):08x}")
         self.save(key, root, **facts)
         return self.register(key, root, metrics=metrics or {}, tags=list(tags))
 
     def get(self, path: str, client: TestClient | None = None, **query: Any) -> Any:
-        """The JSON of a GET that succeeds."""
+        """Send a GET that must succeed; return the JSON."""
         answer = (client or self.http).get(f"{API}{path}", params=query)
         assert answer.is_success, (path, query, answer.text)
         return answer.json()
 
     def status(self, method: str, path: str, client: TestClient | None = None, **options: Any) -> int:
-        """Of the answer."""
+        """Return the status code of a request."""
         return (client or self.http).request(method, f"{API}{path}", **options).status_code
 
     def rows(self) -> dict[str, Any]:
-        """All checkpoints in whatever states, in detail, by their keys."""
+        """Return the details of all checkpoints in any state, by key."""
         found = pages(self.http, "/checkpoints", state="any", sort="name", limit=500)
         return {one["key"]: self.get(f"/checkpoints/{one['id']}") for one in sorted(found, key=_key)}
 
     def states(self) -> dict[str, str]:
-        """The state of each checkpoint, by key."""
+        """Return the state of each checkpoint, by key."""
         found = pages(self.http, "/checkpoints", state="any", limit=500)
         return {one["key"]: one["state"] for one in sorted(found, key=_key)}
 
     def do(self, kind: str, **params: Any) -> Any:
-        """A job from its order to its end."""
+        """Submit a job, run it to its end, and return it."""
         answer = self.http.post(f"{API}/jobs", json={"kind": kind, "params": params})
         assert answer.status_code == 202, answer.text
         self.work()
         return self.get(f"/jobs/{answer.json()['id']}")
 
     def scan(self, root: str = "main", **params: Any) -> Any:
-        """The report of a scan that succeeds."""
+        """Scan a root, which must succeed; return the report."""
         job = self.do("scan", root=root, **params)
         assert job["state"] == "succeeded", job["error"]
         return job["result"]
 
     def work(self) -> None:
-        """Have a worker do all that there is to do."""
+        """Have a worker do all pending work."""
         self.worker.drain()
 
     def regular_work(self, later_seconds: float = 0.0) -> int:
-        """Run the occasional work of a worker at a later time; return the number of submitted jobs."""
+        """Run the periodic work of a worker at a later time; return the number of submitted jobs."""
         before = len(pages(self.http, "/jobs", limit=500))
         self.app.work(time.time() + later_seconds, "events:automation", "retention", "purges")
         return len(pages(self.http, "/jobs", limit=500)) - before
@@ -102,7 +103,7 @@ def _key(one: Any) -> tuple[str, str]:
 
 
 def pages(http: TestClient, path: str, **query: Any) -> list[Any]:
-    """All items of a list, page after page."""
+    """Return all items of a list, over all pages."""
     found: list[Any] = []
     for _ in range(2000):
         answer = http.get(f"{API}{path}", params=query)
@@ -116,6 +117,6 @@ def pages(http: TestClient, path: str, **query: Any) -> list[Any]:
 
 @pytest.fixture
 def catalog(make_database: MakeDatabase, tmp_path: Path) -> Iterator[Catalog]:
-    """A catalog with the roots "main" and "other", on SQLite and on PostgreSQL."""
+    """Provide a catalog with the roots "main" and "other", on SQLite and on PostgreSQL."""
     with running_app(make_database(), tmp_path, rate_limit="1000000/minute") as app:
         yield Catalog(app, tmp_path)

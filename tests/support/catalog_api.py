@@ -1,4 +1,4 @@
-"""The service over plain HTTP, for tests of the whole: what they ask for, and what they wait for."""
+"""The service over plain HTTP, for end-to-end tests: requests, and waiting for results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JOB_SECONDS = 400.0
 
 
 def create_key(process: DcpProcess, name: str, scopes: Sequence[str], roots: Sequence[str] = ()) -> str:
-    """A key, made by `dcp keys create` as an operator does it; ``process`` need not run."""
+    """Create a key by `dcp keys create`, like an operator; ``process`` need not run."""
     given = [part for scope in scopes for part in ("--scope", scope)]
     given += [part for root in roots for part in ("--root", root)]
     command = ("-m", "dcp", "keys", "create", name, *given)
@@ -26,21 +26,21 @@ def create_key(process: DcpProcess, name: str, scopes: Sequence[str], roots: Seq
 
 
 class CatalogApi:
-    """Requests below ``/api/v1``, each of which has to succeed."""
+    """Requests below ``/api/v1``, all of which must succeed."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
 
     def get(self, path: str, **query: Any) -> Any:
-        """The JSON of a GET."""
+        """Send a GET; return the JSON."""
         return _json(self.http.get(f"/api/v1{path}", params=query))
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The JSON that answers a POST."""
+        """Send a POST; return the JSON of the answer."""
         return _json(self.http.post(f"/api/v1{path}", json=body))
 
     def checkpoints(self, **query: Any) -> list[dict[str, Any]]:
-        """All checkpoints of a query, over all pages."""
+        """Return all checkpoints of a query, over all pages."""
         found: list[dict[str, Any]] = []
         while True:
             page = self.get("/checkpoints", **query)
@@ -50,20 +50,20 @@ class CatalogApi:
             query["cursor"] = page["next_cursor"]
 
     def register(self, root: str, key: str) -> int:
-        """Have the service look at a checkpoint now; its id."""
+        """Have the service read a checkpoint now; return its id."""
         return int(self.post("/checkpoints", {"root": root, "key": key})["id"])
 
     def submit(self, kind: str, **params: Any) -> int:
-        """A new job; its id."""
+        """Submit a job; return its id."""
         return int(self.post("/jobs", {"kind": kind, "params": params})["id"])
 
     def job(self, job_id: int) -> dict[str, Any]:
-        """As it is now."""
+        """Return the current state of a job."""
         found: dict[str, Any] = self.get(f"/jobs/{job_id}")
         return found
 
     def finished(self, job_id: int, seconds: float = _JOB_SECONDS) -> dict[str, Any]:
-        """The job once it has succeeded; ServiceError if it ends otherwise, or not in time."""
+        """Wait until the job has succeeded and return it; ServiceError if the job fails or takes longer."""
 
         def look() -> dict[str, Any] | None:
             job = self.job(job_id)

@@ -1,7 +1,7 @@
-"""One rank of the training job of the end-to-end tests; torchrun starts as many as asked for.
+"""One rank of the training job of the end-to-end tests, started by torchrun.
 
-A small model in shards of FSDP2, saved behind the training loop by a `dcp.CheckpointManager` that registers
-its checkpoints. Elsewhere it notes what the whole model was at each saved step, for the comparison.
+Trains a small model in FSDP2 shards. A `dcp.CheckpointManager` saves asynchronously and registers the
+checkpoints. The whole model at each saved step is written to another folder, for comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TIMEOUT_SECONDS = 300.0
 
 
 def build_model() -> nn.Module:
-    """Two dtypes, shapes that two ranks do not share evenly, and layers in shards of their own."""
+    """Build a model with two dtypes, shapes that two ranks share unevenly, and layers sharded separately."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(17, 256), nn.Tanh(), nn.Linear(256, 131), nn.LayerNorm(131))
     model[2] = model[2].to(torch.bfloat16)
@@ -32,7 +32,7 @@ def build_model() -> nn.Module:
 
 
 def train(options: argparse.Namespace) -> None:
-    """``--steps`` steps, the even ones saved."""
+    """Train ``--steps`` steps and save at each even step."""
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     catalog = dcp.CatalogRegistration(
@@ -64,7 +64,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def note_whole_model(model: nn.Module, path: Path) -> None:
-    """The unsharded parameters, by rank 0."""
+    """Write the unsharded parameters, on rank 0."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         torch.save(whole, path)

@@ -16,18 +16,18 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
 
 OLD_SECONDS = 1_700_000_000.0
-"""A time of files that nobody is writing any more."""
+"""A modification time of files that no process writes any more."""
 
 
 def age(path: Path, seconds: float = OLD_SECONDS) -> None:
-    """Make a file, or all below a folder, look as if last written then."""
+    """Set the modification time of a file, or of all files below a folder."""
     for each in (path, *path.rglob("*")) if path.is_dir() else (path,):
         os.utime(each, (seconds, seconds))
 
 
 @cache
 def index_of(tensors: int = 3) -> CheckpointIndex:
-    """An index of some tensors of 4 x 8 bfloat16 in one file."""
+    """Build an index of tensors of 4 x 8 bfloat16 in one file."""
     shape = np.tile(np.array([4, 8], dtype=np.int64), tensors)
     places = np.arange(tensors, dtype=np.int64) * 64
     lengths = np.full(tensors, 64, dtype=np.int64)
@@ -62,9 +62,10 @@ def write_manifest(
     told: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """A committed checkpoint: its manifest alone, which is all that the catalog reads; it looks old.
+    """Write the manifest of a committed checkpoint with old timestamps; the catalog reads only the manifest.
 
-    ``told`` is more of its provenance."""
+    ``user`` is added to the provenance.
+    """
     provenance = {"save_id": save_id, "time": OLD_SECONDS, "world_size": 2, **(told or {})}
     index = replace(index_of(tensors), provenance=provenance, user=dict(user or {}), **changes)
     folder.mkdir(parents=True, exist_ok=True)

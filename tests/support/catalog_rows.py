@@ -1,4 +1,4 @@
-"""Checkpoints in the catalog without any in storage, for tests of what only the catalog is asked for."""
+"""Checkpoints in the catalog without files in storage, for tests that query only the catalog."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _STRUCTURE = StructureFacts(
 
 
 def add_checkpoint(database: Database, key: str, *, root: str = "main", **facts: Any) -> int:
-    """The id of a committed checkpoint with these facts; its step is the number at the end of its key."""
+    """Insert a committed checkpoint with these facts and return its id; its step is the number at the end of
+    its key."""
     digits = key.rpartition("-")[2]
     step = int(digits) if digits.isdecimal() else None
     given = {
@@ -56,7 +57,7 @@ def add_checkpoint(database: Database, key: str, *, root: str = "main", **facts:
 
 
 def multiply(app: App, key: str, count: int) -> None:
-    """So many more of a checkpoint, of later steps, with their number as their bytes."""
+    """Insert ``count`` copies of a checkpoint with later steps; the size in bytes of each is its number."""
     names = [column.name for column in checkpoints.c if column.name not in ("id", "step_order")]
     more = {"key": "key || '-' || s.n", "name": "name || '-' || s.n", "step": "100 + s.n", "bytes": "s.n"}
     chosen = ", ".join(more.get(name, name) for name in names)

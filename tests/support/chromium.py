@@ -1,4 +1,4 @@
-"""The system's Chromium, driven by Playwright; what a page does that it must not is noted."""
+"""The system's Chromium, driven by Playwright; records forbidden actions of a page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _SERIOUS: Final = ("serious", "critical")
 
 @contextmanager
 def running_chromium() -> Iterator[Browser]:
-    """One for all tests of a file. Without one they fail: nothing else tells what browsers make of a page."""
+    """Start a browser for all tests of a file. Without Chromium the tests fail: no other test shows how
+    browsers render a page."""
     path = os.environ.get("DCP_TEST_CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
         pytest.fail(
@@ -49,14 +50,14 @@ def running_chromium() -> Iterator[Browser]:
 
 @dataclass(slots=True)
 class Window:
-    """A page of a browser; ``faults`` are errors on its console, and requests to other hosts."""
+    """A page of a browser; ``faults`` are console errors and requests to other hosts."""
 
     page: Page
     base_url: str
     faults: list[str] = field(default_factory=list)
 
     def open(self, path: str) -> None:
-        """Go there, and wait until all is loaded and htmx has seen it."""
+        """Open ``path``, and wait until the page is loaded and processed by htmx."""
         answer = self.page.goto(self.base_url + path)
         assert answer is not None and answer.ok, (path, answer and answer.status)
         self.page.wait_for_load_state("load")
@@ -64,7 +65,7 @@ class Window:
 
     @property
     def path(self) -> str:
-        """The current path."""
+        """Return the current path."""
         parts = urlsplit(self.page.url)
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
@@ -77,7 +78,7 @@ def window(
     colours: Literal["light", "dark"] = "light",
     state: Any = None,
 ) -> Iterator[Window]:
-    """A window of this width, with the cookies of ``state``."""
+    """Open a window of this width with the cookies of ``state``."""
     host = urlsplit(base_url).netloc
     viewport: Any = {"width": width, "height": 800}
     context = browser.new_context(viewport=viewport, color_scheme=colours, storage_state=state)
@@ -96,7 +97,7 @@ def window(
 
 def accessibility_faults(page: Page, rule: str | None = None) -> list[str]:
     """Return serious problems found by axe-core with their places, by all rules or one."""
-    # by the protocol and not by an element, which the policy of the page would stop
+    # by the DevTools protocol: the content security policy of the page would block a script element
     page.evaluate(AXE.read_text())
     wanted = {"resultTypes": ["violations"], **({"runOnly": [rule]} if rule else {})}
     found = page.evaluate("wanted => axe.run(document, wanted)", wanted)

@@ -1,4 +1,4 @@
-"""The command line in this process."""
+"""The command line, run in the test process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Outcome:
 
     @property
     def json(self) -> Any:
-        """Standard output, parsed."""
+        """Parse standard output."""
         return json.loads(self.out)
 
 

@@ -1,4 +1,4 @@
-"""Writers of one id, and a stage on which they are interrupted anywhere: for commits and removals."""
+"""Concurrent writers of one checkpoint id, interrupted at any operation: for commits and removals."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from tests.support.formats_indexes import small_index
 from tests.support.lockless import ObjectModel, Outcome, Stopped, by_plan, run_in_turns
 
 COMMUTING = ("create", "write", "lock")
-"""What no other writer notices: to be interrupted before one of these is as before the next operation."""
+"""Operations that no other writer observes: an interruption before one of them equals an interruption before
+the next operation."""
 DATA = b"x" * 1500
 STOCK_FILE = "__0_0.distcp"
 STOCK = 900
-"""The version that all of stock's saves count as."""
+"""The version assigned to all saves of stock torch."""
 BEFORE = 100
-"""Versions from here on were there when the scene began."""
+"""Versions from here on existed before the scene began."""
 LIMIT = 1 << 20
 
 
 def save_id(version: int) -> str:
-    """The save id of a version."""
+    """Return the save id of a version."""
     return f"{version:08x}"
 
 
 def index_of(version: int, name: str) -> CheckpointIndex:
-    """An index whose one file is called ``name``."""
+    """Build an index with one file ``name``."""
     return replace(
         small_index(),
         files=[name],
@@ -52,7 +53,7 @@ def index_of(version: int, name: str) -> CheckpointIndex:
 
 
 def save(version: int, store: Store, *, compatible: bool = True) -> tuple[int, Previous]:
-    """A save as `FileSystemWriter` makes it: the version and what it was to replace."""
+    """Save like `FileSystemWriter`; return the version and the previous checkpoint expected by the commit."""
     previous = previous_state(store, Names())
     name = f"__0_0.{save_id(version)}.distcp"
     try:
@@ -76,7 +77,7 @@ def save(version: int, store: Store, *, compatible: bool = True) -> tuple[int, P
 
 
 def stock_save(version: int, store: Store) -> tuple[int, Previous]:
-    """Stock torch's: in place, whatever is there."""
+    """Save like stock torch: in place, over existing files."""
     store.publish(STOCK_FILE, DATA, durable=False)
     data = encode_torch_metadata(index_of(version, STOCK_FILE), checkpoint_id="x", save_id=f"stock{version}")
     store.publish(METADATA_NAME, data, durable=False)
@@ -84,7 +85,7 @@ def stock_save(version: int, store: Store) -> tuple[int, Previous]:
 
 
 def load(version: int, store: Store) -> tuple[int, Previous]:
-    """The version that a reader takes for committed, 0 for none."""
+    """Return the committed version that a reader sees, 0 for none."""
     try:
         return version_of(open_index(store)), Previous()
     except CheckpointNotFoundError:
@@ -92,7 +93,7 @@ def load(version: int, store: Store) -> tuple[int, Previous]:
 
 
 def version_of(index: CheckpointIndex) -> int:
-    """Return the save of an index."""
+    """Return the version of an index."""
     return STOCK if index.format == "torch_dcp" else int(index.user["version"])
 
 
@@ -103,7 +104,7 @@ Act = Callable[[int, Store], tuple[int, Previous]]
 
 @dataclass
 class Scene:
-    """A scene: the initial content, and actors that arrive at once; ``compares_deletions`` as in
+    """Initial content, and actors that start at the same time; ``compares_deletions`` as in
     `run_in_turns`."""
 
     before: tuple[Act, ...]
@@ -150,13 +151,13 @@ def decoded(manifest: bytes | None, metadata: bytes | None) -> CheckpointIndex |
 
 @cache
 def version_in(manifest: bytes) -> int:
-    """Return the save of a manifest."""
+    """Return the version of a manifest."""
     return int(decode_manifest(manifest).user["version"])
 
 
 @cache
 def prepared(before: tuple[Act, ...]) -> dict[str, bytes]:
-    """The files that ``before`` leaves."""
+    """Return the files written by ``before``."""
     model = ObjectModel("tests/commit-prepared")
     model.clear()
     for number, act in enumerate(before):
@@ -165,7 +166,7 @@ def prepared(before: tuple[Act, ...]) -> dict[str, bytes]:
 
 
 class Stage:
-    """One performance of a scene: who committed when, and what everybody can see after each operation."""
+    """One run of a scene: the commits, and the state visible after each operation."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -178,7 +179,7 @@ class Stage:
         self._seen_changes = self.model.changes
 
     def truth(self) -> int:
-        """The version that a reader sees now, 0 for none; its files are there."""
+        """Return the version that a reader sees now, 0 for none; check that its files exist."""
         index = decoded(self.model.content(MANIFEST_NAME), self.model.content(METADATA_NAME))
         if index is None:
             return 0
@@ -186,7 +187,7 @@ class Stage:
         return version_of(index)
 
     def look(self) -> None:
-        """After one operation: a whole checkpoint is there, if one was before."""
+        """Check after an operation that a complete checkpoint exists, if one existed before."""
         if self.model.changes == self._seen_changes:
             return
         self._seen_changes = self.model.changes
@@ -200,8 +201,8 @@ class Stage:
     def play(
         self, choose: Callable[[list[int]], int], dies_at: dict[int, int] | None = None
     ) -> list[Outcome[tuple[int, Previous]]]:
-        """Outcomes of the actors, of which number n saves version n + 1; an error that is none of ours ends
-        the test."""
+        """Return the outcomes of the actors; actor n saves version n + 1. An unexpected error ends the
+        test."""
         outcomes = run_in_turns(
             self.model,
             [partial(act, number) for number, act in enumerate(self.scene.actors, start=1)],
@@ -217,7 +218,7 @@ class Stage:
 
 
 def check_end(stage: Stage, outcomes: list[Outcome[tuple[int, Previous]]]) -> None:
-    """Check that the winner and the losers know the outcome, and that no files of the losers remain."""
+    """Check that each actor knows its outcome, and that no files of the losers remain."""
     scene = stage.scene
     saves = [number for number, act in enumerate(scene.actors) if act in (save, bare)]
     values = [value for number in saves if (value := outcomes[number].value) is not None]
@@ -233,7 +234,7 @@ def check_end(stage: Stage, outcomes: list[Outcome[tuple[int, Previous]]]) -> No
 
 
 def check_what_is_left(stage: Stage) -> None:
-    """Files of the truth, `.metadata` of the manifest, and nothing else."""
+    """Check that only the files of the last commit remain, with the `.metadata` of its manifest."""
     model, scene = stage.model, stage.scene
     names = {info.name for info in model.list()}
     data_files = {name for name in names if name.endswith(".distcp")}
@@ -243,7 +244,7 @@ def check_what_is_left(stage: Stage) -> None:
         return
     index = open_index(model)
     assert set(index.files) <= data_files
-    if index.format == "torch_dcp":  # stock clears nothing away
+    if index.format == "torch_dcp":  # stock torch deletes no files
         return
     assert data_files - {STOCK_FILE} == set(index.files)
     assert STOCK_FILE not in data_files or stock_save in scene.actors
@@ -256,7 +257,7 @@ def check_what_is_left(stage: Stage) -> None:
 
 
 def turns_of(scene: Scene, stage: type[Stage]) -> list[list[int]]:
-    """For each actor, how many operations it may take before it is interrupted: where that can matter."""
+    """Return for each actor the numbers of operations after which an interruption can matter."""
     outcomes = stage(scene).play(by_plan([]))
     return [
         [number for number, step in enumerate(outcome.log) if step.op not in COMMUTING] + [len(outcome.log)]
@@ -265,7 +266,8 @@ def turns_of(scene: Scene, stage: type[Stage]) -> list[list[int]]:
 
 
 def two_switches(scene: Scene, stage: type[Stage] = Stage) -> Iterator[list[tuple[int, int]]]:
-    """Plans in which one of two actors is interrupted anywhere, the other too, and the first ends first."""
+    """Yield plans: the first of two actors is interrupted anywhere, then the second, and the first
+    finishes."""
     turns = turns_of(scene, stage)
     orders = [(0, 1), (1, 0)] if scene.actors[0] is not scene.actors[1] else [(0, 1)]
     for first, second in orders:

@@ -1,4 +1,4 @@
-"""State dicts that conversions must carry through whole, saved by one process or by four ranks; commands."""
+"""State dicts that conversions must preserve, saved by one process or by four ranks; commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 
 def many_kinds() -> dict[str, torch.Tensor]:
-    """A tensor of each kind: all dtypes, 0-d, empty, of odd sizes, tied."""
+    """Return a tensor of each kind: all dtypes, 0-d, empty, odd sizes, tied."""
     names = (
         "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64 bool complex64 uint16 uint32 uint64"
     )
@@ -59,7 +59,8 @@ def many_kinds() -> dict[str, torch.Tensor]:
 
 
 def training_state() -> dict[str, Any]:
-    """A model and its optimizer after a step: int keys, lists of groups, an OrderedDict, plain values."""
+    """Return a model and its optimizer after a step: int keys, lists of groups, an OrderedDict, plain
+    values."""
     model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.LayerNorm(20), torch.nn.Linear(20, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 12)).sum().backward()
@@ -75,13 +76,13 @@ def training_state() -> dict[str, Any]:
 
 
 def sharded_tensors() -> dict[str, torch.Tensor]:
-    """The full tensors that `save_sharded` saves."""
+    """Return the full tensors saved by `save_sharded`."""
     return {name: full_tensor(name, shape, dtype) for name, (shape, dtype) in SHAPES.items()}
 
 
 def save_sharded(rank: int, world_size: int, path: str, how: str = "ours") -> None:
-    """Four ranks save `sharded_tensors` on dimension 0, 1, 2, both, and replicated, with ``how`` "ours" or
-    "stock"."""
+    """Save `sharded_tensors` with four ranks, sharded on dimension 0, 1, 2, both, and replicated; ``how`` is
+    "ours" or "stock"."""
     mesh = init_device_mesh("cpu", (world_size,))
     grid = init_device_mesh("cpu", (2, 2))
     full = sharded_tensors()
@@ -104,22 +105,22 @@ def save_sharded(rank: int, world_size: int, path: str, how: str = "ours") -> No
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    """Equal containers, keys, values and tensors, bit for bit."""
+    """Check that containers, keys, values and tensors are equal, bit for bit."""
     assert same(got, expected), (got, expected)
 
 
 def folder_of(path: Path) -> list[str]:
-    """Names in the folder of ``path``."""
+    """Return the names in the folder of ``path``."""
     return sorted(entry.name for entry in path.parent.iterdir())
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names in a folder."""
+    """Return the names in a folder."""
     return sorted(entry.name for entry in folder.iterdir())
 
 
 def flip(checkpoint: Path, at: int | None = None) -> Path:
-    """Change one bit of the largest data file of a folder, in its middle or at a place; the file."""
+    """Flip one bit of the largest data file of a folder, at ``at`` or in the middle; return the file."""
     file = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
@@ -128,7 +129,7 @@ def flip(checkpoint: Path, at: int | None = None) -> Path:
 
 
 def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    """As peft lays it out."""
+    """Write an adapter in the layout of peft."""
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config))
     named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
@@ -150,11 +151,11 @@ FUSED: Final[dict[str, Any]] = {
     ],
     "sizes": {"two": 2, "pad": 5, "q": 5, "k": 4},
 }
-"""Fused by heads, transposed and padded; stacked; renamed."""
+"""A weight map with weights fused by heads, transposed and padded, stacked, and renamed."""
 
 
 def state_to_fuse(number: int) -> dict[str, torch.Tensor]:
-    """Make the state for `FUSED` in the source of this number."""
+    """Return the state for `FUSED` of source ``number``."""
     torch.manual_seed(number)
     shapes = {"q": (10, 7), "k": (8, 7), "layers.0.w": (31,), "layers.1.w": (3, 5)}
     kind = [torch.float32, torch.bfloat16, torch.float16][number % 3]

@@ -1,8 +1,8 @@
-"""Processes that may be killed: forked from one that has torch imported, so that each costs milliseconds.
+"""Processes to be killed: forked from a process with torch imported, so that each costs milliseconds.
 
-A test runs a function `in_lab`: in a fresh process that has no threads, and may therefore fork. There
-`Child` runs a function in a fork, and `run_groups` runs whole gloo groups of them side by side, because the
-survivors of a killed rank spend seconds on waiting for its sign of life.
+A test runs a function `in_lab`: in a new process without threads, which may therefore fork. There `Child`
+runs a function in a fork, and `run_groups` runs several gloo groups concurrently, because the survivors of a
+killed rank wait seconds for its heartbeat.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from tests.support.ranks import RankRaised, all_are_here
 T = TypeVar("T")
 
 Act = Callable[[Path, Callable[[str, str], None]], Any]
-"""Something that is done in a folder, and tells an observer (operation, name) of each step before it takes it
-on storage."""
+"""An operation in a folder that calls an observer with (operation, name) before each step on storage."""
 
 _PR_SET_PDEATHSIG = 1
-"""A fork ends with its laboratory: a test that failed leaves no processes behind."""
+"""A fork ends with the process of `in_lab`: a failed test leaves no processes behind."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Ending:
 
 
 def raised_by(error: BaseException, seconds: float = 0.0) -> RankRaised:
-    """An exception as data that crosses processes."""
+    """Return an exception as picklable data."""
     facts = {k: v for k, v in getattr(error, "facts", {}).items() if isinstance(v, (int, str, bool, list))}
     facts["failed_ranks"] = list(getattr(error, "ranks", []))
     names = tuple(cls.__name__ for cls in type(error).__mro__)
@@ -69,14 +68,16 @@ def raised_by(error: BaseException, seconds: float = 0.0) -> RankRaised:
 
 
 class Child:
-    """``function(*args)`` in a fork of this process, which must have no threads."""
+    """A fork of this process (which must have no threads) that runs ``function(*args)``."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._result = os.memfd_create("result")
         self.pid = os.fork()
         if self.pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            torch.set_num_threads(1)  # torch makes a fork's pool anew, and fails where two threads are first
+            torch.set_num_threads(
+                1
+            )  # torch recreates the thread pool in a fork, and fails if two threads do so at once
             try:
                 begun = time.monotonic()
                 outcome = _outcome(function, args)
@@ -106,11 +107,11 @@ class Child:
 
 
 def kill_at_each_step(before: Path, root: Path, act: Act, look: Callable[[Path, str, bool], T]) -> list[T]:
-    """The matrix of crashes: ``act`` is killed before its first step, its second, and so on until it gets
-    through, each time in a copy of ``before`` below ``root``.
+    """Kill ``act`` before its first step, its second, and so on until it completes; each run has a copy of
+    ``before`` below ``root``.
 
-    ``look(folder, operation, killed)`` says what was left; the last one, ``"none"``, got through. The rows
-    are the steps that ``act`` took where nobody killed it.
+    ``look(folder, operation, killed)`` returns a row for the remaining files; the operation of the last,
+    complete run is ``"none"``. The steps are those of a run without a kill.
     """
     _copy(before, root / "recorded")
     recorded = Child(_steps_of, act, root / "recorded").wait()
@@ -145,8 +146,8 @@ _CHANGES = ("os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.tru
 
 
 def observe_calls(folder: Path, observe: Callable[[str, str], None]) -> None:
-    """From now on ``observe(call, name)`` is called before each system call of this process that makes,
-    opens to write, renames or removes something below ``folder``: nothing ends that but the process."""
+    """Call ``observe(call, name)`` before each system call of this process that creates, opens for writing,
+    renames, or removes a path below ``folder``, until the process ends."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
@@ -164,7 +165,7 @@ def _copy(before: Path, folder: Path) -> None:
 
 
 def wait_for_end(pid: int, timeout_seconds: float = 240.0) -> None:
-    """Until a process has ended; nobody need have asked how yet."""
+    """Wait until a process has ended, reaped or not."""
     deadline = time.monotonic() + timeout_seconds
     while _is_alive(pid):
         if time.monotonic() > deadline:
@@ -175,14 +176,14 @@ def wait_for_end(pid: int, timeout_seconds: float = 240.0) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        threads = len(list(Path(f"/proc/{pid}/task").iterdir()))  # what is open is closed by the last of them
+        threads = len(list(Path(f"/proc/{pid}/task").iterdir()))  # the last thread closes the open files
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in ("Z", "X") or threads > 1
 
 
 def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    gc.freeze()  # else the first collection copies every page that this process shares with its parent
+    gc.freeze()  # without it the first collection copies every page shared with the parent
     begun = time.monotonic()
     try:
         return function(*args)
@@ -197,7 +198,8 @@ def _laboratory(connection: Any, function: Callable[..., Any], args: tuple[Any, 
 
 
 def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0) -> Any:
-    """The result of ``function(*args)``, a function of a module, in a process of its own without threads."""
+    """Run ``function(*args)`` (a module-level function) in a new process without threads, and return the
+    result."""
     context = forkserver_context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_laboratory, args=(theirs, function, args))
@@ -219,7 +221,7 @@ def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 60
 
 @dataclass(frozen=True)
 class Group:
-    """One process group to run: ``function(rank, world_size, *args)`` on each of its ranks."""
+    """A process group to run: ``function(rank, world_size, *args)`` on each of its ranks."""
 
     world_size: int
     function: Callable[..., Any]
@@ -229,7 +231,7 @@ class Group:
 def run_groups(
     groups: Sequence[Group], *, at_once: int = 8, timeout_seconds: float = 240.0
 ) -> list[list[Ending]]:
-    """Endings by group and rank; ``at_once`` groups run side by side."""
+    """Return the endings by group and rank; at most ``at_once`` groups run concurrently."""
     endings: list[list[Ending]] = []
     for first in range(0, len(groups), at_once):
         with tempfile.TemporaryDirectory(prefix="dcp-groups-") as folder:
@@ -258,8 +260,8 @@ def _member(rank: int, path: str, group: Group) -> Any:
 
 
 def kill_rank(rank: int) -> None:
-    """SIGKILL another rank of this process's group (or this one); when this returns it has ended, and its
-    connections with it."""
+    """Send SIGKILL to a rank of this process's group. On return the rank has ended and its connections are
+    closed."""
     pid = int(_rendezvous[0].get(f"pid/{rank}"))
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)

@@ -1,4 +1,4 @@
-"""A process of the service that dies in the middle of a request, at an instant of its database."""
+"""A service process that dies in the middle of a request, before or after a commit of its database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.forking import forkserver_context
 __all__ = ["Instant", "die_in_post"]
 
 Instant = Literal["before the commit", "after the commit"]
-"""Of the transaction that has the effect."""
+"""Relative to the transaction that stores the result of the request."""
 
 _HANG_SECONDS: Final = 120.0
 
@@ -23,8 +23,8 @@ _HANG_SECONDS: Final = 120.0
 def die_in_post(
     database_url: str, folder: Path, path: str, body: Any, key: str, table: str, instant: Instant
 ) -> None:
-    """POST ``body`` with that Idempotency-Key to an application without keys, in a process that kills itself
-    at the instant of the transaction that inserts into ``table``."""
+    """POST ``body`` with this Idempotency-Key to an application without keys, in a process that kills itself
+    at ``instant`` of the transaction that inserts into ``table``."""
     arguments = (database_url, folder, path, body, key, table, instant)
     process = forkserver_context().Process(target=_post, args=arguments)
     process.start()
@@ -48,6 +48,6 @@ def _post(
     with running_app(database_url, folder, auth="off") as app:
         engine = app.service.database.writer
         event.listen(engine, "before_cursor_execute", look)
-        # A connection goes back to its pool when its transaction is over.
+        # A connection returns to its pool when its transaction has ended.
         event.listen(engine, "commit" if instant == "before the commit" else "checkin", die)
         app.base.post(path, json=body, headers={"Idempotency-Key": key})

@@ -1,4 +1,4 @@
-"""A real Dask cluster: a scheduler in this process, and two workers that are processes of their own."""
+"""A real Dask cluster: a scheduler in this process, and two workers in processes of their own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["dask_cluster"]
 
 @contextmanager
 def dask_cluster(threads: int) -> Iterator[Any]:
-    """With so many threads a worker; a worker that dies is started again. They come from the fork server."""
+    """Start workers from the fork server with ``threads`` threads each; a dead worker is restarted."""
     import dask.config
-    import distributed  # here, because to collect its tests takes neither
+    import distributed  # imported here, since collecting tests does not need it
 
-    ensure_fork_server()  # before Dask would tell it what to import
+    ensure_fork_server()  # before Dask sets the modules to import
     make: Any = distributed.LocalCluster
     options = {"threads_per_worker": threads, "host": "127.0.0.1", "dashboard_address": None}
     with (

@@ -1,6 +1,6 @@
-"""The databases of the service's tests: SQLite, and a real PostgreSQL server.
+"""Databases of the service's tests: SQLite, and a real PostgreSQL server.
 
-A database is a copy of one that has been migrated once, which is quicker than to migrate each.
+Each database is a copy of a migrated template, which is faster than a migration.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _STATEMENTS: Final = 1_000
 _TEMPLATE: Final = "dcp_template"
 
 MakeDatabase = Callable[[], str]
-"""Makes one more migrated database; its URL."""
+"""Creates a migrated database and returns its URL."""
 
 
 class PostgresServer:
-    """The databases of a PostgreSQL that runs at ``url``; one connection makes and drops all."""
+    """Databases of the PostgreSQL server at ``url``; one connection creates and drops all of them."""
 
     def __init__(self, url: str, *, has_template: bool = False) -> None:
         self._url = make_url(url).set(drivername="postgresql+psycopg")
@@ -51,32 +51,32 @@ class PostgresServer:
         self._engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT", pool_pre_ping=True)
 
     def url(self, name: str) -> str:
-        """The URL of the database called ``name``."""
+        """Return the URL of the database ``name``."""
         return self._url.set(database=name).render_as_string(hide_password=False)
 
     def create(self, *, template: str = "template0", options: str = "") -> str:
-        """The name of a new database."""
+        """Create a database and return its name."""
         name = f"test_{uuid.uuid4().hex}"
         self._execute(f'CREATE DATABASE "{name}" TEMPLATE {template} STRATEGY file_copy {options}')
         return name
 
     def create_migrated(self) -> str:
-        """The name of a new database with all tables."""
+        """Create a database with all tables and return its name."""
         if not self._has_template:
             self.make_template()
         return self.create(template=_TEMPLATE)
 
     def make_template(self) -> None:
-        """Migrate the database that the others are copies of."""
+        """Migrate the template of the other databases."""
         self._execute(f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0")
-        features()  # they declare tables of their own
+        features()  # features declare tables of their own
         database = Database(self.url(_TEMPLATE))
         upgrade(database)
         database.close()
         self._has_template = True
 
     def drop(self, name: str) -> None:
-        """Remove a database, whoever is still connected."""
+        """Drop a database, even with open connections."""
         self._execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
     def close(self) -> None:
@@ -100,26 +100,27 @@ def share_statements() -> None:
     def likeness(dialect: Any) -> object:
         return type(dialect), dialect.statement_compiler, dialect._json_serializer
 
-    for dialect in (PGDialect_psycopg, SQLiteDialect_pysqlite):  # which are in the keys
+    for dialect in (PGDialect_psycopg, SQLiteDialect_pysqlite):  # the cache keys contain the dialect
         dialect.__hash__ = lambda one: hash(likeness(one))  # type: ignore[assignment, method-assign]
         dialect.__eq__ = lambda one, other: likeness(one) == likeness(other)  # type: ignore[method-assign]
 
 
 @cache
 def migrated_sqlite() -> bytes:
-    """The file of a migrated database."""
+    """Return the content of a migrated database file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "catalog.sqlite"
-        features()  # they declare tables of their own
+        features()  # features declare tables of their own
         database = Database(f"sqlite:///{path}")
         upgrade(database)
-        database.close()  # the last connection that closes writes the log into the file
+        database.close()  # closing the last connection writes the log into the file
         return path.read_bytes()
 
 
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    """One PostgreSQL for all processes of the run, started by the first test that wants it."""
+    """Provide one PostgreSQL server for all processes of the run, started by the first test that requests
+    it."""
 
     def prepare(told: dict[str, Any]) -> None:
         with closing(PostgresServer(told["url"])) as server:
@@ -132,7 +133,8 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgr
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def make_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeDatabase]:
-    """Makes migrated databases, once on SQLite and once on PostgreSQL; for who opens them itself."""
+    """Provide a function that creates migrated databases, on SQLite and on PostgreSQL; for tests that open
+    databases themselves."""
     made: list[str] = []
 
     def on_sqlite() -> str:
@@ -156,7 +158,7 @@ def make_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ma
 
 @pytest.fixture
 def database(make_database: MakeDatabase) -> Iterator[Database]:
-    """A migrated database, once on SQLite and once on PostgreSQL."""
+    """Provide a migrated database, on SQLite and on PostgreSQL."""
     opened = Database(make_database())
     yield opened
     opened.close()
@@ -164,7 +166,7 @@ def database(make_database: MakeDatabase) -> Iterator[Database]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def empty_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    """A database without any table, once on SQLite and once on PostgreSQL."""
+    """Provide a database without tables, on SQLite and on PostgreSQL."""
     if request.param == "sqlite":
         opened = Database(f"sqlite:///{tmp_path / 'empty.sqlite'}")
         yield opened

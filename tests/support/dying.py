@@ -1,4 +1,4 @@
-"""Processes that kill themselves in the middle of a save."""
+"""Processes that kill themselves during a save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["die_in_commit"]
 
 
 def die_in_commit(number: int) -> None:
-    """From now on: kill this process where it is about to publish its so many-th manifest."""
+    """Make this process kill itself immediately before the publication of manifest ``number``."""
     left = [number]
     publish = PosixStore.publish
 
