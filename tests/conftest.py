@@ -57,9 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_profile(is_quick="not exhaustive" in config.getoption("markexpr"))
 
 
-@pytest.hookimpl(
-    trylast=True
-)  # hypothesis can draw examples only after its own hook; xdist starts workers later
+@pytest.hookimpl(trylast=True)  # after hypothesis is ready, and before xdist starts workers
 def pytest_sessionstart() -> None:
     """Create files shared by all workers once."""
     prepare_text()

@@ -64,7 +64,7 @@ def write_manifest(
 ) -> Path:
     """Write the manifest of a committed checkpoint with old timestamps; the catalog reads only the manifest.
 
-    ``user`` is added to the provenance.
+    ``user`` holds the user's notes; other ``changes`` replace fields of the index.
     """
     provenance = {"save_id": save_id, "time": OLD_SECONDS, "world_size": 2, **(told or {})}
     index = replace(index_of(tensors), provenance=provenance, user=dict(user or {}), **changes)

@@ -75,9 +75,7 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            torch.set_num_threads(
-                1
-            )  # torch recreates the thread pool in a fork, and fails if two threads do so at once
+            torch.set_num_threads(1)  # torch recreates its thread pool, and fails if two threads do so
             try:
                 begun = time.monotonic()
                 outcome = _outcome(function, args)

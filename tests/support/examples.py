@@ -14,7 +14,7 @@ _FEW: Final = 15
 
 
 def choose_profile(*, is_quick: bool) -> None:
-    """Before tests are collected. Other examples are tried with ``--hypothesis-profile=default``."""
+    """Load the profile before tests are collected. ``--hypothesis-profile=default`` draws other examples."""
     for name, count in (("quick", _QUICK_EXAMPLES), ("exhaustive", _ALL_EXAMPLES)):
         settings.register_profile(
             name,
@@ -28,17 +28,22 @@ def choose_profile(*, is_quick: bool) -> None:
 
 
 def prepare_text() -> None:
-    """The first strategy of text takes 200 MiB for a second, and leaves a file for all processes that follow:
-    before there are workers, so that none of them does it on top of what it has."""
+    """Create hypothesis' character tables before workers start.
+
+    The first text strategy takes 200 MiB for a second and leaves a file for later processes. Workers would
+    need this memory on top of their own.
+    """
     strategies.text().validate()
 
 
 def examples(
     count: int, *, quick: int | None = None, steps: int = 50, parent: settings | None = None
 ) -> settings:
-    """``@examples(200)`` on a property, ``TestX.settings = examples(50, steps=30)`` for a state machine.
+    """Return settings: ``@examples(200)`` on a property, ``TestX.settings = examples(50, steps=30)`` for a
+    state machine.
 
-    That many in `make test-all`; in `make test` ``quick``, or three of ten, but 15 where there are as many.
+    `make test-all` runs ``count`` examples. `make test` runs ``quick``, by default 30 % of ``count``, but at
+    least 15 (or all, if ``count`` is smaller).
     """
     if settings.get_current_profile_name() == "quick":
         fewer = max(min(count, _FEW), count * _QUICK_EXAMPLES // _ALL_EXAMPLES)

@@ -1,5 +1,5 @@
-"""Doors that tests of faults go through: a store that fails, the command line in this process, and what
-``dcp verify`` finds."""
+"""Helpers of the tests of faults: a failing store, the command line in this process, and findings of ``dcp
+verify``."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ __all__ = [
 ]
 
 HARMLESS: Final = {"stray-file", "metadata"}
-"""What `findings` has of a checkpoint beside which a killed save or drop left something."""
+"""Findings of an intact checkpoint with leftover files of a killed save or drop."""
 
 
 def given(storage_options: Mapping[str, Any], **changes: Any) -> tuple[str, ...]:
-    """The command line's option with these; those that are None are left out."""
+    """Return the command line's option for these storage options, without those that are None."""
     options = {key: value for key, value in {**storage_options, **changes}.items() if value is not None}
     return ("--storage-options", json.dumps(options)) if options else ()
 
 
 def verified(place: object, **storage_options: Any) -> dict[str, Any]:
-    """The report of ``dcp verify``; where there is nothing, one without findings."""
+    """Return the report of ``dcp verify``; without a checkpoint, a report without findings."""
     reports = run("verify", place, "--json", *given(storage_options)).json
     report: dict[str, Any] = reports[0] if reports else {"ok": False, "findings": []}
     return report
 
 
 def findings(place: object, **storage_options: Any) -> set[str]:
-    """Kinds of what ``dcp verify`` finds; nothing where there is nothing."""
+    """Return the kinds of findings of ``dcp verify``; empty without a checkpoint."""
     return {finding["kind"] for finding in verified(place, **storage_options)["findings"]}
 
 
 class OpenWithFaults:
-    """An ``open_store`` whose stores have faults; ``log`` is that of the last one."""
+    """An ``open_store`` whose stores have faults; ``log`` is the log of the last store."""
 
     def __init__(self, *faults: Fault, storage_options: Mapping[str, Any] | None = None) -> None:
         self._faults = faults
@@ -60,7 +60,7 @@ class OpenWithFaults:
         self.store: FaultInjectingStore | None = None
 
     def __call__(self, path: str | os.PathLike[str]) -> Store:
-        """The store of a path or URL."""
+        """Open the store of a path or URL."""
         self.store = FaultInjectingStore(open_store(path, self._storage_options), *self._faults)
         return self.store
 

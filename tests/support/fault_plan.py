@@ -1,4 +1,4 @@
-"""Faults of requests, by a seeded plan or by rules; and the description of an S3 request."""
+"""Faults of requests, by rules or by a seeded random plan; and the description of an S3 request."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ class Kind(Enum):
     """The kind of a fault."""
 
     DELAY = "delay"
-    """Carried out after a while."""
+    """The request is carried out after a delay."""
     RESET = "reset"
-    """The connection is reset before the server hears of the request."""
+    """The connection is reset before the server receives the request."""
     LOST_ANSWER = "lost answer"
-    """The server carries the request out; the connection is reset in place of its answer."""
+    """The server carries the request out; the connection is reset instead of an answer."""
     TRUNCATED = "truncated"
-    """The connection is closed in the middle of the answer's body (or first line, where there is no body)."""
+    """The connection is closed in the middle of the answer's body (without a body, of its first line)."""
     STALLED = "stalled"
-    """As truncated, but the connection stays open."""
+    """Like truncated, but the connection stays open."""
     ANSWER = "answer"
-    """An answer of the proxy's own; the server does not hear of the request."""
+    """The proxy answers; the server does not receive the request."""
     HANG = "hang"
-    """No answer at all, and the server does not hear of the request."""
+    """No answer, and the server does not receive the request."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to spoil an exchange; ``status`` and ``code`` are those of an answer."""
+    """A kind of fault; ``status`` and ``code`` belong to `Kind.ANSWER`."""
 
     kind: Kind
     status: int = 0
@@ -73,36 +73,36 @@ SLOW_DOWN = Fault(Kind.ANSWER, 503, "SlowDown")
 TOO_MANY = Fault(Kind.ANSWER, 429, "TooManyRequests", headers=(("Retry-After", "0.1"),))
 
 PASSING = (DELAY, RESET, LOST_ANSWER, TRUNCATED, INTERNAL_ERROR, SLOW_DOWN, TOO_MANY)
-"""What networks and services do for a moment: the same request would succeed a little later."""
+"""Transient faults of networks and services: a retry succeeds a little later."""
 
 
 @dataclass
 class Request:
-    """One request, as the proxy saw it; the numbers grow while it is under way."""
+    """A request, as seen by the proxy; byte counts grow while the request is in progress."""
 
     method: str
     bucket: str
     key: str
     query: dict[str, str]
     headers: dict[str, str]
-    """By lower-case name."""
+    """Headers by lower-case name."""
     status: int | None = None
-    """Of the answer that was sent to the client; None if it got none."""
+    """Status of the answer sent to the client; None without an answer."""
     request_bytes: int = 0
-    """Of the body, as is `response_bytes`."""
+    """Bytes of the body; `response_bytes` likewise."""
     response_bytes: int = 0
     fault: Fault | None = None
 
     @classmethod
     def parse(cls, method: str, target: str, headers: dict[str, str]) -> Request:
-        """From a request line with the bucket in the path."""
+        """Parse a request line with the bucket in the path."""
         parts = urlsplit(target)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
         return cls(method, bucket, key, dict(parse_qsl(parts.query, keep_blank_values=True)), headers)
 
     @property
     def operation(self) -> str:
-        """S3's name for it: GetObject, UploadPart, ..."""
+        """S3's name of the operation: GetObject, UploadPart, ..."""
         if not self.key:
             return self._bucket_operation()
         if "uploads" in self.query:
@@ -130,7 +130,7 @@ class Request:
         return self.headers.get("range")
 
     def matches(self, operation: str | None, key: str | None) -> bool:
-        """Return True for this operation (any if None) on a key that contains the regular expression."""
+        """Return True for this operation (any if None) on a key that matches the regular expression."""
         right_key = key is None or re.search(key, self.key) is not None
         return right_key and operation in (None, self.operation)
 
@@ -141,9 +141,9 @@ class Request:
 
 @dataclass
 class Rule:
-    """A fault for certain requests: of those that match, from the ``nth`` (from 1) on, as often as ``times``.
+    """A fault for matching requests: from the ``nth`` match (from 1) on, ``times`` times.
 
-    ``times=None`` is for ever.
+    ``times=None``: all later matches.
     """
 
     fault: Fault
@@ -154,7 +154,7 @@ class Rule:
     seen: int = field(default=0, init=False)
 
     def apply(self, request: Request) -> Fault | None:
-        """The fault, if it is meant for this request; counts those that match."""
+        """Count a matching request, and return the fault if it applies."""
         if not request.matches(self.operation, self.key):
             return None
         self.seen += 1
@@ -163,25 +163,26 @@ class Rule:
 
 
 class RandomFaults:
-    """Each request is spoiled with ``probability``, by one of ``faults``: by one seed in the same way."""
+    """Each request fails with ``probability``, by one of ``faults``; equal seeds draw equal faults."""
 
     def __init__(self, seed: int, probability: float, faults: Sequence[Fault] = PASSING) -> None:
         self._random, self._probability, self._faults = random.Random(seed), probability, tuple(faults)
 
     def next(self) -> Fault | None:
-        """The fault of the next request."""
+        """Return the fault of the next request."""
         return self._random.choice(self._faults) if self._random.random() < self._probability else None
 
 
 class FaultPlan:
-    """Rules first, then chance."""
+    """Rules first, then random faults."""
 
     def __init__(self) -> None:
         self.rules: list[Rule] = []
         self.random: RandomFaults | None = None
 
     def next(self, request: Request) -> Fault | None:
-        """The fault of a request that has just arrived. All rules count it, the first one that hits wins."""
+        """Return the fault of a new request. All rules count the request; the first rule with a fault
+        wins."""
         hits = [fault for rule in self.rules if (fault := rule.apply(request)) is not None]
         drawn = self.random.next() if self.random is not None else None
         return hits[0] if hits else drawn

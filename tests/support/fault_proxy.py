@@ -1,8 +1,9 @@
-"""A loopback HTTP proxy of our own before an S3 server: it keeps a log of requests, and spoils some.
+"""A loopback HTTP proxy in front of an S3 server: logs requests and injects faults.
 
-Clients take it for the server. Heads are forwarded unchanged but for ``Expect``, so that signatures hold (the
-Host header is part of them). HTTP/1.1: kept connections, Content-Length and chunked bodies both ways, answers
-without a body, 100-continue. Bodies of requests are held in memory until they are complete.
+Clients take the proxy for the server. Heads are forwarded unchanged except for ``Expect``, so that signatures
+stay valid (they cover the Host header). Supports HTTP/1.1: kept connections, Content-Length and chunked
+bodies both ways, answers without a body, 100-continue. Bodies of requests are held in memory until they are
+complete.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _Result = TypeVar("_Result")
 
 
 class _ClosedError(Exception):
-    """The other side closed its connection."""
+    """The other side closed the connection."""
 
 
 @dataclass
@@ -69,7 +70,7 @@ class _Head:
 
 @dataclass
 class _Connection:
-    """A client's connection, and the one to the server that belongs to it."""
+    """A client's connection, and the matching connection to the server."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -85,7 +86,7 @@ class _Connection:
             self.server = None
 
     def reset(self) -> None:
-        """Closed so that the client sees a reset, not an orderly end."""
+        """Close the connection so that the client sees a reset instead of an orderly end."""
         raw = self.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.writer.transport.abort()
@@ -93,10 +94,10 @@ class _Connection:
 
 @dataclass
 class FaultProxy:
-    """A proxy before ``server``, on a port of its own, in a thread of its own; a context manager.
+    """A proxy for ``server`` with a port and a thread of its own; a context manager.
 
-    Faults: `plan` has rules (see `spoil`) and chance (`spoil_at_random`); without either it only keeps its
-    log, which is in order of arrival.
+    `spoil` adds rules for faults, and `spoil_at_random` random faults; without faults the proxy only logs
+    requests, in order of arrival.
     """
 
     server: S3Server
@@ -114,12 +115,12 @@ class FaultProxy:
 
     @property
     def bucket(self) -> str:
-        """The server's."""
+        """The server's bucket."""
         return self.server.bucket
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """The server's, by way of the proxy."""
+        """The server's storage options, with the proxy as endpoint."""
         return {**self.server.storage_options, "endpoint_url": self.endpoint_url}
 
     def spoil(
@@ -131,21 +132,21 @@ class FaultProxy:
         nth: int = 1,
         times: int | None = 1,
     ) -> Rule:
-        """Add a rule, whose ``seen`` tells how many requests matched; see `Rule`."""
+        """Add a rule, and return it; its ``seen`` counts the matching requests. See `Rule`."""
         rule = Rule(fault, operation, key, nth, times)
         self.plan.rules.append(rule)
         return rule
 
     def spoil_at_random(self, seed: int, probability: float, faults: Sequence[Fault] = PASSING) -> None:
-        """Begin to spoil requests by chance; see `RandomFaults`."""
+        """Begin random faults; see `RandomFaults`."""
         self.plan.random = RandomFaults(seed, probability, faults)
 
     def heal(self) -> None:
-        """No more faults."""
+        """Stop all faults."""
         self.plan.rules, self.plan.random = [], None
 
     def requests(self, operation: str | None = None, key: str | None = None) -> list[Request]:
-        """Return the requests of an operation (``GetObject``, ...) on keys that contain the regular
+        """Return the requests of an operation (``GetObject``, ...) on keys that match the regular
         expression."""
         return [request for request in list(self.log) if request.matches(operation, key)]
 
@@ -154,18 +155,18 @@ class FaultProxy:
         return Counter(request.operation for request in list(self.log))
 
     def wait_for_request(self, seconds: float) -> None:
-        """Until another one comes; no longer than that."""
+        """Wait for another request, at most ``seconds``."""
         with self._came:
             self._came.wait(seconds)
 
     def start(self) -> Self:
-        """Return once it listens."""
+        """Start the proxy; returns when the port accepts connections."""
         self._thread.start()
         self._run(self._listen())
         return self
 
     def stop(self) -> None:
-        """End all connections and the thread. AssertionError if there was an exchange it could not follow."""
+        """End all connections and the thread. AssertionError if the proxy could not follow an exchange."""
         self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
@@ -211,12 +212,12 @@ class FaultProxy:
             while await self._exchange(connection):
                 pass
         except (_ClosedError, ConnectionError):
-            pass  # the client went away, or the server did: the client sees its own connection end
+            pass  # the client or the server closed the connection; the client sees the end of its own
         finally:
             connection.close()
 
     async def _exchange(self, connection: _Connection) -> bool:
-        """One request and its answer; whether the connection can be used again."""
+        """Forward a request and its answer; return True if the connection can be reused."""
         head = await _Head.read(connection.reader)
         method, target, _ = head.first
         request = Request.parse(method, target, head.headers)
@@ -226,7 +227,7 @@ class FaultProxy:
             self._came.notify_all()
         waits = "100-continue" in head.headers.get("expect", "").lower()
         if fault is not None and fault.kind is Kind.ANSWER and waits:
-            # The client has not sent the body, and may or may not: the connection ends with the answer.
+            # The client may or may not send the body, so the connection ends after the answer.
             await _answer(connection, request, fault, closes=True)
             return False
         if waits:
@@ -247,7 +248,7 @@ class FaultProxy:
                 case Kind.DELAY:
                     await asyncio.sleep(fault.seconds)
                 case Kind.LOST_ANSWER | Kind.TRUNCATED | Kind.STALLED:
-                    pass  # once the server has answered
+                    pass  # the server has answered
         return await self._forward(connection, request, head, body) and not head.closes
 
     async def _forward(self, connection: _Connection, request: Request, head: _Head, body: bytes) -> bool:
@@ -282,7 +283,8 @@ class FaultProxy:
 
 
 async def _answer(connection: _Connection, request: Request, fault: Fault, *, closes: bool = False) -> None:
-    """An error as S3 sends it; if the connection ends with it, the client is told, lest it is used again."""
+    """Send an error like S3; if ``closes``, with a header that the connection ends, so that the client does
+    not reuse it."""
     body = (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
         f"<Error><Code>{fault.code}</Code><Message>Made by the test: {fault.code}</Message>"
@@ -307,12 +309,12 @@ async def _spoil_answer(
     *,
     has_body: bool,
 ) -> None:
-    # to its end in any case, so that the server has carried the request out
+    # Read to the end in any case, so that the server has carried the request out.
     body = await _read_body(reader, answer, until_close=True) if has_body else b""
     if fault.kind is Kind.LOST_ANSWER:
         connection.reset()
         return
-    # a head that ends among its headers is a complete one to some clients
+    # some clients accept a head that ends among its headers as complete
     kept = answer.raw + body[: len(body) // 2] if body else answer.raw[: len("HTTP/")]
     if body:
         request.status, request.response_bytes = int(answer.first[1]), len(body) // 2
@@ -329,8 +331,8 @@ async def _until_client_leaves(connection: _Connection) -> None:
 
 
 async def _read_body(reader: asyncio.StreamReader, head: _Head, *, until_close: bool) -> bytes:
-    """The body as it comes, with the frames of its chunks; ``until_close`` if neither length nor chunks are
-    given (so for answers only)."""
+    """Read a body with the frames of its chunks; ``until_close`` (answers only) if neither length nor chunks
+    are given."""
     try:
         if head.is_chunked:
             return b"".join([piece async for piece in _chunks(reader)])
@@ -342,7 +344,7 @@ async def _read_body(reader: asyncio.StreamReader, head: _Head, *, until_close: 
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Raw frames: size line, data and line end in one; the last one with the trailers."""
+    """Yield raw frames with size line, data and line end; the last one with the trailers."""
     while True:
         line = await reader.readuntil(b"\r\n")
         size = int(line.split(b";")[0], 16)

@@ -1,5 +1,4 @@
-"""A state with large and small tensors, saved to and loaded from an S3 server, and a store that loses a file:
-what tests of faults need."""
+"""States saved to and loaded from an S3 server, and a store that cannot write a file: for tests of faults."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ __all__ = [
 ]
 
 PART_BYTES = 5 << 20
-"""The least that S3 takes."""
+"""The smallest part size that S3 accepts."""
 
 
 def state_of(name: str) -> dict[str, Any]:
-    """45 tensors, whose bytes ``name`` determines; one is larger than a part."""
+    """Return 45 tensors with bytes determined by ``name``; one tensor is larger than a part."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "big": ((6, 1 << 18), torch.float32),
         "empty": ((0, 3), torch.float32),
@@ -41,7 +40,7 @@ def state_of(name: str) -> dict[str, Any]:
 
 
 def small_state(name: str) -> dict[str, Any]:
-    """Little enough for one request."""
+    """Return a state that fits into one request."""
     return {"weight": full_tensor(name, (100, 100), torch.float32), "note": name}
 
 
@@ -60,18 +59,19 @@ def assert_loads(url: str, expected: dict[str, Any], options: dict[str, Any]) ->
 
 
 def patient(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a job that faults must not end."""
+    """Return options of a job that must survive faults."""
     return {**options, "part_bytes": PART_BYTES, "retry_seconds": 120.0, "request_timeout_seconds": 30.0}
 
 
 def impatient(options: dict[str, Any], *, request_timeout_seconds: float = 30.0) -> dict[str, Any]:
-    """Options of a job that is to give up soon, where it gets answers within the timeout."""
+    """Return options of a job that gives up soon, but waits for answers within the timeout."""
     patience = {"retry_seconds": 0.1, "request_timeout_seconds": request_timeout_seconds}
     return {**options, "part_bytes": PART_BYTES, **patience}
 
 
 def without_metadata(path: Any) -> Store:
-    """A folder in which `.metadata` cannot be written; of a module, so that processes can have it."""
+    """Open a folder whose `.metadata` cannot be written; module-level, and so picklable for other
+    processes."""
     error = StorageError("the storage is away")
     return FaultInjectingStore(
         PosixStore(path), Fault("publish", name=METADATA_NAME, onwards=True, error=error)

@@ -1,4 +1,4 @@
-"""A store that fails where a test says so, and logs what it was asked: the package's own."""
+"""The package's own fault-injecting store: fails where a test requires, and logs its requests."""
 
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, StoreCall
 

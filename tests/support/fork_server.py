@@ -1,4 +1,4 @@
-"""Imported by the fork server alone: all that its processes need."""
+"""Modules needed by test processes; imported only by the fork server."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import signal
 
 from tests.support.forking import PRELOADED, end_with_parent
 
-gc.disable()  # what is imported stays, and to look through it again and again takes a sixth of the time
+gc.disable()  # the imported objects stay, and repeated scans for garbage take a sixth of the time
 for _name in PRELOADED:
-    with contextlib.suppress(ImportError):  # a process that needs it says what is wrong with it
+    with contextlib.suppress(ImportError):  # a process that needs the module reports the error
         importlib.import_module(_name)
 
-with contextlib.suppress(ImportError):  # environments of one trainer have no S3
+with contextlib.suppress(ImportError):  # environments with only one trainer have no s3fs
     import botocore.session
 
-    # What S3 can be asked for is described in megabytes, which the first client of a process reads.
+    # The first S3 client of a process reads megabytes of API descriptions.
     botocore.session.get_session().create_client(
         "s3", "us-east-1", aws_access_key_id="-", aws_secret_access_key="-"
     ).close()
@@ -33,5 +33,5 @@ def _end_with_server() -> None:
 
 end_with_parent(signal.SIGKILL)
 os.register_at_fork(after_in_child=_end_with_server)
-gc.freeze()  # else the first collection in each process copies every page that it shares with the others
+gc.freeze()  # without it the first collection in each process copies every page shared with the others
 gc.enable()

@@ -1,8 +1,7 @@
-"""Processes of tests: forked from one that has imported all that they need, for torch alone costs seconds.
+"""Test processes forked from a process with all imports done, since importing torch costs seconds.
 
-It is the fork server of `multiprocessing`, one for each process of tests, which starts with the first test
-that asks. It ends with the thread that started it, also where that is killed, and so do the processes that it
-has forked.
+Uses the fork server of `multiprocessing`: one for each test process, started at the first use. It ends with
+the thread that started it, even if that thread is killed, and so do the processes that it has forked.
 """
 
 from __future__ import annotations
@@ -43,24 +42,25 @@ PRELOADED: Final = [
     "tests.support.programs",
     "tests.support.ranks",
 ]
-"""What the fork server imports for all of its processes."""
+"""Modules imported by the fork server for all of its processes."""
 
 _context: Final = multiprocessing.get_context("forkserver")
 
 
 def ensure_fork_server() -> None:
-    """It is started in the checkout, wherever a test is: it finds there what to import."""
+    """Start the fork server in the checkout, where it finds the modules to import; tests may have another
+    folder."""
     _context.set_forkserver_preload(["tests.support.fork_server"])
     with contextlib.chdir(_ROOT):
         forkserver.ensure_running()
 
 
 def forkserver_context() -> ForkServerContext:
-    """The context whose processes are forked from a warm server."""
+    """Return the context whose processes are forked from the fork server."""
     ensure_fork_server()
     return _context
 
 
 def end_with_parent(number: signal.Signals) -> None:
-    """This process gets that signal when the one ends that has forked it."""
+    """Have this process receive the signal ``number`` when its parent process ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,7 +1,7 @@
-"""The service's own kinds of jobs where work is hard, for workers in processes of their own.
+"""The service's job kinds under difficult conditions, for workers in processes of their own.
 
-To import it changes the process, as ``DCP_TEST_HARD`` says: "small" converts in batches of 1 MiB, "halt"
-stops in the middle of reserving files as long as a gate is there.
+Importing the module changes the process according to ``DCP_TEST_HARD``: "small" converts in batches of 1 MiB;
+"halt" stops while reserving files as long as the gate file exists.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ elif _HARD == "small":
 
 
 def serve(settings: Settings, hard: str, gate: str = "/nonexistent") -> None:
-    """Be a worker until SIGTERM; one of "small" parts with all its periodic work."""
+    """Run a worker until SIGTERM; with "small", with all periodic work."""
     os.environ.update(DCP_TEST_HARD=hard, DCP_TEST_GATE=gate)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

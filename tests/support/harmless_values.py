@@ -1,4 +1,4 @@
-"""Values of numpy, the standard library and classes, and what is equal to them."""
+"""Values of numpy, the standard library and classes, and the objects that equal them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SCALARS: Final[dict[str, Any]] = {
 
 
 def buffer_at(data: bytes, place: int) -> io.BytesIO:
-    """A buffer that has been read up to there."""
+    """Return a buffer of ``data``, read up to ``place``."""
     buffer = io.BytesIO(data)
     buffer.seek(place)
     return buffer
@@ -83,7 +83,7 @@ STDLIB: Final[dict[str, Any]] = {
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal values of equal types, dtypes, shapes and orders, all the way down."""
+    """Return True if types, dtypes, shapes, orders and values are equal at all levels."""
     if type(one) is not type(other):
         return False
     match one:

@@ -1,4 +1,4 @@
-"""A catalog with webhooks, and rounds of their deliveries at any time, as a worker does them."""
+"""A catalog with webhooks, and rounds of deliveries at any time, like those of a worker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NOW: Final = 1_790_000_000.0
 
 
 class Bench:
-    """A catalog with the roots "main" and "other" and one checkpoint in each, in which it is `NOW`."""
+    """A catalog with the roots "main" and "other" and one checkpoint in each, at the time `NOW`."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -59,7 +59,7 @@ class Bench:
         self.root_ids = {name: int(number) for name, number in found}
 
     def hook(self, url: str, events: tuple[str, ...] = ALL_EVENTS, root: str | None = None) -> Any:
-        """A webhook made at `NOW`."""
+        """Create a webhook at `NOW`."""
         return self._ask("POST", "", url=url, events=events, roots=None if root is None else [root])
 
     def _ask(self, method: str, path: str, **body: Any) -> Any:
@@ -70,24 +70,25 @@ class Bench:
     def emit(
         self, kind: str = "checkpoint.committed", root: str = "main", at: float = NOW, **data: Any
     ) -> None:
-        """An event of the checkpoint of a root; "" is none."""
+        """Emit an event for the checkpoint of a root; the root "" has no checkpoint."""
         root_id, checkpoint_id = self.root_ids.get(root), self.checkpoint_ids.get(root)
         with self.database.write() as connection:
             emit(connection, kind, root_id=root_id, checkpoint_id=checkpoint_id, data=data, now=at)
 
     def round(self, now: float = NOW, resolve: Callable[[str, int], list[str]] | None = None) -> int:
-        """Deliveries made of events, and one round of sending them; how many were tried."""
+        """Make deliveries of events, and send one round; return the number of attempts."""
         found: dict[str, Any] = {} if resolve is None else {"resolve": resolve}
         self.app.work(now, "events:webhooks")
         return Deliverer(self.settings, self.database, **found).round(now)
 
     def allow(self, *addresses: str, seconds: float = 20.0) -> None:
-        """Settings that change."""
+        """Change the settings of webhooks."""
         changes = {"webhook_allow_private": addresses, "webhook_seconds": seconds}
         self.settings = self.settings.model_copy(update=changes)
 
     def claim(self, hook: Any, lease_seconds: float) -> Callable[[float], None]:
-        """A sender that takes the next delivery and dies; what records its outcome later all the same."""
+        """Claim the next delivery for a sender that dies; return a function that records its outcome
+        later."""
         self.app.work(NOW, "events:webhooks")
         claim = partial(claim_next, hook_id=hook.id, now=NOW, lease_seconds=lease_seconds)
         taken = self.database.transact(claim)
@@ -96,36 +97,36 @@ class Bench:
         return lambda now: self.database.transact(partial(write, now=now))
 
     def attempts_are(self, count: int) -> None:
-        """Of all deliveries."""
+        """Set the number of attempts of all deliveries."""
         with self.database.write() as connection:
             connection.execute(update(deliveries).values(attempt=count))
 
     def rotate(self, hook: Any, overlap_seconds: float) -> str:
-        """The new secret."""
+        """Rotate the secret of a webhook and return the new one."""
         return str(self._ask("POST", f"/{hook.id}/rotate-secret", overlap_seconds=overlap_seconds).secret)
 
     def audited(self, action: str) -> list[str]:
-        """Return the audit log of an action by target, newest first."""
+        """Return the targets of an action in the audit log, newest first."""
         found = self.app.base.get("/api/v1/audit", params={"action": action}).json()["items"]
         return [entry["target"] for entry in found]
 
     def deliveries(self, hook: Any) -> Any:
-        """All of a webhook, oldest event first."""
+        """Return all deliveries of a webhook, oldest event first."""
         query = select(deliveries).where(deliveries.c.webhook_id == hook.id).order_by(deliveries.c.event_id)
         with self.database.read() as connection:
             return connection.execute(query).all()
 
     def state(self, hook: Any) -> Any:
-        """The webhook as it is now."""
+        """Return the webhook in its current state."""
         return self._ask("GET", f"/{hook.id}")
 
     def change(self, hook: Any, **values: Any) -> Any:
-        """Change some fields."""
+        """Change some fields of a webhook."""
         return self._ask("PATCH", f"/{hook.id}", **values)
 
 
 def deliver(app: App, later_seconds: float = 0.0) -> int:
-    """One round of an application's deliveries; how many were tried."""
+    """Run one round of an application's deliveries; return the number of attempts."""
     return int(app.work(app.service.clock() + later_seconds, "events:webhooks", "webhooks")[1])
 
 
@@ -139,21 +140,21 @@ def verify(secrets: Iterable[str], headers: Mapping[str, str], body: bytes, now:
 
 
 def emit_events(app: App, count: int) -> None:
-    """Commits of no root."""
+    """Emit ``count`` commits without a root."""
     with app.service.database.write() as connection:
         for _ in range(count):
             emit(connection, "checkpoint.committed")
 
 
 def stored_secrets(app: App) -> list[str]:
-    """All, as the database has them."""
+    """Return all secrets as stored in the database."""
     with app.service.database.read() as connection:
         found = connection.execute(select(webhooks.c.secret, webhooks.c.previous_secret)).all()
     return [text for row in found for text in row if text is not None]
 
 
 def rows(app: App) -> dict[str, str]:
-    """All that is in the database, by table."""
+    """Return the rows of the database as text, by table."""
     with app.service.database.read() as connection:
         return {
             name: repr([tuple(row) for row in connection.execute(select(table))])

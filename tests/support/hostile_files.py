@@ -1,4 +1,4 @@
-"""Files that nobody's torch writes, and manifests that lie under a checksum that fits."""
+"""Malformed files that torch never writes, and manifests with false content and a valid checksum."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ END = struct.Struct("<4sHHHHIIH")
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
-"""A storage "0" of four floats."""
+"""A pickled storage "0" of four floats."""
 
 
 def archive(pickled: bytes, storages: Mapping[str, bytes] | None = None, **entries: bytes) -> bytes:
-    """A zip as torch.save lays it out, with this `data.pkl`."""
+    """Return a zip in the layout of torch.save, with this `data.pkl`."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as target:
         target.writestr("m/data.pkl", pickled)
@@ -47,7 +47,7 @@ def _tuple(values: tuple[int, ...]) -> bytes:
 def tensor_pickle(
     sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, storage: bytes = STORAGE
 ) -> bytes:
-    """The opcodes that make a tensor, in a dict under "x"."""
+    """Return the opcodes of a dict with a tensor under "x"."""
     tensor = (
         b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _number(offset) + _tuple(sizes) + _tuple(strides)
     )
@@ -61,11 +61,11 @@ def directory_of(data: bytes) -> int:
 
 class _Unchecked(CheckpointIndex):
     def check(self) -> None:
-        """Everything is fine."""
+        """Accept anything."""
 
 
 def rewrite_manifest(folder: Path, change: Callable[[CheckpointIndex], CheckpointIndex]) -> None:
-    """Give a checkpoint a manifest with a change, as an attacker's encoder writes it."""
+    """Write a changed manifest to a checkpoint, like an attacker's encoder."""
     path = folder / "manifest.msgpack"
     index = change(decode_manifest(path.read_bytes()))
     fields = {field.name: getattr(index, field.name) for field in dataclasses.fields(index)}

@@ -1,6 +1,6 @@
-"""Kinds of jobs that do what a test wants: write, wait, fail, take memory, die. They work in one folder.
+"""Job kinds for tests: their tasks write, wait, fail, take memory, or die. Each job works in one folder.
 
-Each act leaves a line in ``log`` there, so that a test sees what was done how often, whatever was killed.
+Each act adds a line to ``log`` in that folder, so that a test can count the acts in spite of kills.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ TEST_KINDS: Final = "tests.support.job_kinds:KINDS"
 
 
 def note(folder: str | Path, line: str) -> None:
-    """Add a line to the log, whole, whoever else does."""
+    """Append a line to the log atomically, with concurrent writers."""
     fd = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(fd, f"{line}\n".encode())
     os.close(fd)
 
 
 def log_lines(folder: Path) -> list[str]:
-    """Return the noted lines."""
+    """Return the lines of the log."""
     path = folder / "log"
     return path.read_text().splitlines() if path.exists() else []
 
 
 class MadeParams(Parameters):
-    """``acts`` has one for each task; see `_act`."""
+    """Parameters with an act for each task in ``acts``; see `_act`."""
 
     folder: str
     acts: list[str] = Field(default_factory=list)
@@ -62,7 +62,7 @@ class MadeParams(Parameters):
 
 
 class MadeKind(Kind[MadeParams]):
-    """Tasks that act; publishing makes ``target`` of what they wrote, once."""
+    """A kind whose tasks act; publishing joins the written parts in ``target``, once."""
 
     name: ClassVar[str] = "made"
     scope: ClassVar[Scope] = "write"
@@ -71,15 +71,15 @@ class MadeKind(Kind[MadeParams]):
     def specify(
         self, connection: Connection, params: MadeParams, caller: Principal, settings: Settings
     ) -> JobSpec:
-        """As it is asked for."""
+        """Accept any request."""
         return JobSpec(kind=self.name, params=params.model_dump(), created_by=caller.name)
 
     def prepare(self, connection: Connection, params: MadeParams) -> Json:
-        """Something to be found again."""
+        """Return data for `plan`."""
         return {"prepared": len(params.acts)}
 
     def plan(self, context: JobContext, params: MadeParams) -> JobPlan:
-        """One task for each act."""
+        """Plan one task for each act."""
         note(params.folder, f"plan {context.prepared['prepared']}")
         _act(params.plan_act, context, Path(params.folder), lambda done_bytes: None)
         filling = {"filling": "x" * params.payload_bytes} if params.payload_bytes else {}
@@ -92,7 +92,7 @@ class MadeKind(Kind[MadeParams]):
         return JobPlan(tasks=specs, plan_data={"folder": params.folder, "act": params.publish_act})
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """The act."""
+        """Run the act."""
         folder = Path(payload["folder"])
         note(folder, f"task {payload['number']} {os.getpid()}")
         assert not context.settings.features and context.settings.webhook_key is None, "they are of others"
@@ -102,7 +102,7 @@ class MadeKind(Kind[MadeParams]):
         return {"number": payload["number"], "roots": sorted(context.settings.roots)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """All parts in one file, which appears whole, once."""
+        """Join all parts in one file, which appears complete and only once."""
         folder = Path(plan_data["folder"])
         note(folder, f"publish {os.getpid()}")
         if plan_data["act"] != "die_after":
@@ -120,14 +120,14 @@ class MadeKind(Kind[MadeParams]):
         return {"parts": len(results), "text": (folder / "target").read_text()}
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
-        """The parts."""
+        """Remove the parts."""
         folder = Path(plan_data["folder"])
         for part in folder.glob("part-*"):
             part.unlink()
         note(folder, "discard")
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """A line of the audit log."""
+        """Add an entry to the audit log."""
         row = {"at_seconds": time.time(), "actor": "test", "action": "made", "target": f"job {job.id}"}
         connection.execute(insert(audit).values(**row, detail=dict(result)))
 
@@ -139,14 +139,14 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
     elif name == "wait":
         while not (folder / argument).exists():
             time.sleep(0.01)
-    elif name == "hold":  # the interpreter's lock, deaf to everything but SIGKILL
+    elif name == "hold":  # keeps the interpreter's lock and blocks all signals except SIGKILL
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
         end = time.monotonic() + float(argument)
         while time.monotonic() < end:
             sum(range(1000))
     elif name == "take":
         _take(int(argument))
-    elif name == "grab":  # at once
+    elif name == "grab":  # in one allocation
         _take(1, int(argument))
     elif name == "die_once":
         if _is_first(folder, f"died-{context.task_number}"):
@@ -160,7 +160,7 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
         sys.exit(3)
     elif name == "secret":
         raise FileNotFoundError(2, "there is none", "https://user:SECRET@host/")
-    elif name == "keep":  # in the work folder
+    elif name == "keep":  # a file in the work folder
         (context.work_folder / "kept").write_bytes(bytes(1000))
         note(folder, f"work {context.work_folder}")
 
@@ -187,7 +187,7 @@ def _is_first(folder: Path, name: str) -> bool:
 
 
 class BriefKind(MadeKind):
-    """The same, with a slot of its own, as scans have."""
+    """A made job with a slot of its own, like scans."""
 
     name: ClassVar[str] = "brief"
     has_own_slot: ClassVar[bool] = True
@@ -196,4 +196,4 @@ class BriefKind(MadeKind):
 KINDS: Final = {"made": MadeKind(), "brief": BriefKind()}
 
 NO_KINDS: Final[dict[str, MadeKind]] = {}
-"""Of a worker that is too old for all of them."""
+"""The kinds of a worker that is too old for all others."""

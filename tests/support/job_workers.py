@@ -1,4 +1,4 @@
-"""Workers of the tests: in threads of the test, or as processes that can be killed."""
+"""Workers for tests: in threads of the test, or as processes that can be killed."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ __all__ = [
 ]
 
 HANG_SECONDS: Final = 120.0
-"""Only what hangs takes longer, on a machine that has much else to do."""
+"""A limit that only a hang exceeds, even on a busy machine."""
 
 _QUICK: Final = Backoff(0.05, 0.2)
 
 
 def job_settings(database: Database, folder: Path, **changes: Any) -> Settings:
-    """Settings of a quick worker on this database; its work folder is ``folder / "work"``."""
+    """Return settings of a fast worker on this database with the work folder ``folder / "work"``."""
     url = database.url.render_as_string(hide_password=False)
     values: dict[str, Any] = {
         "database_url": SecretStr(url),
         "work_folder": folder / "work",
         "poll_seconds": 0.05,
-        "lease_seconds": 60.0,  # a test that wants a lease to run out says so
+        "lease_seconds": 60.0,  # tests of expired leases set a shorter time
         "shutdown_seconds": 1.0,
     }
     return Settings(**(values | changes))
@@ -75,7 +75,7 @@ _shared: dict[str, Executor] = {}
 
 
 def _shared_executor(settings: Settings) -> Executor:
-    """One of a kind for this test process: its warm process takes most of a second to start."""
+    """Return an executor shared by this test process: starting its process takes most of a second."""
     name = settings.executor
     if name not in _shared:
         folder = Path(tempfile.mkdtemp(prefix="dcp-test-work-"))
@@ -87,7 +87,7 @@ def _shared_executor(settings: Settings) -> Executor:
 
 
 def close_executor(name: str) -> None:
-    """The one that all share, if there is one."""
+    """Close the shared executor with this name, if it exists."""
     if name in _shared:
         _shared.pop(name).close()
 
@@ -100,9 +100,9 @@ def working(
     kinds: str = TEST_KINDS,
     own_executor: bool = False,
 ) -> Iterator[Worker]:
-    """A worker in a thread, which is stopped at the end.
+    """Run a worker in a thread until the end of the block.
 
-    Its subprocesses come from an executor that all share, or from its own where a test is about them.
+    Its subprocesses come from an executor shared by all tests, or with ``own_executor`` from a new one.
     """
     executor = None if own_executor else _shared_executor(settings)
     worker = Worker(
@@ -126,13 +126,13 @@ def working(
 
 
 def served_by(settings: Settings) -> AbstractContextManager[Worker]:
-    """A worker as an operator starts it: with all kinds of jobs and all periodic work."""
+    """Run a worker like an operator: with all job kinds and all periodic work."""
     schedules = schedules_of(settings)
     return working(settings, kinds="dcp.server.features:kinds", own_executor=True, schedules=schedules)
 
 
 def _serve(settings: Settings) -> None:
-    """Be a worker process until SIGTERM."""
+    """Run a worker process until SIGTERM."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     Worker(settings, kinds=TEST_KINDS, schedules=(), backoff=_QUICK).run(stop)
@@ -152,20 +152,20 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """As a crash does it."""
+        """Kill the process, like a crash."""
         self.process.kill()
         self.process.join(HANG_SECONDS)
 
     def pause(self) -> None:
-        """It does nothing any more, and does not know."""
+        """Pause the process, which does not notice."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After `pause`."""
+        """Resume after `pause`."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> int | None:
-        """In good order; the exit code."""
+        """Stop in an orderly way; return the exit code."""
         self._signal(signal.SIGTERM)
         self.process.join(HANG_SECONDS)
         return self.process.exitcode
@@ -176,7 +176,7 @@ class WorkerProcess:
 
 
 def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
-    """Submit a job of the kind "made", which works in ``folder``; its id."""
+    """Submit a job of the kind "made" with ``folder`` as its folder; return its id."""
     params = {"folder": str(folder), "acts": list(acts)}
     own = ("plan_act", "publish_act", "payload_bytes")
     params |= {name: changes.pop(name) for name in own if name in changes}
@@ -185,12 +185,12 @@ def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
 
 
 def cancel(database: Database, job_id: int) -> Job:
-    """Ask for it."""
+    """Request the cancellation of a job."""
     return database.transact(lambda connection: request_cancel(connection, job_id, time.time(), "test"))
 
 
 def state_of(database: Database, job_id: int) -> Job:
-    """The job as it is now."""
+    """Return a job in its current state."""
     with database.read() as connection:
         job = find_job(connection, job_id)
     assert job is not None
@@ -198,7 +198,7 @@ def state_of(database: Database, job_id: int) -> Job:
 
 
 def tasks_of(database: Database, job_id: int) -> list[JobTask]:
-    """By number."""
+    """Return the tasks of a job, by number."""
     with database.read() as connection:
         return list(list_tasks(connection, job_id).items)
 
@@ -210,25 +210,25 @@ def events_of(database: Database, job_id: int) -> list[JobEvent]:
 
 
 def records_of(database: Database) -> int:
-    """Count the records of a job of the kind "made"."""
+    """Count the records of jobs of the kind "made"."""
     with database.read() as connection:
         return connection.execute(select(func.count()).select_from(audit)).scalar_one()
 
 
 def let_leases_end(database: Database) -> None:
-    """As if their time had passed; for whoever does not renew them any more."""
+    """Expire all leases at once, as if their time had passed; a live worker renews its own."""
     for table in (jobs, tasks):
         late = update(table).where(table.c.lease_owner.is_not(None)).values(lease_until_seconds=1.0)
         database.transact(lambda connection, late=late: connection.execute(late))  # type: ignore[misc]
 
 
 def pids_of(folder: Path, what: str = "task ") -> list[int]:
-    """Of the processes that have begun with it."""
+    """Return the ids of the processes that logged ``what``."""
     return [int(line.split()[-1]) for line in log_lines(folder) if line.startswith(what)]
 
 
 def until(holds: Callable[[], object], what: str) -> None:
-    """Wait for it."""
+    """Wait until ``holds`` returns a true value."""
     end = time.monotonic() + HANG_SECONDS
     while not holds():
         assert time.monotonic() < end, f"waited in vain for: {what}"
@@ -236,6 +236,6 @@ def until(holds: Callable[[], object], what: str) -> None:
 
 
 def wait_for_end(database: Database, job_id: int) -> Job:
-    """The job, once it is over."""
+    """Wait until a job has ended, and return it."""
     until(lambda: state_of(database, job_id).is_final, f"the end of job {job_id}")
     return state_of(database, job_id)

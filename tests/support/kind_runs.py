@@ -1,7 +1,7 @@
-"""Jobs of the service's own kinds on a real ledger, their phases carried out in this process, one by one.
+"""Jobs of the service's own kinds on a real ledger, with the phases run one by one in this process.
 
-What goes between the phases goes through JSON, as between processes. A test may stop after any phase, and
-have it done twice, or by two at once.
+Data between the phases passes through JSON, as between processes. A test may stop after any phase, and run
+the phase twice or by two workers at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["KindRuns"]
 
 
 class KindRuns:
-    """The service's parts without its processes: a catalog over ``settings.roots``, and its jobs."""
+    """The service without its processes: a catalog over ``settings.roots``, and its jobs."""
 
     def __init__(self, database: Database, folder: Path, roots: dict[str, Any], **settings: Any) -> None:
         self.database = database
@@ -45,28 +45,28 @@ class KindRuns:
     # -- the catalog -----------------------------------------------------------------------------------------
 
     def scan(self, root: str) -> None:
-        """Bring the catalog up to date."""
+        """Scan a root, to update the catalog."""
         scan_root(self.database, self.roots, root)
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def job(self, number: int) -> Job:
-        """A job as it is now."""
+        """Return a job in its current state."""
         with self.database.read() as connection:
             return reading.get_job(connection, number)
 
     def drain(self) -> None:
-        """Carry out whatever there is to do."""
+        """Do all pending work."""
         while (made := self.claim()) is not None:
             self.complete(made, self.carry_out(made))
 
     def claim(self, lease_seconds: float = 3600.0) -> Claim | None:
-        """The next thing to do, if it is not to be waited for."""
-        now = time.time() + 3600.0  # beyond what is waited for between attempts
+        """Claim the next work; delays between attempts count as over."""
+        now = time.time() + 3600.0  # later than any delay between attempts
         return self.database.transact(lambda connection: claims.claim(connection, "test", now, lease_seconds))
 
     def carry_out(self, made: Claim) -> Any:
-        """Carry out a task like a subprocess: return the result or an exception."""
+        """Run a task like a subprocess: return the result or an exception."""
         kind, job, task = kinds()[made.job.kind], made.job, made.task
         try:
             params = kind.params.model_validate(_json(job.params))
@@ -115,7 +115,7 @@ class KindRuns:
         folder.rmdir()
 
     def complete(self, made: Claim, answer: Any) -> None:
-        """Tell the ledger, as a worker does."""
+        """Report the result to the ledger, like a worker."""
         now = time.time()
 
         def act(connection: Any) -> None:

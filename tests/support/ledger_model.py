@@ -1,4 +1,5 @@
-"""The ledger of jobs against a model of it: any order of steps of workers that die, sleep and are late."""
+"""The ledger of jobs compared with a model: any order of steps by workers that die, sleep, and report
+late."""
 
 from __future__ import annotations
 
@@ -40,13 +41,13 @@ class Known:
     task_count: int
     priority: int
     is_cancelled: bool = False
-    done: dict[int, int] = field(default_factory=dict)  # number -> the fence that completed it
+    done: dict[int, int] = field(default_factory=dict)  # task number -> fence of its completion
     successes: int = 0
 
 
 @dataclass
 class Taken:
-    """A claim that somebody has, or once had."""
+    """A claim that a worker holds or has held."""
 
     claim: Claim
     owner: str
@@ -72,7 +73,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize(task_counts=st.lists(st.integers(0, 2), min_size=1, max_size=2))
     def begin(self, task_counts: list[int]) -> None:
-        """Most of what can go wrong does so behind a plan."""
+        """Plan some jobs first: most errors need a planned job."""
         for task_count in task_counts:
             self.submit(task_count, 0, 3, None)
         for _ in task_counts:
@@ -87,7 +88,7 @@ class LedgerMachine(RuleBasedStateMachine):
         key=st.sampled_from([None, None, "a", "b"]),
     )
     def submit(self, task_count: int, priority: int, attempts: int, key: str | None) -> None:
-        """A new job, or the unfinished one of the same key."""
+        """Submit a job, or join the unfinished job with the same key."""
         spec = JobSpec(
             kind="made-up",
             params={"tasks": task_count},
@@ -108,7 +109,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        """Refused only for what has ended otherwise, or has begun to be published."""
+        """Cancel a job; refused only for jobs that have ended otherwise or are publishing."""
         if not self.jobs:
             return
         at_work = sorted({taken.claim.job.id for taken in self.taken})
@@ -125,7 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
-        """A job that was given up begins anew; nothing of its past counts any more. One that waits is due."""
+        """Retry a job: a failed or cancelled job restarts without its past, and a waiting job becomes due."""
         if not self.jobs:
             return
         job = self.job(data.draw(st.sampled_from(sorted(self.jobs))))
@@ -158,7 +159,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def claim(self, owner: str) -> None:
-        """Nobody else has it, it is due, and its job is in the phase for it."""
+        """Claim work: due, held by no other worker, and in the right phase of its job."""
         with self.database.read() as connection:
             is_work = claims.has_work(connection, self.now)
         made = self.write(claims.claim, owner, self.now, LEASE_SECONDS)
@@ -197,10 +198,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def complete_what_is_over(self, data: st.DataObject) -> None:
-        """Whoever is late, or says it twice, is refused, and nothing changes."""
+        """Complete an expired or completed claim, which is refused and changes nothing."""
         if not self.past:
             return
-        # above all those whose place somebody else has taken since
+        # prefer claims whose work another worker has claimed since
         places = {(taken.claim.held.job_id, taken.claim.held.task_id) for taken in self.taken}
         again = [one for one in self.past if (one.claim.held.job_id, one.claim.held.task_id) in places]
         one = data.draw(st.sampled_from(again or self.past)).claim
@@ -234,7 +235,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        """A worker that stops gives back what it has."""
+        """Return held work, like a worker that stops."""
         if not self.taken:
             return
         taken = data.draw(st.sampled_from(self.taken))
@@ -244,7 +245,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS), done_bytes=st.integers(0, 10))
     def renew(self, owner: str, done_bytes: int) -> None:
-        """All that the model thinks valid can be renewed, and is told to stop where its job was given up."""
+        """Renew all valid claims; claims of ending jobs must be reported as stopped."""
         own = [taken for taken in self.taken if taken.owner == owner]
         held: dict[Held, int | None] = {taken.claim.held: done_bytes for taken in own}
         assert self.write(claims.renew, owner, held, self.now, LEASE_SECONDS) == frozenset()
@@ -258,7 +259,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 11.0]))
     def pass_time(self, seconds: float) -> None:
-        """Leases run out, and what failed is due again."""
+        """Let time pass: leases expire, and failed work becomes due."""
         self.now += seconds
         over = [taken for taken in self.taken if taken.until_seconds < self.now]
         assert self.write(failures.expire_leases, self.now, BACKOFF) == len(over)
@@ -266,11 +267,11 @@ class LedgerMachine(RuleBasedStateMachine):
             self.taken.remove(taken)
             self.past.append(taken)
 
-    # -- what holds --
+    # -- invariants --
 
     @invariant()
     def is_sound(self) -> None:
-        """States agree with the model; each success was one."""
+        """Check that states agree with the model, and that each job succeeded once at most."""
         with self.database.read() as connection:
             rows = connection.execute(select(jobs)).all()
             leased = connection.execute(
@@ -287,7 +288,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert known.is_cancelled
 
     def teardown(self) -> None:
-        """Whatever has happened: workers that do their work bring every job to an end."""
+        """Check that workers can finish every job after any sequence of steps."""
         for _ in range(1000):
             for taken in self.taken:
                 self.complete_claim(taken.claim)
@@ -306,16 +307,16 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- helpers --
 
     def write(self, act: Any, *arguments: Any) -> Any:
-        """One transaction."""
+        """Run one transaction."""
         return self.database.transact(lambda connection: act(connection, *arguments))
 
     def job(self, job_id: int) -> Job:
-        """As it is now."""
+        """Return a job in its current state."""
         with self.database.read() as connection:
             return reading.get_job(connection, job_id)
 
     def snapshot(self) -> list[Any]:
-        """All rows."""
+        """Return all rows."""
         with self.database.read() as connection:
             return [
                 connection.execute(select(table).order_by(table.c.id)).all()
@@ -323,7 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ]
 
     def complete_claim(self, one: Claim) -> None:
-        """As a worker does it."""
+        """Complete a claim like a worker."""
         known = self.jobs[one.job.id]
         if one.phase == "plan":
             specs = [TaskSpec(payload={"number": n}, weight_bytes=10) for n in range(one.job.params["tasks"])]
@@ -344,6 +345,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def run_any_order(database: Database, count: int, steps: int) -> None:
-    """Try that many runs of that many steps; few in the quick runs."""
+    """Try ``count`` runs of ``steps`` steps; few in quick runs."""
     make: Any = lambda: LedgerMachine(database)  # noqa: E731 - what makes a machine, which need not be its class
     run_state_machine_as_test(make, settings=examples(count, quick=3, steps=steps))

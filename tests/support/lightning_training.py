@@ -1,4 +1,4 @@
-"""A small training by Lightning's Trainer, which notes each loss and may be killed in a save."""
+"""A small training by Lightning's Trainer, which records each loss and may be killed in a save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAVE_EVERY = 3
 
 
 class Net(pl.LightningModule):
-    """Two layers with dropout; notes the loss of each step as it is, bit for bit."""
+    """Two layers with dropout; records the loss of each step, bit for bit."""
 
     def __init__(self, folder: Path, width: int = 16, sharded: bool = False) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Net(pl.LightningModule):
         self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 8))
 
     def configure_model(self) -> None:
-        """Shard, where the strategy leaves that to the module."""
+        """Shard the model, if the strategy requires it of the module."""
         if self.sharded:
             from torch.distributed.fsdp import fully_shard
 
@@ -41,7 +41,7 @@ class Net(pl.LightningModule):
             fully_shard(self.layers, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Learn to give back the input."""
+        """Learn to reproduce the input."""
         loss: torch.Tensor = (self.layers(batch) - batch).square().mean()
         line = {"step": self.global_step, "loss": float(loss.item()).hex()}
         with (self.folder / f"losses-{self.global_rank}.jsonl").open("a") as log:
@@ -50,20 +50,20 @@ class Net(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """AdamW, whose rate falls every four steps."""
+        """Return AdamW with a rate that decreases every four steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def train_dataloader(self) -> Any:
-        """This rank's."""
+        """Return the batches of this rank."""
         return Batches(self.global_rank)
 
 
 def trainer_of(
     folder: Path, ranks: int, strategy: str, weights_only: bool = False, **options: Any
 ) -> pl.Trainer:
-    """A Trainer that saves every three steps, and each as the last."""
+    """Return a Trainer that saves every three steps, always also as ``last``."""
     chosen: dict[str, Any] = {"strategy": "auto", "plugins": [DcpCheckpointIO()]}
     if strategy == "fsdp2":
         parallel = DcpModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
@@ -93,10 +93,10 @@ def trainer_of(
 
 
 def training(rank: int, ranks: int, folder: Path, options: Mapping[str, Any]) -> int:
-    """Train 14 steps, from the last checkpoint on if there is one; the number of the last step.
+    """Train 14 steps, from the last checkpoint if one exists; return the last step.
 
-    Options: the ``strategy``; ``weights_only`` saves no optimizer; with ``die_at`` rank 0 is killed where its
-    so many-th save is about to commit.
+    Options: the ``strategy``; ``weights_only`` saves no optimizer; with ``die_at`` rank 0 is killed
+    immediately before the commit of save number ``die_at``.
     """
     strategy, die_at = options["strategy"], options.get("die_at")
     folder.mkdir(parents=True, exist_ok=True)

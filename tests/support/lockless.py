@@ -1,8 +1,8 @@
-"""A model of an object service, and a scheduler that steps several writers through their operations on it.
+"""A model of an object service, and a scheduler that interleaves the operations of several writers on it.
 
-`ObjectModel` has what such a service has: no lock between writers, files that appear when they are finished,
-uploads that a killed writer leaves behind. `run_in_turns` runs functions in threads of which one at a time
-may take one operation on the store, in an order that the test decides: every interleaving can be had.
+`ObjectModel` has the properties of such a service: no lock between writers, files that appear on completion,
+and uploads left behind by killed writers. `run_in_turns` runs functions in threads. One thread at a time may
+do one operation on the store, in an order chosen by the test, so every interleaving can be tested.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class ObjectModel(MemoryStore):
-    """Files as on an object service, in memory.
+    """Files in memory with the rules of an object service.
 
-    ``uploads`` are those begun and not ended, names by number; ``changes`` counts what made another file
-    visible or gone.
+    ``uploads`` are the unfinished uploads, names by number; ``changes`` counts operations that made a file
+    visible, replaced it, or removed it.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,24 +40,25 @@ class ObjectModel(MemoryStore):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Nothing is visible before the file is finished, and then another may have its name."""
+        """Begin an upload: the file becomes visible when it is finished, and then another file may have its
+        name."""
         number = next(self._numbers)
         self.uploads[number] = name
         return _Upload(self, name, number, replace=replace)
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """As a conditional PUT."""
+        """Put a file conditionally."""
         version = super().publish(name, data, durable=durable, expected=expected)
         self.changes += 1
         return version
 
     def delete(self, name: str) -> None:
-        """As an unconditional DELETE."""
+        """Delete a file unconditionally."""
         super().delete(name)
         self.changes += 1
 
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
-        """As asked."""
+        """Abort the uploads of matching names."""
         ended = [number for number, name in self.uploads.items() if belongs(name)]
         for number in ended:
             del self.uploads[number]
@@ -65,7 +66,7 @@ class ObjectModel(MemoryStore):
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """Keeps nobody out."""
+        """Lock nothing: other writers continue."""
         yield
 
     def content(self, name: str) -> bytes | None:
@@ -74,7 +75,7 @@ class ObjectModel(MemoryStore):
         return None if file is None else bytes(file.data)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all files and uploads."""
         self.uploads.clear()
         for info in self.list():
             self.delete(info.name)
@@ -112,7 +113,7 @@ class _Upload(WriteHandle):
 
 
 class Stopped(BaseException):
-    """Raised at every operation of a writer that was killed."""
+    """Raised at every operation of a killed writer."""
 
 
 @dataclass
@@ -125,7 +126,7 @@ class Outcome(Generic[T]):
 
 
 class _ComparesBefore(FaultInjectingStore):
-    """As a service that knows no conditional deletion: others may come between comparing and deleting."""
+    """A service without conditional deletion: other writers may act between comparison and deletion."""
 
     delete_if = Store.delete_if
 
@@ -149,7 +150,7 @@ class _Actor(Generic[T]):
         self._parked.acquire()
 
     def step(self) -> None:
-        """Let it take the operation before which it waits, and go on to its next one or to its end."""
+        """Let the actor do the operation it waits for, and run to its next operation or its end."""
         self._turn.release()
         self._parked.acquire()
         if self.is_done:
@@ -182,11 +183,11 @@ def run_in_turns(
     dies_at: dict[int, int] | None = None,
     compares_deletions: bool = False,
 ) -> list[Outcome[T]]:
-    """Outcomes of ``actors``, each given a view of ``store``.
+    """Run ``actors``, each with a view of ``store``, and return their outcomes.
 
-    ``choose`` gets the numbers of those that are not done and returns whose operation is next;
-    ``after_step`` looks at what it left. ``dies_at``: the operation (from 1) before which an actor is killed.
-    ``compares_deletions``: conditional deletions are one operation.
+    ``choose`` receives the numbers of unfinished actors and returns the actor of the next operation;
+    ``after_step`` checks the state after each operation. ``dies_at``: the operation (from 1) before which an
+    actor is killed. ``compares_deletions``: conditional deletions are one operation.
     """
     running = [
         _Actor(act, store, (dies_at or {}).get(number), compares_deletions=compares_deletions)
@@ -207,7 +208,8 @@ def run_in_turns(
 
 
 def by_plan(plan: Sequence[tuple[int, int]]) -> Callable[[list[int]], int]:
-    """A ``choose``: for each (actor, count) in turn that many of its operations; then all to the end."""
+    """Return a ``choose``: for each (actor, count) in turn ``count`` operations of that actor; then the
+    others to their ends."""
     turns = itertools.chain.from_iterable(itertools.repeat(actor, count) for actor, count in plan)
 
     def choose(waiting: list[int]) -> int:

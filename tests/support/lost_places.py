@@ -1,4 +1,4 @@
-"""Places of roots that are not what they were: a disk that is not mounted, or another one."""
+"""Lost folders of roots: a disk that is not mounted, or another disk in its place."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["PLACES", "is_a_link_elsewhere", "is_emptied", "is_removed", "put_bac
 
 
 def is_removed(root: Path) -> None:
-    """Nothing is there."""
+    """Remove the folder."""
     root.rename(root.with_name("elsewhere"))
 
 
 def is_emptied(root: Path) -> None:
-    """A mount point without its disk."""
+    """Leave an empty mount point without its disk."""
     is_removed(root)
     root.mkdir()
 
 
 def is_a_link_elsewhere(root: Path) -> None:
-    """To another folder."""
+    """Replace the folder by a link to another one."""
     is_removed(root)
     write_manifest(root.with_name("another") / "theirs" / "step-9")
     root.symlink_to(root.with_name("another"))
@@ -34,7 +34,7 @@ PLACES = [is_emptied, is_a_link_elsewhere, pytest.param(is_removed, marks=pytest
 
 
 def put_back(root: Path) -> None:
-    """The folder that was there before."""
+    """Restore the original folder."""
     if root.is_symlink():
         root.unlink()
     elif root.exists():

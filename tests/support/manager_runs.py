@@ -1,4 +1,5 @@
-"""Runs with a manager: states that tell their step, events as they came, and storage that fails or waits."""
+"""Helpers for runs with a manager: states that contain their step, recorded events, and storage that fails or
+waits."""
 
 from __future__ import annotations
 
@@ -51,14 +52,14 @@ Writer = Callable[[str], dcp.FileSystemWriter]
 
 
 def manager_of(root: Path | str, **options: Any) -> dcp.CheckpointManager:
-    """A manager with a fast writer, and short pauses before it tries a save again."""
+    """Return a manager with a fast writer and short pauses between attempts of a save."""
     settings: dict[str, Any] = {"writer": plain_writer, "retry_pause_seconds": 0.01}
     settings["timeout_seconds"] = PATIENCE_SECONDS
     return dcp.CheckpointManager(root, **(settings | options))
 
 
 def until(condition: Callable[[], object], what: str = "what was waited for") -> None:
-    """Return once it is so; AssertionError if it is not within some minutes."""
+    """Wait until ``condition`` returns a true value; AssertionError after some minutes."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen"
@@ -69,7 +70,7 @@ def until(condition: Callable[[], object], what: str = "what was waited for") ->
 
 
 def state_at(step: int, rank: int = 0) -> dict[str, Any]:
-    """A state whose every value tells the step (and, where it is a rank's own, the rank)."""
+    """Return a state whose values all contain the step (values of a single rank also the rank)."""
     return {
         "model": {"weight": torch.full((64,), float(step)), "bias": torch.arange(4) + step},
         "step": step,
@@ -78,7 +79,7 @@ def state_at(step: int, rank: int = 0) -> dict[str, Any]:
 
 
 def loaded_step(checkpoint_id: str | Path) -> int:
-    """The step that all replicated values of a checkpoint of `state_at` tell."""
+    """Return the step in all replicated values of a checkpoint of `state_at`."""
     state: dict[str, Any] = {
         "model": {"weight": torch.zeros(64), "bias": torch.zeros(4, dtype=torch.int64)},
         "step": -1,
@@ -91,44 +92,44 @@ def loaded_step(checkpoint_id: str | Path) -> int:
 
 
 class Recorder:
-    """An ``on_event`` that keeps what it is given."""
+    """An ``on_event`` that records events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def __call__(self, event: Event) -> None:
-        """Keep it."""
+        """Record an event."""
         self.events.append(event)
 
     def kinds(self, *kinds: str) -> list[tuple[str, int | None]]:
-        """Kind and step of the events, of all or of some kinds, in order."""
+        """Return kind and step of the events, of all or of some kinds, in order."""
         return [(event.kind, event.step) for event in self.events if not kinds or event.kind in kinds]
 
     def steps(self, kind: str) -> list[int | None]:
-        """The steps of the events of a kind."""
+        """Return the steps of the events of a kind."""
         return [event.step for event in self.events if event.kind == kind]
 
     def one(self, kind: str) -> Event:
-        """The only event of a kind."""
+        """Return the only event of a kind."""
         (event,) = [event for event in self.events if event.kind == kind]
         return event
 
 
-# -- what is on disk -----------------------------------------------------------------------------------------
+# -- files on disk -------------------------------------------------------------------------------------------
 
 
 def steps_on_disk(root: Path) -> list[int]:
-    """The steps that have a folder."""
+    """Return the steps that have a folder."""
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The data files of a checkpoint."""
+    """Return the data files of a checkpoint."""
     return sorted(folder.glob("*.distcp"))
 
 
 def contents(root: Path) -> dict[int, list[str]]:
-    """Return the contents of the folder of each step without notes; data files as "data"."""
+    """Return the files of each step's folder without notes; data files as "data"."""
     return {
         int(folder.name.removeprefix("step-")): sorted(
             {"data" if path.suffix == ".distcp" else path.name for path in folder.iterdir()}
@@ -139,7 +140,7 @@ def contents(root: Path) -> dict[int, list[str]]:
 
 
 def flip(path: Path, position: int | None = None) -> None:
-    """Invert a byte of a file, by default that in the middle."""
+    """Invert a byte of a file, by default in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if position is None else position % len(data)] ^= 0xFF
     path.write_bytes(data)
@@ -151,7 +152,7 @@ def truncate(path: Path) -> None:
 
 
 def damage(folder: Path) -> Path:
-    """Flip a bit of the largest tensor in the file of rank 0; the file."""
+    """Invert a byte of the largest tensor in the file of rank 0; return the file."""
     index = dcp.open_index(folder)
     (path,) = folder.glob("__0_0.*distcp")
     own = index.chunk_files == index.files.index(path.name)
@@ -164,27 +165,28 @@ def damage(folder: Path) -> Path:
 
 
 def plain_writer(checkpoint_id: str) -> dcp.FileSystemWriter:
-    """A writer that does not wait for the disk."""
+    """Return a writer that does not wait for the disk."""
     return dcp.FileSystemWriter(checkpoint_id, sync_files=False)
 
 
 @dataclass(frozen=True)
 class FaultyWriter:
-    """Makes writers to local folders whose operations have ``faults``; it pickles."""
+    """Makes writers to local folders whose operations have ``faults``; picklable."""
 
     faults: Sequence[Fault]
 
     def __call__(self, checkpoint_id: str | Path) -> dcp.FileSystemWriter:
-        """The writer of a checkpoint."""
+        """Return the writer of a checkpoint."""
         return dcp.FileSystemWriter(checkpoint_id, sync_files=False, open_store=self.open_store)
 
     def open_store(self, path: str | os.PathLike[str]) -> Store:
-        """The folder."""
+        """Open a folder with the faults."""
         return FaultInjectingStore(PosixStore(path), *self.faults)
 
 
 def writer_with(hook: Callable[[StoreCall], None], op: str = "publish", name: str = MANIFEST) -> Writer:
-    """Writers that call ``hook`` before the operations of a kind; by default before each commit."""
+    """Return a maker of writers that call ``hook`` before operations of a kind; by default before each
+    commit."""
     return FaultyWriter([Fault(op, name=name, onwards=True, hook=hook)])
 
 
@@ -210,21 +212,21 @@ class Gate:
         self._open = threading.Event()
 
     def __call__(self, _: object = None) -> None:
-        """Wait here."""
+        """Wait until the gate opens."""
         self.reached.set()
         assert self._open.wait(PATIENCE_SECONDS), "the gate was never opened"
 
     def wait_until_reached(self) -> None:
-        """Return once somebody waits here."""
+        """Wait until a caller has reached the gate."""
         assert self.reached.wait(PATIENCE_SECONDS), "the gate was never reached"
 
     def open(self) -> None:
-        """Let everything through from now on."""
+        """Let all callers through from now on."""
         self._open.set()
 
 
 class _WatchedStore(FaultInjectingStore):
-    """A local folder under a URL of its own, so that whoever opens it gets its faults."""
+    """A local folder under a URL of its own scheme, so that every opening of the URL gets its faults."""
 
     capabilities = Capabilities(lists_folders=True)
 
@@ -251,18 +253,18 @@ register_store(StoreType(schemes=("watched",), open=_open_watched))
 
 
 class WatchedRoot:
-    """A root below a folder, as ``url``, each of whose steps may be given faults, whoever works on it."""
+    """A root below a folder, as ``url``, with a fault-injecting store for each step in every operation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = f"watched://{folder}"
 
     def path(self, step: int) -> Path:
-        """The folder of a step."""
+        """Return the folder of a step."""
         return self.folder / f"step-{step:08d}"
 
     def store(self, step: int) -> FaultInjectingStore:
-        """The store of a step."""
+        """Return the store of a step."""
         store = _open_watched(f"{self.url}/{self.path(step).name}", None)
         assert isinstance(store, FaultInjectingStore)
         return store

@@ -1,5 +1,8 @@
-"""Stand-in for the checkpoint strategies of Megatron-Core 0.19. `install` makes the module importable as
-Megatron's, or takes the installed package; its queue of saves runs on the CPU in both cases."""
+"""Stand-in for the checkpoint strategies of Megatron-Core 0.19.
+
+`install` makes the module importable as Megatron's, or uses the installed package; in both cases the queue of
+saves runs on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,8 @@ class _Request(NamedTuple):
 
 
 class _Queue:
-    """A forked process for each request; what is to follow is done once all ranks' have ended."""
+    """A forked process for each request; requests are finalized after the processes of all ranks have
+    ended."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, _Request]] = []
@@ -191,7 +195,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install(interface: Interface) -> None:
-    """Make it importable, in a process of its own, and import the plug-in, before ranks are forked."""
+    """Make the module importable, in a process of its own, and import the plug-in before ranks are forked."""
     if interface == "installed":
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]

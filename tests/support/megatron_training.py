@@ -1,5 +1,5 @@
-"""A small training in the shape of Megatron's: layers over tensor and pipeline parallel ranks and replicas,
-their sharded state, its folders, its tracker file, its queue of asynchronous saves."""
+"""A small training like Megatron's: layers over tensor- and pipeline-parallel ranks and replicas, sharded
+state, folders, a tracker file, and a queue of asynchronous saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS, WIDTH = 4, 8
 
 
 class _Stage:
-    """The layers of a pipeline stage, of each of them the rows of a tensor parallel rank."""
+    """The layers of a pipeline stage; of each layer the rows of one tensor-parallel rank."""
 
     def __init__(self, rank: int, tp: int, pp: int) -> None:
         self.tp, self.pp = tp, pp
@@ -40,11 +40,11 @@ class _Stage:
         self.generator = torch.Generator().manual_seed(self.pp_rank * tp + self.tp_rank)
 
     def step(self, iteration: int) -> float:
-        """One update of this rank's part, with noise; its loss."""
+        """Update this rank's part once, with noise; return the loss."""
         batch = torch.linspace(0, iteration, 2 * WIDTH).cos().view(2, WIDTH)
         noisy = batch + torch.rand(batch.shape, generator=self.generator)
         losses = [(noisy @ weight.T - 1).square().mean() for weight in self.weights]
-        losses += [(batch + bias).square().mean() for bias in self.biases]  # alike on replicas
+        losses += [(batch + bias).square().mean() for bias in self.biases]  # equal on replicas
         loss: Any = torch.stack(losses).sum()
         self.optimizer.zero_grad()
         loss.backward()
@@ -52,7 +52,8 @@ class _Stage:
         return float(loss.detach())
 
     def sharded(self, *, momentum: bool, rng: bool) -> dict[str, Any]:
-        """Weights of all layers are one tensor with the layer as first axis; biases are replicated."""
+        """Return the sharded state: the weights of all layers are one tensor with the layer as first axis;
+        biases are replicated."""
         package = import_module(PACKAGE)
         make = package.ShardedTensor.from_rank_offsets
         state: dict[str, Any] = {"model": self._tensors("decoder", make, lambda parameter: parameter)}
@@ -87,10 +88,10 @@ class _Stage:
 
 
 def training(rank: int, ranks: int, folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train up to ``steps``, from the newest iteration on, saving each third.
+    """Train up to ``steps``, from the newest iteration, saving every third.
 
-    Options: ``tp``, ``pp``; ``mode`` "sync", "thread" or "process"; with ``die_at`` rank 0 is
-    killed in its so many-th save. Gives the weights' sum and what the checkpoint had in common.
+    Options: ``tp``, ``pp``; ``mode`` "sync", "thread" or "process"; with ``die_at`` rank 0 is killed in save
+    number ``die_at``. Returns the sum of the weights and the common state of the checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mode = options.get("mode", "sync")
@@ -108,7 +109,7 @@ def training(rank: int, ranks: int, folder: Path, options: Mapping[str, Any]) ->
         with (folder / f"losses-{rank}.jsonl").open("a") as log:
             log.write(json.dumps({"step": iteration, "loss": loss.hex()}) + "\n")
         if iteration % 3 == 0:
-            queue.maybe_finalize_async_calls(blocking=True)  # so that the save before is the newest
+            queue.maybe_finalize_async_calls(blocking=True)  # so that the previous save is the newest
             _save(stage, folder, iteration, queue, is_async=mode != "sync")
             if rank == 0 and mode == "process" and iteration == 3 * options.get("die_at", 0):
                 os.kill(os.getpid(), signal.SIGKILL)

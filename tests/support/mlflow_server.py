@@ -1,4 +1,4 @@
-"""A real MLflow server on loopback, behind a check of a bearer token as a company's proxy does it."""
+"""A real MLflow server on loopback, behind a bearer-token check like a company's proxy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ make_server("127.0.0.1", int(os.environ["PORT"]), guarded, threaded=True).serve_
 
 
 class MlflowServer:
-    """``with MlflowServer(folder) as server``: at ``url``, with the ``token``; its data is in ``folder``."""
+    """``with MlflowServer(folder) as server``: a server at ``url`` with the ``token`` and its data in
+    ``folder``."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder
@@ -82,7 +83,7 @@ class MlflowServer:
         assert httpx.post(url, json=body, headers=headers, trust_env=False).is_success
 
     def versions(self, model: str) -> list[dict[str, Any]]:
-        """All versions of a registered model, oldest first; tags as a mapping."""
+        """Return all versions of a registered model, oldest first; tags as a mapping."""
         answer = httpx.get(
             f"{self.url}/api/2.0/mlflow/model-versions/search",
             params={"filter": f"name = '{model}'"},

@@ -1,10 +1,10 @@
-"""Seeded faults: apply each patch of ``tests/mutants`` to a clean copy, and name the test that finds it.
+"""Seeded faults: apply each patch of ``tests/mutants`` to a clean copy, and print the test that finds it.
 
     python -m tests.support.mutants [AREA | AREA/NAME ...] [--jobs 2] [--whole]
 
-A patch begins with two lines, which ``git apply`` skips: ``Promise:``, the sentence that it breaks, and
-``Found by:``, the tests that are run first. With ``--whole`` all of ``make test`` follows where none of these
-fails. The exit status is 1 if a fault stays unfound, or if the tests fail without any.
+A patch begins with two lines, skipped by ``git apply``: ``Promise:``, the broken promise, and ``Found by:``,
+the tests to run first. With ``--whole`` all of ``make test`` follows if these tests pass. The exit status is
+1 if a fault stays unfound, or if the tests fail without a fault.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _copy(folder: Path) -> Path:
 
 def _apply(mutant: Mutant, folder: Path, *options: str) -> None:
     subprocess.run(["git", "apply", "--whitespace=nowarn", *options, mutant.path], cwd=folder, check=True)
-    # compiled modules are known by the second and the size of their source
+    # compiled modules are identified by the second and the size of their source
     listed = subprocess.check_output(["git", "apply", "--numstat", mutant.path], cwd=folder, text=True)
     for line in listed.splitlines():
         path = folder / line.split("\t")[2]
@@ -78,7 +78,7 @@ def _apply(mutant: Mutant, folder: Path, *options: str) -> None:
 
 
 def _failing_test(folder: Path, tests: Sequence[str], *, workers: int = 0) -> str | None:
-    """The first test that fails; one that cannot be collected counts, for users would see that, too."""
+    """Return the first failing test, or None; a test that cannot be collected counts as failing."""
     options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not exhaustive"]
     parallel = ["-n", str(workers), "--dist", "loadfile"] if workers else []
     done = subprocess.run(
@@ -110,7 +110,7 @@ def _try(mutant: Mutant, folder: Path, *, is_whole: bool) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try them, print a table, and return the exit status."""
+    """Try the mutants, print a table, and return the exit status."""
     parser = argparse.ArgumentParser(prog="make mutants")
     parser.add_argument("wanted", nargs="*", metavar="AREA[/NAME]")
     parser.add_argument("--jobs", type=int, default=2)
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{mutant.name} | {found or 'NOT FOUND'} | {time.monotonic() - begun:.0f} s", flush=True)
             return found is not None
 
-        # without a fault they pass: else they would find everything
+        # the tests must pass without a fault, or they would find every fault
         folder = copies.get()
         broken = _failing_test(folder, sorted({test for mutant in chosen for test in mutant.found_by}))
         copies.put(folder)

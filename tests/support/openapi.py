@@ -1,6 +1,6 @@
-"""The OpenAPI document as facts, of which a later version keeps every one; names of components are none.
+"""The OpenAPI document as a set of facts. Later versions must keep every fact; component names are no facts.
 
-`python -m tests.support.openapi` writes this version's document to `PROMISED`, where a change of it is meant.
+`python -m tests.support.openapi` writes this version's document to `PROMISED`, after an intended change.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def document() -> dict[str, Any]:
 
 
 def promised() -> dict[str, Any]:
-    """The document that this version keeps to."""
+    """Return the recorded document, with which this version must be compatible."""
     found: dict[str, Any] = json.loads(PROMISED.read_text())
     return found
 
 
 def facts(described: dict[str, Any]) -> set[str]:
-    """All that it says but prose, what each kind of error looks like, and the names of components."""
+    """Return all facts of a document except prose, the schemas of errors, and the names of components."""
     return set(_facts(described["paths"], "/paths", described["components"]["schemas"], ()))
 
 
@@ -50,7 +50,7 @@ def _facts(value: Any, path: str, schemas: dict[str, Any], within: tuple[str, ..
             yield from _facts(item, f"{path}[{name}]", schemas, within)
     elif isinstance(value, dict) and "$ref" in value:
         name = value["$ref"].removeprefix(_COMPONENTS)
-        if name not in within:  # a tree has its own kind in it
+        if name not in within:  # a recursive schema contains itself
             yield from _facts(schemas[name], path, schemas, (*within, name))
     elif isinstance(value, dict):
         is_prose = set() if path.endswith("/properties") else _PROSE
@@ -64,7 +64,7 @@ def _facts(value: Any, path: str, schemas: dict[str, Any], within: tuple[str, ..
 
 
 def breaks(before: dict[str, Any], described: dict[str, Any]) -> list[str]:
-    """Facts that are gone, and what a request has to have that it had not."""
+    """Return the missing facts, and new requirements for requests."""
     old, found = facts(before), facts(described)
 
     def is_new_duty(line: str) -> bool:

@@ -1,4 +1,4 @@
-"""Databases and disks that go away while a service runs, and come back."""
+"""Databases and disks that fail while a service runs, and recover."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StoppablePostgres", "limited_files"]
 
 
 class StoppablePostgres(PostgresServer):
-    """A PostgreSQL of one test; its ``program`` may be stopped, and started again with its data."""
+    """A PostgreSQL server of one test; its ``program`` may be stopped and started again with its data."""
 
     def __init__(self) -> None:
         self.program = PostgresProgram()
@@ -24,7 +24,7 @@ class StoppablePostgres(PostgresServer):
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Connections to it stay open, and nobody answers on them."""
+        """Keep connections open but unanswered during the block."""
         pids = _with_children(self.program.pid)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -39,9 +39,9 @@ class StoppablePostgres(PostgresServer):
 
 @contextlib.contextmanager
 def limited_files(pid: int, limit_bytes: int, *, with_children: bool = False) -> Iterator[None]:
-    """No file of the process grows beyond ``limit_bytes``: writes there fail, as those on a full disk do.
+    """Limit the size of files written by a process: writes beyond ``limit_bytes`` fail, as on a full disk.
 
-    Processes that it starts inherit the limit; ``with_children``, they lose it with the process.
+    Child processes inherit the limit; ``with_children``, the limit is also lifted for them at the end.
     """
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, before[1]))

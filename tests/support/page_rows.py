@@ -1,4 +1,4 @@
-"""Rows of a catalog for what its pages show: many at once, findings, failed scans, audit entries."""
+"""Rows of a catalog for pages: many checkpoints at once, findings, failed scans, audit entries."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ __all__ = [
 
 
 def structure_of(names: Sequence[str], *, shape: tuple[int, ...] = (4,), size: int = 16) -> StructureFacts:
-    """Tensors of these names."""
+    """Return the structure of tensors with these names."""
     return StructureFacts.of([Tensor(name, "tensor", "float32", shape, size) for name in names])
 
 
 def add_steps(app: App, run: str, steps: Sequence[int], **facts: Any) -> list[int]:
-    """Steps of a run, with their step as the size; even ones are of stock torch if ``mixed``. Their ids."""
+    """Insert steps of a run and return their ids. The step is also the size; with ``mixed``, even steps are
+    torch checkpoints."""
     is_mixed, loss = facts.pop("mixed", False), facts.pop("loss", False)
     rows = [
         CheckpointFacts(
@@ -72,31 +73,31 @@ def add_steps(app: App, run: str, steps: Sequence[int], **facts: Any) -> list[in
 
 
 def derive(app: App, child: int, *parents: int, **options: Any) -> None:
-    """Note where a checkpoint comes from."""
+    """Record the parents of a checkpoint."""
     with app.service.database.write() as connection:
         for parent in parents:
             add_lineage(connection, child, parent, **options)
 
 
 def end_sessions(app: App) -> None:
-    """As if their time were over."""
+    """Expire all sessions."""
     with app.service.database.write() as connection:
         connection.execute(update(sessions).values(expires_seconds=app.service.clock() - 1))
 
 
 def note(app: App, actor: str, action: str, target: str, detail: dict[str, Any], **options: Any) -> None:
-    """An entry of the audit log."""
+    """Write an entry of the audit log."""
     with app.service.database.write() as connection:
         audit.record(connection, actor, action, target, detail, **options)
 
 
 def scan(app: App, root: str = "main") -> None:
-    """Bring the catalog up to date."""
+    """Scan a root, to update the catalog."""
     scan_root(app.service.database, app.service.roots, root)
 
 
 def registered(app: App, key: str) -> int:
-    """The id of a checkpoint that is looked at now."""
+    """Register a checkpoint and return its id."""
     of = Registration(root="main", key=key)
     database = app.service.database
     caller, allowances = Principal("test", ALL_SCOPES), app.service.allowances
@@ -107,12 +108,12 @@ def registered(app: App, key: str) -> int:
 
 
 def posted_paths(app: App) -> set[str]:
-    """Of all pages that change something."""
+    """Return the paths of all routes with forms that change data."""
     routes = [route for route in walk_routes(app.app) if "POST" in (getattr(route, "methods", None) or ())]
     return {str(route.path) for route in routes if not str(route.path).startswith("/api")}
 
 
 def set_provenance(folder: Path, provenance: dict[str, Any]) -> None:
-    """As if a checkpoint had been saved so."""
+    """Write a provenance into a saved checkpoint."""
     index = replace(open_index(folder), provenance=provenance)
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(index))

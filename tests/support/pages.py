@@ -1,4 +1,4 @@
-"""A browser without script, over the application in this process: links, forms, cookies."""
+"""A browser without scripts, over the application in the test process: links, forms, cookies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HOSTILE: Final = (
     *("<script>alert(1)</script>", "\"><img src=x onerror='alert(1)'>", "{{ 7*7 }}{% raw %}", "x" * 900),
     *("\u202egnp.exe \u2067\u05d0\u05d1", "\U0001f4a5\U0001f469\u200d\U0001f680 caf\u00e9"),
 )
-"""Names that pages show as text, whatever they are of."""
+"""Names shown as text by pages, of any kind of object."""
 _SHOWN_BY: Final = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8", "sec-fetch-site": "same-origin"}
 _OF_ADDRESSES: Final = frozenset({"href", "src", "action", "formaction", "hx-get", "hx-post", "sse-connect"})
 
 
 @dataclass(slots=True)
 class PageForm:
-    """A form, with the values that it has before anybody types."""
+    """A form with its initial values."""
 
     action: str
     method: str
@@ -53,12 +53,12 @@ class PageText(HTMLParser):
         return [given["href"] for name, given in self.elements if name == "a" and "href" in given]
 
     def form(self, action: str) -> PageForm:
-        """The one form that is sent to this path."""
+        """Return the only form sent to this path."""
         (found,) = [form for form in self.forms if urlsplit(form.action).path == action]
         return found
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes it."""
+        """Record an element."""
         given = {name: value or "" for name, value in attrs}
         self.elements.append((tag, given))
         if tag == "form":
@@ -71,7 +71,7 @@ class PageText(HTMLParser):
             self.forms[-1].fields[given["name"]] = given.get("value", "")
 
     def handle_data(self, data: str) -> None:
-        """Notes it."""
+        """Record text."""
         self.texts.append(data)
 
 
@@ -95,18 +95,18 @@ def faults_of(page: PageText) -> list[str]:
 
 
 class Browser:
-    """Keeps cookies, follows redirects, sends forms as they are."""
+    """A client that keeps cookies, follows redirects, and sends forms with their values."""
 
     def __init__(self, client: TestClient) -> None:
         self.client = client
         client.headers.update(_SHOWN_BY)
 
     def get(self, path: str, **options: Any) -> Response:
-        """A page."""
+        """GET a path."""
         return self.client.get(path, **options)
 
     def page(self, path: str) -> PageText:
-        """A page that is there, and whose answer has nothing that it must not."""
+        """Return a page, which must exist and follow the content security policy."""
         answer = self.get(path)
         assert answer.status_code == 200, (path, answer.status_code, answer.text[:2000])
         page = PageText(answer.text)
@@ -114,7 +114,7 @@ class Browser:
         return page
 
     def submit(self, form: PageForm, **fields: str) -> Response:
-        """Send it with these values changed."""
+        """Send a form with changed values."""
         values = {**form.fields, **fields}
         path = urljoin("/", form.action)
         if form.method == "get":
@@ -122,6 +122,6 @@ class Browser:
         return self.client.post(path, data=values)
 
     def sign_in(self, key: str, next: str = "/") -> Response:
-        """With a key, by the form."""
+        """Sign in with a key, by the form."""
         page = PageText(self.get("/sign-in", params={"next": next}).text)
         return self.submit(page.form("/sign-in"), key=key)

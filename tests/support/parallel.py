@@ -1,9 +1,8 @@
-"""Small models under every kind of parallelism that works on CPU ranks, with an optimizer that has state.
+"""Small models under every kind of parallelism available on CPU ranks, with an optimizer that has state.
 
 Each recipe is a function ``(world_size) -> Training``: it builds the model, distributes it over the default
-process group and takes real AdamW steps, so that the optimizer's state is what a trainer would save. The
-gradients are set by hand: torch's tensor parallelism cannot run a forward pass on uneven shards, but it can
-be checkpointed.
+process group, and takes real AdamW steps, so that the optimizer has the state of a real training. Gradients
+are set by hand: torch's tensor parallelism can checkpoint uneven shards, but cannot run their forward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["RECIPES", "Block", "Training", "adamw", "pipeline"]
 
 
 class Block(nn.Module):
-    """Two linear layers around a norm; ``hidden`` odd makes every sharding of it uneven."""
+    """Two linear layers around a norm; an odd ``hidden`` makes every sharding uneven."""
 
     def __init__(self, width: int = 10, hidden: int = 13) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class Block(nn.Module):
         self.register_buffer("steps_seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The block's output for a batch."""
+        """Return the block's output for a batch."""
         hidden: torch.Tensor = self.norm(self.first(batch))
         output: torch.Tensor = self.second(torch.relu(hidden))
         return output
@@ -51,7 +50,7 @@ class Training:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """An AdamW that took two steps."""
+    """Return an AdamW after two steps."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for number in (1, 2):
         for parameter in model.parameters():
@@ -67,7 +66,7 @@ def _mesh(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 def _fsdp1(**options: Any) -> nn.Module:
-    with warnings.catch_warnings():  # which on CPU wants its device named
+    with warnings.catch_warnings():  # torch warns on CPU unless the device is named
         warnings.simplefilter("ignore", FutureWarning)
         device = torch.device("cpu")
         return FullyShardedDataParallel(Block(), device_id=device, use_orig_params=True, **options)
@@ -110,7 +109,7 @@ def _stages(world_size: int) -> nn.Module:
 
 
 def pipeline(world_size: int) -> Training:
-    """Pipeline stages: every rank has layers, and names, of its own."""
+    """Build pipeline stages: every rank has layers and names of its own."""
     return _trained(_stages, world_size)
 
 
@@ -124,7 +123,7 @@ _MODELS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
     "fsdp1": (lambda _: _fsdp1(), (1, 2, 3, 4)),
     "fsdp2": (lambda world: _fsdp2(_mesh(world), None, "first"), (1, 2, 3, 4)),
     "ddp": (lambda _: DistributedDataParallel(Block()), (2, 4)),
-    # whose names begin with "module.": torch's helpers take that off for DistributedDataParallel only
+    # The names begin with "module."; torch's helpers remove this prefix for DistributedDataParallel only.
     "data_parallel": (lambda _: DataParallel(Block()), (1, 2)),
     "tensor_parallel": (lambda world: _tensor_parallel(_mesh(world)), (2, 3, 4)),
     "fsdp2_tensor_parallel": (_fsdp2_tensor_parallel, (2, 4)),
@@ -136,4 +135,4 @@ _MODELS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
 RECIPES: dict[str, tuple[Callable[[int], Training], tuple[int, ...]]] = {
     name: (partial(_trained, build), worlds) for name, (build, worlds) in _MODELS.items()
 }
-"""Recipes by name, each with the world sizes it is made for."""
+"""Recipes by name, each with its world sizes."""

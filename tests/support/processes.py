@@ -1,7 +1,7 @@
-"""Processes and what they have open, looked at while they go on: each may be gone at any moment.
+"""Inspection of running processes, each of which may end at any moment.
 
-Between the open of a file below /proc and its read a process may end, which is another error than that of a
-process which was never there.
+A process may end between opening and reading a file below /proc. The error then differs from that of a
+process that never existed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PR_SET_MM: Final = 35
 _PR_SET_MM_MAP: Final = 14
 _MAP: Final = struct.Struct("=12Q2I")
 _BOUNDS: Final = (slice(23, 25), slice(42, 44), slice(44, 45), slice(25, 26))
-"""Of code, data, heap and stack, in the fields of /proc/PID/stat from the state on."""
+"""Bounds of code, data, heap and stack, as fields of /proc/PID/stat counted from the state."""
 
 _named: Final[list[ctypes.Array[ctypes.c_char]]] = []
 
@@ -69,25 +69,25 @@ def children(pid: int) -> list[int]:
 
 
 def caught_signals(pid: int) -> set[int]:
-    """The numbers of the signals that a process has handlers for."""
+    """Return the numbers of the signals that a process handles."""
     lines = _content(pid, "status").decode(errors="replace").splitlines()
     masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
     return {number for number in range(1, 65) for mask in masks if mask >> (number - 1) & 1}
 
 
 def environment_of(pid: int) -> bytes:
-    """Its variables as it was started; nothing of one that is gone, or another user's."""
+    """Return the initial environment of a process; empty for an ended process or another user's."""
     return _content(pid, "environ")
 
 
 def command_of(pid: int) -> str:
-    """Its command line; empty for one that is gone, or another user's."""
+    """Return the command line of a process; empty for an ended process or another user's."""
     return _content(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
 
 
 def rename_process(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """This process has that command line and environment below /proc from now on. OSError where that cannot
-    be."""
+    """Set the command line and environment of this process below /proc. OSError if the system does not allow
+    that."""
     ends = []
     for parts in (command, [f"{name}={value}" for name, value in environment.items()]):
         text = b"".join(os.fsencode(part) + b"\0" for part in parts)
@@ -118,7 +118,7 @@ def open_files(pid: int | str = "self") -> list[str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields from the state on; none once it is gone."""
+    """Return the fields from the state on; empty for an ended process."""
     return _content(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 

@@ -1,10 +1,9 @@
-"""Python programs of tests that are forked from a process which has torch imported: to start one costs no
-seconds.
+"""Python programs of tests, forked from a process with torch imported, so that starting one costs no seconds.
 
 They run as by ``python -c``, ``python -m`` and ``python FILE``: with a ``__main__``, arguments, folder,
-environment and files of their own, under their own command line. What they start is cold, and before Python
-3.13 they call no exit handlers. A test that is about how a program starts, what it imports or how its
-interpreter ends says ``finalizes=True``, and gets a plain Python.
+environment and files of their own, under their own command line. Their child processes start without the
+imports, and before Python 3.13 they call no exit handlers. A test of a program's start, imports, or exit
+passes ``finalizes=True``, and gets a plain Python.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["Program", "run_program"]
 _Stream = int | IO[Any] | None
 
 _asking = threading.Lock()
-"""multiprocessing looks after all its processes in whatever thread starts one or asks for its end."""
+"""A lock around multiprocessing, which polls all its processes whenever a thread starts or polls one."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,13 @@ class Program:
     stderr: IO[str] | None
 
     def poll(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while the program runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended; `subprocess.TimeoutExpired`."""
+        """Wait for the end and return the exit status; `subprocess.TimeoutExpired` after ``timeout``."""
         if self.returncode is None:
             if not isinstance(self._process, BaseProcess):
                 self.returncode = self._process.wait(timeout)
@@ -110,28 +109,28 @@ class Program:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             else:
                 with _asking:
-                    self._process.join()  # a fork's files are closed shortly before it has ended
+                    self._process.join()  # a fork closes its files shortly before its end
                     self.returncode = self._process.exitcode
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
+        """Send a signal, unless the program has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM, unless it has ended."""
+        """Send SIGTERM, unless the program has ended."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
+        """Send SIGKILL, unless the program has ended."""
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, text: str | None = None, timeout: float | None = None) -> tuple[str, str]:
-        """Write that to its input, read its pipes to their ends, and wait; "" for what is no pipe.
+        """Write ``text`` to the input, read the pipes to their ends, and wait; "" for streams without a pipe.
 
-        After `subprocess.TimeoutExpired` another call takes it up again.
+        After `subprocess.TimeoutExpired` another call continues.
         """
         for name, pipe in (("stdin", self.stdin), ("stdout", self.stdout), ("stderr", self.stderr)):
             if pipe is not None and name not in self._talks:
@@ -143,7 +142,7 @@ class Program:
         self.wait(timeout)
         for thread, _ in self._talks.values():
             thread.join(timeout)
-            if thread.is_alive():  # what it has started holds the pipe
+            if thread.is_alive():  # a child process holds the pipe
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         output, errors = ("".join(self._talks[one][1]) if one in self._talks else "" for one in _OUTPUTS)
         return output, errors
@@ -163,7 +162,7 @@ _OUTPUTS: Final = ("stdout", "stderr")
 
 
 def _ends(wanted: _Stream, number: int, before: list[Connection]) -> tuple[Connection, int | None]:
-    """The end of a stream that the process gets, and ours if it is a pipe."""
+    """Return the program's end of a stream, and this process's end of a pipe."""
     if wanted == subprocess.PIPE:
         reader, writer = multiprocessing.Pipe(duplex=False)
         ours, theirs = (writer, reader) if number == 0 else (reader, writer)
@@ -205,14 +204,14 @@ def _start_forked(order: _Order, ends: list[Connection]) -> BaseProcess:
         with not_yet, _asking:
             process = forkserver_context().Process(target=_become, args=(order, not_yet, *ends))
             process.start()
-        ready.poll(None)  # from here on the system knows it by its name, and signals are the program's
+        ready.poll(None)  # from here on the process has its new name and its own signal handlers
     return process
 
 
 def run_program(
     *arguments: str | Path, timeout_seconds: float = 280.0, stdin: str | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run one to its end, as `subprocess.run` does with ``capture_output``."""
+    """Run a program to its end, like `subprocess.run` with ``capture_output``."""
     pipe = subprocess.PIPE
     streams = {"stdin": subprocess.DEVNULL if stdin is None else pipe, "stdout": pipe, "stderr": pipe}
     with Program(*arguments, **{**streams, **options}) as program:
@@ -224,7 +223,7 @@ def run_program(
     return subprocess.CompletedProcess(program.args, program.wait(), output, errors)
 
 
-# -- the process that is forked ------------------------------------------------------------------------------
+# -- the forked process --------------------------------------------------------------------------------------
 
 
 def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
@@ -232,7 +231,7 @@ def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
         os.dup2(end.fileno(), number)
         end.close()
     global _asking
-    _asking = threading.Lock()  # this may be a fork of the process that holds it
+    _asking = threading.Lock()  # this may be a fork of the process that holds the lock
     if order.has_session:
         os.setsid()
     end_with_parent(signal.SIGTERM if order.ends_with_parent else signal.SIGKILL)
@@ -240,7 +239,7 @@ def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
     os.chdir(order.folder)
     try:
         rename_process(order.command, order.environment)
-    except OSError:  # a system that does not let itself be told: as everywhere, then
+    except OSError:  # the system forbids renaming: keep the name
         os.execve(sys.executable, order.command, order.environment)
     not_yet.close()
     _take_over(order)

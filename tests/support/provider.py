@@ -1,4 +1,4 @@
-"""A provider of OpenID Connect on loopback: signs the ``person`` in at once, honestly or not."""
+"""An OpenID Connect provider on loopback: signs ``person`` in at once, with valid or forged tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ Forge = Callable[[dict[str, Any], dict[str, Any]], str | None]
 
 
 class Provider:
-    """``forge`` gets header and claims of an ID token, to change them or return another one."""
+    """A provider; ``forge`` receives header and claims of an ID token, and changes them or returns another
+    token."""
 
     def __init__(self) -> None:
         self.person: dict[str, Any] = {"sub": "1"}
         self.userinfo: dict[str, Any] = {}
         self.forge: Forge = lambda header, claims: None
-        self.replies: dict[str, Any] = {}  # by path, in place of its own
+        self.replies: dict[str, Any] = {}  # replies by path, instead of the default ones
         self.codes: dict[str, dict[str, str]] = {}
         self.asked: list[str] = []
         self.rotate()
@@ -64,7 +65,7 @@ class Provider:
             do_POST = do_GET
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -1,5 +1,4 @@
-"""Shared parts of tests of ranks: planners for the torch protocol, an acting `Stateful`, and raised
-errors."""
+"""Helpers of rank tests: planners for the torch protocol, an acting `Stateful`, and raised errors."""
 
 from __future__ import annotations
 
@@ -29,34 +28,34 @@ STATE = {"w": torch.arange(6.0), "step": 3}
 
 
 class ObjectLoadPlanner(dcp.DefaultLoadPlanner):
-    """Overrides a step, so that plans travel as torch's objects."""
+    """A load planner that overrides a step, so that plans travel as torch's objects."""
 
     def create_local_plan(self) -> Any:
-        """As its base."""
+        """Create the plan of the base class."""
         return super().create_local_plan()
 
 
 class ObjectSavePlanner(dcp.DefaultSavePlanner):
-    """The same of saves."""
+    """A save planner that overrides a step, so that plans travel as torch's objects."""
 
     def create_local_plan(self) -> Any:
-        """As its base."""
+        """Create the plan of the base class."""
         return super().create_local_plan()
 
 
 class Acting:
-    """A `Stateful` that does something when it is asked for its state, of which it has none."""
+    """A `Stateful` without state that calls a function when asked for its state."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
 
     def state_dict(self) -> dict[str, Any]:
-        """Act."""
+        """Call the function."""
         self.act()
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """There is nothing to take."""
+        """Ignore the state."""
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def warned() -> Iterator[list[str]]:
 
 
 def outcome(act: Callable[[], Any]) -> tuple[tuple[str, ...], str, Any]:
-    """(classes, message, ranks) of what ``act`` raises."""
+    """Return (classes, message, ranks) of the exception raised by ``act``."""
     try:
         act()
     except dcp.CheckpointError as error:
@@ -87,7 +86,7 @@ _OPERATIONS: Final = {
     "read": "preadv",
     **{name: name for name in ("write", "finish", "sync", "lock", "publish")},
 }
-"""Phases that begin with an operation on the store; others are methods of planners."""
+"""Phases that begin with an operation on the store; the others are methods of planners."""
 
 
 def act_in_phase(
@@ -100,8 +99,8 @@ def act_in_phase(
     timeout_seconds: float = 60.0,
     **more: Any,
 ) -> None:
-    """Save a version, or load if it is 0, with ``more`` in the state; ``act`` is called in the phase, by the
-    rank that has one. ``by_objects``: by torch's protocol."""
+    """Save ``version``, or load if it is 0, with ``more`` in the state. Ranks with an ``act`` call it in the
+    phase ``phase``. ``by_objects``: use torch's protocol."""
     state: dict[str, Any] = version_state(version) | more
     by_columns: Any = dcp.DefaultSavePlanner if version else dcp.DefaultLoadPlanner
     planner, faults = by_columns(), []

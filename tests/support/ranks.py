@@ -1,7 +1,7 @@
-"""Real ranks for tests: processes that stay alive between tests and join a fresh gloo group for each job.
+"""Real ranks for tests: processes that stay alive between tests and join a new gloo group for each job.
 
-Importing torch costs seconds a process; a pool that is kept for the session makes a four-rank test cost
-milliseconds. A rank that dies or hangs takes the pool down with it, and the next job gets a new one.
+Importing torch costs seconds in each process; with a pool that is kept for the session, a test with four
+ranks costs milliseconds. A rank that dies or hangs ends the pool, and the next job starts a new one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from tests.support.forking import forkserver_context
 __all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "run_ranks"]
 
 _MOST_THREADS: Final = 32
-"""Of a process of the pool. A group that garbage still holds has three threads, one of which looks a hundred
-times a second for what has come: 160 of them take a seventh of a core. To collect garbage is no way: gloo may
-wait for ever as it ends a group that DDP held."""
+"""Limit of threads in a process of the pool.
+
+A group referenced by garbage has three threads, one of which polls a hundred times a second: 160 of them take
+a seventh of a core. Collecting garbage is no solution: gloo may wait forever while it ends a group of DDP.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class RankRaised:
 
 @dataclass(frozen=True)
 class RankDied:
-    """In place of the result of a rank whose process ended (killed, or os._exit)."""
+    """The result of a rank whose process ended (killed, or os._exit)."""
 
     exit_code: int | None
 
 
 def all_are_here(store: Any, rank: int, world_size: int) -> None:
-    """Return when all ranks have connected: one that ended before would keep others from doing so."""
+    """Wait until all ranks have connected: a rank that ends earlier would prevent others from connecting."""
     store.set(f"here/{rank}", "1")
     store.wait([f"here/{other}" for other in range(world_size)], timedelta(seconds=240))
 
@@ -100,7 +102,7 @@ def _serve(connection: Connection, number: int) -> None:
 def _is_worn(pid: int) -> bool:
     try:
         return len(list(Path(f"/proc/{pid}/task").iterdir())) > _MOST_THREADS
-    except FileNotFoundError:  # it has just ended
+    except FileNotFoundError:  # the process has just ended
         return True
 
 
@@ -113,9 +115,10 @@ class Ranks:
     def run(
         self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], *, timeout_seconds: float
     ) -> list[Any]:
-        """Results by rank; RankDied and RankRaised stand for what they say. AssertionError on a hang."""
+        """Run a function on ``world_size`` ranks and return the results by rank, with RankDied and RankRaised
+        for failed ranks. AssertionError on a hang."""
         if any(not process.is_alive() or _is_worn(process.pid) for process, _ in self._workers):
-            self.close()  # one has ended between two jobs, or has had many groups
+            self.close()  # a process has ended between two jobs, or has had many groups
         self._grow(world_size)
         with tempfile.TemporaryDirectory(prefix="dcp-ranks-") as folder:
             path = os.path.join(folder, "store")  # noqa: PTH118 - FileStore wants a str
@@ -185,8 +188,8 @@ def run_ranks(
     timeout_seconds: float = 240.0,
     failures: bool = False,
 ) -> list[Any]:
-    """Run ``function(rank, world_size, *args)`` on ``world_size`` processes in one gloo group; results by
-    rank.
+    """Run ``function(rank, world_size, *args)`` on ``world_size`` processes in one gloo group; return the
+    results by rank.
 
     ``function`` is a module-level function of a test module. Unless ``failures`` is set, a rank that raised
     or died fails the test with its traceback.

@@ -2,8 +2,8 @@
 
     python -m tests.support.ray_loop FOLDER WORKERS STEPS [crash | preempt] [URL]
 
-The run's storage is the folder, or the URL. Prints a line RESULT with what Ray knows in the end, and what the
-last worker's weights are.
+The run's storage is the folder, or the URL. Prints a line RESULT with the metrics known to Ray at the end,
+and the weights of the last worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def preemption() -> Any:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Add the step to the weights at each; every second one is saved."""
+    """Add the step to the weights at each step; save every second step."""
     import dcp
     from dcp.integrations.ray import RayCheckpointManager
 
@@ -49,9 +49,9 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main(folder: str, workers: int, steps: int, event: str = "", url: str = "") -> None:
-    """Fit."""
+    """Run the training."""
     flag = str(Path(folder) / "flag")
-    ray.init(address="local", num_cpus=workers + 1, include_dashboard=False)  # its own head
+    ray.init(address="local", num_cpus=workers + 1, include_dashboard=False)  # a Ray head of its own
     trainer = TorchTrainer(
         train,
         train_loop_config={"steps": steps, "flag": flag, "event": event},

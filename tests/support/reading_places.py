@@ -1,4 +1,4 @@
-"""Checkpoints where requests are dear, and tensors that hold a box of a larger one."""
+"""Checkpoints in storage with expensive requests, and tensors that hold a box of a larger tensor."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Place", "boxed", "flipped", "reader_of"]
 
 
 class Place:
-    """One store that every path means: of a disk, in memory, or one that likes few requests."""
+    """A store that any path opens: on a disk, in memory, or one that prefers few requests."""
 
     def __init__(self, make: Callable[[str], Store] = RecordingStore) -> None:
         self.store: Any = make(f"reading-{uuid.uuid4().hex}")
 
     def __call__(self, path: object) -> Store:
-        """The store, whatever the path."""
+        """Return the store, for any path."""
         store: Store = self.store
         return store
 
     def take(self, folder: Path) -> Place:
-        """Put a checkpoint from a disk into it."""
+        """Copy a checkpoint from a disk into the store."""
         source = PosixStore(folder)
         for info in source.list():
             with self.store.create(info.name, durable=False) as handle:
@@ -37,22 +37,22 @@ class Place:
         return self
 
     def save(self, state: dict[str, Any], **options: Any) -> Place:
-        """Save into it, alone."""
+        """Save into the store, in a single process."""
         dcp.save(state, storage_writer=dcp.FileSystemWriter("x", open_store=self, **options), no_dist=True)
         return self
 
     def load(self, state: dict[str, Any], verify: Any = "blocks", **options: Any) -> Any:
-        """Load from it, alone; the report."""
+        """Load from the store, in a single process; return the report."""
         return dcp.load(state, storage_reader=reader_of(self, verify), no_dist=True, **options)
 
     def forget(self) -> None:
-        """Delete the files: they live as long as the process."""
+        """Delete the files, which otherwise live as long as the process."""
         for info in MemoryStore.list(self.store):
             self.store.delete(info.name)
 
 
 def reader_of(place: Callable[[Any], Store], verify: Any = "blocks") -> dcp.FileSystemReader:
-    """A reader of the place."""
+    """Return a reader of the place."""
     return dcp.FileSystemReader("x", open_store=place, verify=verify)
 
 
@@ -63,7 +63,8 @@ def boxed(
     sizes: Sequence[int],
     at: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """``memory``, which says that ``at`` a place it holds the box at ``offsets`` of a tensor of ``shape``."""
+    """Return ``memory`` as a tensor that declares its box: ``offsets`` and ``sizes`` in a tensor of
+    ``shape``, stored ``at`` a position in memory."""
     local: Any = memory
     local.global_shape, local.local_sizes = tuple(shape), (tuple(sizes),)
     local.global_offsets, local.local_offsets = (tuple(offsets),), (tuple(at or [0] * len(shape)),)
@@ -72,7 +73,7 @@ def boxed(
 
 @contextmanager
 def flipped(store: Store, name: str, position: int) -> Any:
-    """One byte of a data file inverted, for a while."""
+    """Invert one byte of a data file during the block."""
     whole = bytearray(store.read(name, limit_bytes=1 << 30))
     for _ in range(2):
         whole[position] ^= 0xFF

@@ -1,4 +1,4 @@
-"""Receivers of webhooks on loopback: real HTTP servers, with TLS if asked, which answer as they are told."""
+"""Receivers of webhooks on loopback: real HTTP servers, optionally with TLS, with scripted answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from typing import Final
 __all__ = ["CERTIFICATES", "Received", "Receiver", "drip", "raw_server"]
 
 CERTIFICATES: Final = Path(__file__).parent / "certificates"
-"""``authority.pem`` has signed ``server.pem`` (with its key), for hooks.example.com; valid until 2126."""
+"""Test certificates: ``authority.pem`` signed ``server.pem`` (with its key) for hooks.example.com; valid
+until 2126."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """One request; names of headers in lower case."""
+    """A received request; header names in lower case."""
 
     method: str
     path: str
@@ -31,9 +32,10 @@ class Received:
 
 @dataclass
 class Receiver:
-    """``with Receiver() as receiver``: takes what is sent to ``receiver.url``; ``answers`` are used up first.
+    """``with Receiver() as receiver``: a server that records requests to ``receiver.url`` and sends
+    ``answers`` first.
 
-    An answer is a status, or a status and headers; when there are none left, 204.
+    An answer is a status, or a status and headers; after the last answer, 204.
     """
 
     answers: list[int | tuple[int, dict[str, str]]] = field(default_factory=list)
@@ -63,7 +65,7 @@ class Receiver:
 
         class Server(ThreadingHTTPServer):
             def handle_error(self, *arguments: object) -> None:
-                pass  # handshakes that a test means to fail
+                pass  # handshakes that fail on purpose
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -83,13 +85,13 @@ class Receiver:
 
     @property
     def url(self) -> str:
-        """By address, without TLS."""
+        """The URL with an address, without TLS."""
         return f"http://127.0.0.1:{self.port}/hook"
 
 
 @contextlib.contextmanager
 def raw_server(act: Callable[[socket.socket], None]) -> Iterator[int]:
-    """The port of a server that lets ``act`` do with each connection what it likes."""
+    """Yield the port of a server that passes each connection to ``act``."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(0.05)
     stopping = threading.Event()
@@ -114,7 +116,7 @@ def raw_server(act: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 def drip(connection: socket.socket, data: bytes, pause_seconds: float) -> None:
-    """Send ``data`` again and again, a little at a time, until the other end has gone."""
+    """Send ``data`` repeatedly in small pieces, until the other end closes the connection."""
     end = time.monotonic() + 20
     while time.monotonic() < end:
         connection.sendall(data)

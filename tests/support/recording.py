@@ -1,4 +1,4 @@
-"""A store in memory that likes few large reads, as an object store does, and notes each of them."""
+"""An in-memory store that prefers few large reads, like an object store, and records each read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OBJECT_PROFILE = ReadProfile(
 
 @dataclass(frozen=True)
 class ReadNote:
-    """One read: its file, its first byte, its size, and how many buffers it filled."""
+    """A read: file, first byte, size, and number of filled buffers."""
 
     name: str
     offset: int
@@ -28,9 +28,9 @@ class ReadNote:
 
 
 class RecordingStore(MemoryStore):
-    """``reads`` has every read of a data file; `traffic` counts as the service of an object store would.
+    """A store with a list of reads of data files in ``reads``; `traffic` counts like an object service.
 
-    A file of a known size is opened without a look at it, so that only its first read finds it missing.
+    Opening a file of known size sends no request, so only the first read can find the file missing.
     """
 
     def __init__(self, name: str, profile: ReadProfile = OBJECT_PROFILE) -> None:
@@ -47,39 +47,39 @@ class RecordingStore(MemoryStore):
                 self._asked[name] = self._asked.get(name, 0) + amount
 
     def traffic(self) -> dict[str, float]:
-        """Requests by kind, and bytes."""
+        """Return requests by kind, and bytes."""
         with self._guard:
             return dict(self._asked)
 
     def list(self) -> list[FileInfo]:
-        """One request."""
+        """List files: one request."""
         self.note("list")
         return super().list()
 
     def stat(self, name: str) -> FileInfo | None:
-        """One request."""
+        """Stat a file: one request."""
         self.note("head")
         return super().stat(name)
 
     def version(self, name: str) -> Version | None:
-        """One request."""
+        """Return a version: one request."""
         self.note("head")
         return super().version(name)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """One request."""
+        """Read a file: one request."""
         data = super().read(name, limit_bytes=limit_bytes)
         self.note("get", len(data))
         return data
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
-        """One request."""
+        """Read the start of a file: one request."""
         data = super().read(name, limit_bytes=1 << 40)
         self.note("get", min(size_bytes, len(data)))
         return data[:size_bytes], len(data)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """A request only where the size is not known."""
+        """Open a file; sends a request only if the size is unknown."""
         if expected_bytes is None:
             self.note("head")
             expected_bytes = len(self._file(name).data)

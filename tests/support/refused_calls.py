@@ -1,4 +1,4 @@
-"""System calls that the kernel refuses, as file systems do which lack them."""
+"""System calls refused by the kernel, as on file systems without them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class _Program(ctypes.Structure):
 
 
 def refuse(call: str, number: int) -> None:
-    """From now on ``call`` fails with that errno in this process and in those that it starts (by seccomp)."""
+    """Make ``call`` fail with this errno in this process and its children from now on (by seccomp)."""
     steps = (
         (0x20, 0, 0, 0),  # the number of the system call
-        (0x15, 0, 1, _NUMBERS[call][platform.machine()]),  # is it this one?
-        (0x06, 0, 0, 0x00050000 | number),  # an error
+        (0x15, 0, 1, _NUMBERS[call][platform.machine()]),  # compare with the call to refuse
+        (0x06, 0, 0, 0x00050000 | number),  # return the error
         (0x06, 0, 0, 0x7FFF0000),  # allowed
     )
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *one) for one in steps))

@@ -23,7 +23,7 @@ __all__ = ["RawS3", "S3Server", "raw_s3", "split_url"]
 _THREADS = 16
 _CONNECTIONS = 4
 
-# Of all sessions, s3fs' own too: what ours have parsed of services' descriptions, which are 20 MiB each time.
+# Share the parsed service descriptions (20 MiB each) between all sessions, including those of s3fs.
 botocore.session.create_loader = lambda _: session_of().get_component("data_loader")
 
 
@@ -33,7 +33,7 @@ class _Reachable(Protocol):
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Bucket and key (or prefix) of ``s3://BUCKET/KEY``."""
+    """Return bucket and key (or prefix) of ``s3://BUCKET/KEY``."""
     bucket, _, key = url.removeprefix("s3://").partition("/")
     return bucket, key
 
@@ -45,7 +45,7 @@ class RawS3:
         self.client = client
 
     def list(self, url: str) -> dict[str, int]:
-        """Sizes in bytes of all objects whose URL begins with ``url``, by what follows after it (and a /)."""
+        """Return the sizes in bytes of all objects whose URL begins with ``url``, by the rest of the URL."""
         bucket, prefix = split_url(url)
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return {
@@ -55,19 +55,19 @@ class RawS3:
         }
 
     def read(self, url: str) -> bytes:
-        """The whole object."""
+        """Return the whole object."""
         bucket, key = split_url(url)
         data: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
         return data
 
     def write(self, url: str, data: bytes) -> str:
-        """Put an object, whatever is there; its entity tag."""
+        """Put an object, replacing any existing one; return its entity tag."""
         bucket, key = split_url(url)
         return str(self.client.put_object(Bucket=bucket, Key=key, Body=data)["ETag"])
 
     def write_many(self, objects: Sequence[tuple[str, bytes]]) -> None:
-        """Put several objects at a time. Only their signatures are botocore's: a thousand requests of its own
-        take seconds of a processor."""
+        """Put several objects concurrently. Only the signatures are made by botocore: a thousand of its
+        requests take seconds of CPU time."""
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             list(pool.map(self._write_some, (objects[n::_CONNECTIONS] for n in range(_CONNECTIONS))))
 
@@ -85,17 +85,17 @@ class RawS3:
                     answer.read()
 
     def delete(self, url: str) -> None:
-        """Delete one object; a missing one is fine."""
+        """Delete an object; a missing object is no error."""
         bucket, key = split_url(url)
         self.client.delete_object(Bucket=bucket, Key=key)
 
     def begin_upload(self, url: str) -> str:
-        """Begin an upload in parts, as a writer does that is killed then; its id."""
+        """Begin a multipart upload, like a writer that is killed afterwards; return its id."""
         bucket, key = split_url(url)
         return str(self.client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"])
 
     def uploads(self, url: str) -> dict[str, str]:
-        """Uploads in parts that are not ended, of keys that begin with ``url``: keys by upload id."""
+        """Return the unfinished multipart uploads of keys that begin with ``url``: keys by upload id."""
         bucket, prefix = split_url(url)
         answer = self.client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
         return {item["UploadId"]: item["Key"] for item in answer.get("Uploads", [])}
@@ -108,7 +108,7 @@ def _session() -> botocore.session.Session:
 
 @contextmanager
 def raw_s3(server: _Reachable) -> Iterator[RawS3]:
-    """A client of ``server``, or of anything with its ``storage_options``."""
+    """Yield a client of ``server``, or of any object with ``storage_options``."""
     options = server.storage_options
     client = _session().create_client(
         "s3",

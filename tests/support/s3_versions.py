@@ -1,4 +1,5 @@
-"""Versions of `tests.support.versions` on an S3 server: saved, seen, counted; also in forked processes."""
+"""Versions of `tests.support.versions` on an S3 server: save, load, and list them; also in forked
+processes."""
 
 from __future__ import annotations
 
@@ -21,44 +22,44 @@ from tests.support.versions import ABSENT, seen_by_dcp, version_of, version_stat
 __all__ = ["CLEAN", "Place"]
 
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
-"""The listing of a checkpoint of one file."""
+"""The listing of a checkpoint with one data file."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A checkpoint id on an S3 server, and how to get there. ``large`` as in `version_state`."""
+    """A checkpoint id on an S3 server, with its storage options. ``large`` as in `version_state`."""
 
     url: str
     storage_options: dict[str, Any] = field(repr=False)
     large: int = 0
 
     def at(self, name: str) -> Place:
-        """A place below this one."""
+        """Return a place below this one."""
         return Place(f"{self.url}/{name}", self.storage_options, self.large)
 
     def store(self) -> Store:
-        """The folder as a store."""
+        """Open the folder as a store."""
         return open_store(self.url, self.storage_options)
 
     def save(self, version: int, *faults: Fault, **options: Any) -> FaultInjectingStore:
-        """`dcp.save` of a version by this process alone; returns the store, with its log."""
+        """Save a version by `dcp.save` in this process alone; return the store, with its log."""
         store = FaultInjectingStore(self.store(), *faults)
         writer = dcp.FileSystemWriter(self.url, open_store=lambda path: store, **options)
         dcp.save(version_state(version, large=self.large), storage_writer=writer, no_dist=True)
         return store
 
     def stock_save(self, version: int) -> None:
-        """Stock torch's save, by its own writer and s3fs."""
+        """Save a version with stock torch, by its own writer and s3fs."""
         writer = FsspecWriter(self.url, **self._uncached)
         stock_save(version_state(version, large=self.large), storage_writer=writer, no_dist=True)
 
     def seen(self, **options: Any) -> int | str:
-        """The version that `dcp.load` gives, ABSENT, or the name of the error's class."""
+        """Return the version loaded by `dcp.load`, ABSENT, or the name of the error's class."""
         url: Any = self.url
         return seen_by_dcp(url, large=self.large, storage_options=self.storage_options, **options)
 
     def seen_by_stock(self) -> int | str:
-        """The version that stock's own reader gives, ABSENT without `.metadata`, or the error's class."""
+        """Return the version loaded by stock torch, ABSENT without `.metadata`, or the error's class."""
         if METADATA_NAME not in self.raw.list(f"{self.url}/"):
             return ABSENT
         state = version_state(0, large=self.large)
@@ -69,7 +70,7 @@ class Place:
         return version_of(state, large=self.large)
 
     def findings(self) -> set[str]:
-        """Kinds of what `dcp verify` finds; nothing where nothing is committed."""
+        """Return the kinds of findings of `dcp verify`; empty without a commit."""
         return {finding["kind"] for finding in self.report()["findings"]}
 
     def report(self) -> dict[str, Any]:
@@ -86,17 +87,17 @@ class Place:
         return kinds
 
     def uploads(self) -> int:
-        """Unfinished uploads in parts."""
+        """Count unfinished multipart uploads."""
         return len(self.raw.uploads(f"{self.url}/"))
 
     def copy_to(self, target: Place) -> None:
-        """All objects once more, elsewhere."""
+        """Copy all objects to another place."""
         names = self.raw.list(f"{self.url}/")
         self.raw.write_many([(f"{target.url}/{name}", self.raw.read(f"{self.url}/{name}")) for name in names])
 
     @property
     def raw(self) -> RawS3:
-        """Plain requests, by one client a process."""
+        """A client for plain requests, one for each process."""
         key = os.getpid(), str(self.storage_options["endpoint_url"])
         if key not in _clients:
             _clients[key] = _stack.enter_context(raw_s3(self))
@@ -109,7 +110,7 @@ class Place:
 
 
 _OURS = {"part_bytes", "concurrency", "retry_seconds", "request_timeout_seconds", "conditional_writes"}
-"""Options that stock's file system does not know."""
+"""Options unknown to torch's file system."""
 
 _clients: dict[tuple[int, str], RawS3] = {}
 _stack = ExitStack()

@@ -1,4 +1,4 @@
-"""An HTTP server that answers as a test says: slow, with errors, or never. For clients of the service."""
+"""An HTTP server with scripted answers: slow ones, errors, or none. For clients of the service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """``hang``: never answer; ``cut``: so many bytes of the body are sent, and the connection ends."""
+    """An answer. ``hang``: never answer; ``cut``: send this number of bytes of the body, and end the
+    connection."""
 
     status: int = 200
     body: Any = field(default_factory=dict)
@@ -35,7 +36,7 @@ class Answer:
 
 
 class ScriptedService:
-    """``answer`` is called with each request, in the thread of its connection."""
+    """A server that calls ``answer`` with each request, in the thread of its connection."""
 
     def __init__(self, answer: Callable[[Asked], Answer] = lambda asked: Answer(201)) -> None:
         self.answer = answer
@@ -66,12 +67,12 @@ class ScriptedService:
         return [asked.body for asked in self.asked]
 
     def wait_for(self, count: int, seconds: float = 60.0) -> None:
-        """Until so many requests have come; AssertionError after a time in which none hangs by accident."""
+        """Wait for ``count`` requests; AssertionError after ``seconds``, long enough for a busy machine."""
         with self.arrived:
             assert self.arrived.wait_for(lambda: len(self.asked) >= count, seconds), self.asked
 
     def close(self) -> None:
-        """Stop; the port refuses connections then."""
+        """Stop the server; its port refuses connections afterwards."""
         self.ended.set()
         self._server.shutdown()
         self._server.server_close()
@@ -104,7 +105,7 @@ class ScriptedService:
 
 @contextmanager
 def scripted_service(answer: Callable[[Asked], Answer] | None = None) -> Iterator[ScriptedService]:
-    """A server for the block."""
+    """Run a server during the block."""
     service = ScriptedService() if answer is None else ScriptedService(answer)
     try:
         yield service

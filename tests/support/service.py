@@ -26,7 +26,7 @@ __all__ = ["DcpProcess", "Service", "ServiceError", "Worker", "wait_until"]
 T = TypeVar("T")
 
 _MARK: Final = "DCP_TEST_SERVICE"
-"""Marks all processes of one service, so that none but them is ever killed."""
+"""Environment variable that marks all processes of one service, so that only these are killed."""
 
 _ROOT: Final = Path(__file__).parents[2]
 _READY_SECONDS: Final = 240.0
@@ -37,7 +37,7 @@ _START_ATTEMPTS: Final = 3
 
 
 class ServiceError(AssertionError):
-    """A process did not do what it was started for; the message has the end of its log."""
+    """A process did not do its work; the message has the end of its log."""
 
 
 def wait_until(look: Callable[[], T], what: str, seconds: float = 300.0) -> T:
@@ -62,9 +62,9 @@ def wait_until(look: Callable[[], T], what: str, seconds: float = 300.0) -> T:
 class DcpProcess:
     """``dcp ARGUMENTS`` in ``folder``, with ``settings`` of the server in its environment.
 
-    A context manager. It ends with the thread that starts it, however that ends; what it started is killed by
-    `stop` and `kill` where it is still there. ``environment`` comes on top; no ``DCP_*`` is inherited.
-    It is forked from a process that has imported all, but for one that ``is_fresh``.
+    A context manager. The process ends with the thread that starts it. `stop` and `kill` kill remaining child
+    processes. ``environment`` adds variables; no ``DCP_*`` is inherited. The process is forked from one with
+    all imports done, unless ``is_fresh``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DcpProcess:
     # -- life ------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start it; returns at once."""
+        """Start the process, and return at once."""
         assert self._process is None or self._process.poll() is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
@@ -98,7 +98,7 @@ class DcpProcess:
                 "stdin": subprocess.DEVNULL,
                 "stdout": log,
                 "stderr": subprocess.STDOUT,
-                "start_new_session": True,  # Ctrl-C in a terminal is for the tests, which then stop it
+                "start_new_session": True,  # Ctrl-C reaches only the tests, which then stop the service
             }
             if self.is_fresh:
                 tied = [sys.executable, "-c", _TIED_TO_PARENT, str(os.getpid())]
@@ -108,13 +108,14 @@ class DcpProcess:
         return self
 
     def command(self) -> tuple[str, ...]:
-        """The arguments of its Python."""
+        """Return the arguments of the process's Python."""
         return ("-m", "dcp", *self.arguments)
 
     def stop(self, seconds: float = _STOP_SECONDS) -> int:
-        """End it in good order by SIGTERM; its exit status. ServiceError if it has to be killed.
+        """Stop the process in an orderly way by SIGTERM, and return its exit status. ServiceError if it must
+        be killed.
 
-        Whatever it left behind is killed as well, and named in a ServiceError.
+        Remaining child processes are killed as well, and named in a ServiceError.
         """
         if self._process is None:
             return 0
@@ -124,7 +125,7 @@ class DcpProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             raise ServiceError(f"SIGTERM did not end it within {seconds:g} s\n{self.log_tail()}") from None
-        # children that were told so end by themselves, shortly after
+        # signalled children end by themselves, shortly after
         give_up = time.monotonic() + seconds
         while (left := self.pids()) and time.monotonic() < give_up:
             time.sleep(0.05)
@@ -136,13 +137,13 @@ class DcpProcess:
         return status
 
     def kill(self) -> None:
-        """SIGKILL to it and to all that it started, at one time. Idempotent."""
+        """Send SIGKILL to the process and all its children at once. Idempotent."""
         give_up = time.monotonic() + _GONE_SECONDS
         while pids := self.pids():
             for pid in pids:
                 self.kill_pid(pid)
             if self._process is not None:
-                self._process.poll()  # so that it is no zombie
+                self._process.poll()  # reap the zombie
             if time.monotonic() > give_up:
                 raise ServiceError(f"processes {pids} survive SIGKILL")
             time.sleep(0.05)
@@ -151,13 +152,13 @@ class DcpProcess:
             self._process = None
 
     def kill_only_it(self) -> None:
-        """SIGKILL to the process itself; what it started goes on, if it can."""
+        """Send SIGKILL to the process itself; its children continue, if they can."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def kill_pid(self, pid: int, signal_number: int = signal.SIGKILL) -> None:
-        """A signal to one of `pids`, unless it is gone."""
+        """Send a signal to one of `pids`, unless it has ended."""
         if _is_marked(pid, self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_number)
@@ -172,37 +173,38 @@ class DcpProcess:
         finally:
             self.kill()
         if kind is not None:
-            # pytest shows it below the failure
+            # pytest shows the output below the failure
             print(f"--- log of dcp {' '.join(self.arguments)} ---\n{self.log_tail()}")
 
-    # -- what there is ---------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
-        """Of the process itself."""
+        """The id of the process itself."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """The exit status; None while the process runs."""
         return None if self._process is None else self._process.poll()
 
     def pids(self, *words: str) -> list[int]:
-        """Living processes of this service, itself included, with all ``words`` in their command line."""
+        """Return living processes of this service, itself included, with all ``words`` in their command
+        line."""
         marked = [pid for pid in _all_pids() if _is_marked(pid, self.mark)]
         return [pid for pid in marked if all(word in command_of(pid).split() for word in words)]
 
     def log(self) -> str:
-        """All it said, and its children."""
+        """Return the output of the process and its children."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def log_tail(self) -> str:
-        """The end of the log."""
+        """Return the end of the log."""
         return "\n".join(self.log().splitlines()[-_SHOWN_LOG_LINES:])
 
     def environment(self) -> dict[str, str]:
-        """Of the process."""
+        """Return the environment of the process."""
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -218,16 +220,16 @@ class DcpProcess:
 
 
 class Worker(DcpProcess):
-    """``dcp worker``, for a service that has none of its own."""
+    """``dcp worker``, for a service without a worker of its own."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(["worker"], folder, settings, **options)
 
 
 class Service(DcpProcess):
-    """``dcp serve`` on a free port of loopback; it takes requests once `start` returns.
+    """``dcp serve`` on a free port of loopback; accepts requests once `start` returns.
 
-    A second `start` after `stop` or `kill` is on the same port, with the same settings.
+    A second `start` after `stop` or `kill` uses the same port and settings.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class Service(DcpProcess):
         return f"http://127.0.0.1:{self.settings['port']}"
 
     def start(self) -> Self:
-        """Start it and wait until ``/readyz`` (or, with ready=False, ``/healthz``) is fine."""
+        """Start the service and wait until ``/readyz`` (or, with ready=False, ``/healthz``) answers 200."""
         for attempt in range(1, _START_ATTEMPTS + 1):
             if not self._has_port:
                 self.settings["port"] = free_port()
@@ -268,7 +270,8 @@ class Service(DcpProcess):
         raise AssertionError("unreachable")
 
     def wait_for(self, path: str, status: int = 200, seconds: float = _READY_SECONDS) -> httpx.Response:
-        """The answer to a GET of ``path`` once it has this status; ServiceError after ``seconds``."""
+        """Wait until a GET of ``path`` has this status, and return the answer; ServiceError after
+        ``seconds``."""
         give_up = time.monotonic() + seconds
         seen: object = "nothing"
         with self.client() as client:
@@ -290,7 +293,8 @@ class Service(DcpProcess):
         raise ServiceError(f"{path}: no {status} within {seconds:g} s, but {seen}\n{self.log_tail()}")
 
     def client(self, key: str | None = None, *, timeout_seconds: float = 60.0) -> httpx.Client:
-        """Plain HTTP to it, with an API key if one is given; follows no redirects, uses no proxy."""
+        """Return a plain HTTP client, with an API key if ``key`` is given; follows no redirects, uses no
+        proxy."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(
             base_url=self.url, headers=headers, timeout=timeout_seconds, trust_env=False, verify=False
@@ -298,10 +302,10 @@ class Service(DcpProcess):
 
 
 class _PortTakenError(ServiceError):
-    """Somebody else took the port meanwhile."""
+    """Another process bound the port in the meantime."""
 
 
-# Runs in the new process before the command does: a test process that is killed leaves no server behind.
+# Runs in the new process before the command: a killed test process leaves no server behind.
 _TIED_TO_PARENT: Final = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Resources of the HTTP API, each declared once, for the contract of all."""
+"""Resources of the HTTP API, each declared once, for the tests of their common contract."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ __all__ = ["RESOURCES", "Resource"]
 
 @dataclass(frozen=True)
 class Resource:
-    """``body`` makes one, with ``named`` as its name; each of ``wrong`` replaces members and is refused.
+    """A resource. ``body`` creates one, with ``named`` as its name; each of ``wrong`` replaces members and is
+    refused.
 
-    ``scope`` makes and changes, ``read_scope`` looks. ``root`` is one that hides it from keys of others.
+    ``scope`` is required for creation and changes, ``read_scope`` for reading. ``root`` belongs to a resource
+    that is hidden from keys of other roots.
     """
 
     path: str

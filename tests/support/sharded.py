@@ -23,11 +23,11 @@ Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 """(offsets, sizes) of each chunk."""
 
 ALL: Boxes = ()
-"""One chunk that has everything."""
+"""A single chunk with all elements."""
 
 
 def grid(shape: Sequence[int], cuts: Sequence[int]) -> Boxes:
-    """``shape`` cut into ``cuts[d]`` parts along each dimension, the first ones larger."""
+    """Cut ``shape`` into ``cuts[d]`` parts along each dimension; the first parts are larger."""
     edges = [
         [0, *itertools.accumulate(n // c + (i < n % c) for i in range(c))]
         for n, c in zip(shape, cuts, strict=True)
@@ -40,7 +40,7 @@ def grid(shape: Sequence[int], cuts: Sequence[int]) -> Boxes:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements in C order."""
+    """Return the elements in C order."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
@@ -48,7 +48,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 def save_sharded(
     path: Path | Store, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Boxes], *, files: int = 4
 ) -> Path:
-    """A checkpoint of ours in which ``boxes`` says how each tensor is cut; whole by default."""
+    """Save a checkpoint whose tensors are cut by ``boxes``; tensors without boxes stay whole."""
     store = path if isinstance(path, Store) else PosixStore(path)
     store.make_root()
     names = [f"__{number}_0.0badc0de.distcp" for number in range(files)]

@@ -1,6 +1,6 @@
 """A plugin that runs a part of the tests: ``pytest --shard=1/4``, the first of four parts, by whole files.
 
-Folders take turns: where their tests wait, the workers would else wait all at once.
+Folders alternate in the order of tests: otherwise all workers would reach tests that wait at the same time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ __all__ = ["shard_of"]
 
 
 def shard_of(sizes: Mapping[str, int], count: int) -> Mapping[str, int]:
-    """The shard of each file, from 1 on: the largest first, each to that which has least so far."""
+    """Return the shard of each file, from 1 on: the largest files first, each to the smallest shard so
+    far."""
     filled, shards = [0] * count, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         smallest = filled.index(min(filled))
@@ -24,13 +25,13 @@ def shard_of(sizes: Mapping[str, int], count: int) -> Mapping[str, int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option."""
+    """Add the option."""
     parser.addoption("--shard", metavar="N/M", default="", help="run the Nth of M parts, by whole files")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By the number of tests that are chosen, so that -m and -k come first; alike in each worker."""
+    """Select the shard's files by the numbers of tests left after -m and -k, equally in each worker."""
     if wanted := config.getoption("shard"):
         number, count = _parsed(wanted)
         shards = shard_of(_sizes(items), count)

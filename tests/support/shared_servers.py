@@ -1,7 +1,7 @@
-"""Servers that all processes of one run of the tests share, each started by the first test that wants it, or
-while the workers of a run collect: to start takes seconds, most of which are waited for.
+"""Servers shared by all processes of one test run, started by the first test that needs them, or while the
+workers collect tests: most of the seconds of a start are waiting time.
 
-A server is kept by a process of its own, which ends it once the run has ended, be it that it was killed.
+A process of its own keeps each server, and ends it at the end of the run, even if the run is killed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["shared_server"]
 
 _ROOT: Final = Path(__file__).parents[2]
 Told = dict[str, Any]
-"""Where a server is, and what one needs to talk to it."""
+"""Address and credentials of a server."""
 
 
 def _run_pid() -> int:
-    """Of the process whose end is that of the run: where there are workers, the one that has started them."""
+    """Return the process whose end is the end of the run: with workers, their parent process."""
     return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 
 
@@ -41,7 +41,7 @@ def shared_server(
     address."""
     folder = folders.getbasetemp()
     if os.getpid() != _run_pid():
-        folder = folder.parent  # that of all workers
+        folder = folder.parent  # the folder of all workers
     place = folder / f"{name}-server.json"
     with place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -62,7 +62,7 @@ def _started(name: str, place: Path) -> Told:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """The first of several workers starts all servers behind its collection."""
+    """Start all servers in the first of several workers, during its collection."""
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0" and not session.config.getoption("collectonly"):
         folder = Path(session.config.getoption("basetemp")).parent
         for name in _SERVERS:
@@ -73,7 +73,7 @@ def _start_early(name: str, folder: Path) -> None:
     place = folder / f"{name}-server.json"
     with suppress(AssertionError), place.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _started(name, place)  # one that does not start is told of by the tests that want it
+        _started(name, place)  # tests that need the server report a failed start
 
 
 def _start(name: str, log_path: Path, run_pid: int) -> Told:
@@ -89,7 +89,7 @@ def _start(name: str, log_path: Path, run_pid: int) -> Told:
     assert keeper.stdout is not None
     with keeper.stdout as answer:
         line = answer.readline()
-    keeper.returncode = 0  # it goes on after this process, which therefore need not be warned of it
+    keeper.returncode = 0  # the keeper outlives this process on purpose, so suppress the ResourceWarning
     if not line:
         raise AssertionError(f"the server {name} does not start\n{log_path.read_text()}")
     told: Told = json.loads(line)

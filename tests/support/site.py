@@ -1,4 +1,4 @@
-"""A real service with a browser that is signed in to it."""
+"""A real service with a signed-in browser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SETTINGS: Final = {
 
 
 class Site:
-    """A service, a key for it, and a browser that is signed in with that."""
+    """A service, a key for it, and a browser signed in with the key."""
 
     def __init__(self, service: Service, key: str, browser: Browser, api: CatalogApi) -> None:
         self.service = service
@@ -37,7 +37,7 @@ class Site:
         self._windows = ExitStack()
 
     def sign_in(self) -> None:
-        """By the form, as everybody does it."""
+        """Sign in by the form, like any user."""
         with window(self.browser, self.service.url) as seen:
             seen.page.goto(f"{self.service.url}/jobs")
             seen.page.get_by_label("API key").fill(self.key)
@@ -47,13 +47,13 @@ class Site:
             self.state = seen.page.context.storage_state()
 
     def window(self, width: int = 1024, colours: Any = "light") -> Any:
-        """One that is signed in."""
+        """Open a signed-in window."""
         return window(self.browser, self.service.url, width, colours, self.state)
 
     @contextmanager
     def kept_window(self) -> Iterator[Window]:
-        """One that is signed in, for one test after the other: a new one costs a second. All but its history
-        is as of a new one; after a test that fails it is one."""
+        """Provide a signed-in window shared by successive tests, since a new one costs a second. Only its
+        history differs from a new window; after a failed test it is replaced."""
         seen, self._kept = self._kept or self._windows.enter_context(self.window()), None
         page = seen.page
         page.context.clear_cookies()
@@ -69,13 +69,14 @@ class Site:
         self._kept = seen
 
     def close(self) -> None:
-        """Close what is kept."""
+        """Close the browser and its windows."""
         self._windows.close()
 
 
 @contextmanager
 def running_site(folder: Path, runs: Path, checkpoints: int) -> Iterator[Site]:
-    """Over the root "main" at ``runs``, once so many checkpoints are found there; its files in ``folder``."""
+    """Run a service over the root "main" at ``runs``, until it has found ``checkpoints`` checkpoints; its
+    files are in ``folder``."""
     service = Service(folder, {**_SETTINGS, "roots": {"main": {"url": str(runs)}}})
     key = create_key(service, "ada", ["admin"])
     worker = Worker(folder, service.settings)
@@ -88,7 +89,7 @@ def running_site(folder: Path, runs: Path, checkpoints: int) -> Iterator[Site]:
 
 
 def resized(seen: Window, width: int, colours: Any) -> None:
-    """The page as it is, in a window of this width and these colours: nothing of it lies outside."""
+    """Set the width and colours of a window; its page must fit into the width."""
     seen.page.set_viewport_size({"width": width, "height": 800})
     seen.page.emulate_media(color_scheme=colours)
     wide = seen.page.evaluate("document.documentElement.scrollWidth - innerWidth")

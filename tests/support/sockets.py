@@ -17,7 +17,7 @@ _HANG_SECONDS = 60.0
 
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
-    """The URL at which it listens, on a free port of the loopback interface."""
+    """Yield the URL of the application, on a free port of the loopback interface."""
     config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="test-server")

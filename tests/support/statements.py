@@ -13,7 +13,7 @@ __all__ = ["most_rows_inserted", "statements_to"]
 
 @contextmanager
 def statements_to(engine: Engine) -> Iterator[list[tuple[str, Any]]]:
-    """Each statement with its parameters; "COMMIT" and "ROLLBACK" between the transactions."""
+    """Record each statement with its parameters; "COMMIT" and "ROLLBACK" between the transactions."""
     said: list[tuple[str, Any]] = []
 
     def on_statement(_one: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
@@ -34,7 +34,7 @@ def statements_to(engine: Engine) -> Iterator[list[tuple[str, Any]]]:
 
 
 def most_rows_inserted(said: list[tuple[str, Any]]) -> int:
-    """In the transaction that inserts most."""
+    """Return the number of inserted rows of the transaction with the most."""
     most = rows = 0
     for statement, parameters in said:
         if statement in ("COMMIT", "ROLLBACK"):

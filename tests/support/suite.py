@@ -1,4 +1,4 @@
-"""The tests as text: what each file imports and what each test is called, without importing any."""
+"""The tests as text: imports of each file and names of its tests, without importing a file."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Module:
 
     @cached_property
     def private(self) -> frozenset[str]:
-        """Attributes that it looks up and should not."""
+        """Private attributes used by the file without permission."""
         return _private(_tree(self.text)) if "._" in self.text else frozenset()
 
     @property
     def name(self) -> str:
-        """As pytest names it."""
+        """The name of the test in pytest."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
@@ -58,12 +58,12 @@ class Module:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """All of them."""
+    """Return all test modules."""
     return tuple(_module(path) for path in sorted(TESTS.rglob("*.py")))
 
 
 def _tree(text: str) -> ast.Module:
-    """Garbage is not collected meanwhile (python/cpython#106905)."""
+    """Parse a file without garbage collection (python/cpython#106905)."""
     gc.disable()
     try:
         return ast.parse(text)
@@ -80,7 +80,7 @@ def _module(path: Path) -> Module:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of modules; of ``from dcp.x import y`` also ``dcp.x.y``, where that is a module."""
+    """Yield dotted names of modules; of ``from dcp.x import y`` also ``dcp.x.y``, if that is a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -93,7 +93,8 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _private(tree: ast.Module) -> frozenset[str]:
-    """Attributes that begin with an underscore, but for a test's own and those that Python documents."""
+    """Return the attributes with a leading underscore, except the test's own and those that Python
+    documents."""
     return frozenset(
         node.attr
         for node in ast.walk(tree)
@@ -121,7 +122,7 @@ def _tests(name: str, tree: ast.Module) -> Iterator[Collected]:
                     bool(ast.get_docstring(node)),
                     marks or any(ast.unparse(d) == "pytest.mark.exhaustive" for d in node.decorator_list),
                 )
-    for one in classes:  # a state machine's, or one that inherits its tests
+    for one in classes:  # a state machine's class, or a class that inherits its tests
         yield Collected(f"{name}::{one.name}", 0, True, marks)
     targets = [one.targets[0] for one in tree.body if isinstance(one, ast.Assign)]
     for target in targets:  # `TestX = Machine.TestCase`

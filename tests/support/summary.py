@@ -1,4 +1,4 @@
-"""A plugin that ends a run with what one needs next: how to run again what failed, and the memory it took."""
+"""A plugin that ends a run with commands to repeat failed tests, and the memory of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 __all__ = ["MOST_MEMORY"]
 
 MOST_MEMORY: Final = "most memory of a process of tests"
-"""The summary says it in MiB; `.ci/run` reads it."""
+"""Label of the memory in MiB in the summary; `.ci/run` reads it."""
 
 _BLOB: Final = re.compile(r"@reproduce_failure\(.*\)")
 
@@ -24,7 +24,7 @@ def _peak_mib() -> int:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker hands its peak to the process that writes the summary."""
+    """Send a worker's peak memory to the process that writes the summary."""
     output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["peak_mib"] = _peak_mib()
@@ -32,13 +32,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker has ended; one that crashed left nothing."""
+    """Record the peak of an ended worker; a crashed worker sends none."""
     _peaks.append(getattr(node, "workeroutput", {}).get("peak_mib", 0))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """A line for each failure, and one of memory."""
+    """Write a line for each failure, and a line of memory."""
     reports = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
     if reports:
         terminalreporter.section("run again")

@@ -1,4 +1,4 @@
-"""Files of torch.save as indexes, and their tensors by the plain reading of what the index says."""
+"""Files of torch.save as indexes, and plain readers of the tensors described by an index."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.harmless_values import same
 
 
 def saved(value: Any) -> bytes:
-    """The bytes of stock torch.save."""
+    """Return the bytes of stock torch.save."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def reader(data: bytes, log: list[tuple[int, int]] | None = None) -> Callable[[int, int], bytes]:
-    """Reads ranges of ``data``, and never beyond."""
+    """Return a function that reads ranges of ``data``, and never beyond its end."""
 
     def read(offset: int, length: int) -> bytes:
         assert offset >= 0 and offset + length <= len(data), (offset, length, len(data))
@@ -34,12 +34,12 @@ def reader(data: bytes, log: list[tuple[int, int]] | None = None) -> Callable[[i
 
 
 def index_of(data: bytes, name: str = "model.pt") -> CheckpointIndex:
-    """The index of a file in memory."""
+    """Return the index of a file in memory."""
     return index_of_torch_file(reader(data), len(data), name)
 
 
 def tensor_at(index: CheckpointIndex, data: bytes, row: int) -> torch.Tensor:
-    """A tensor as the index describes its bytes."""
+    """Return a tensor as described by the index."""
     dtype = getattr(torch, index.dtype(row).name)
     shape = index.shape(row)
     begin, length = int(index.payload_offsets[row]), int(index.payload_lengths[row])
@@ -51,11 +51,11 @@ def tensor_at(index: CheckpointIndex, data: bytes, row: int) -> torch.Tensor:
 
 
 def assert_same(got: Any, wanted: Any) -> None:
-    """Equal in types, structure, order, dtypes and bits."""
+    """Check that types, structure, order, dtypes and bits are equal."""
     assert same(got, wanted), (got, wanted)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements in C order, as bytes."""
+    """Return the elements in C order, as bytes."""
     dense = tensor.detach().contiguous()
     return b"" if not dense.numel() else bytes(dense.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,9 +1,9 @@
-"""Checkpoints written by each version of torch, read by each other.
+"""Checkpoints written by each version of torch, read by each other version.
 
-``python -m tests.support.torch_matrix PYTHON...``: interpreters of environments with a torch of their own
-each. Two ranks write what has DTensors, plain tensors and values, by stock torch and, where that version is
-supported, by ours; one rank reads it whole, and two ranks read it sharded otherwise, by both again. The table
-goes to stdout, what failed to stderr.
+``python -m tests.support.torch_matrix PYTHON...``: interpreters of environments with different versions of
+torch. Two ranks write DTensors, plain tensors and values by stock torch and, for supported versions, by dcp.
+A single rank reads each checkpoint whole, and two ranks read it with another sharding, by both libraries
+again. The table goes to stdout, failures to stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 
 try:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-except ImportError:  # up to 2.4
+except ImportError:  # torch 2.4 and earlier
     from torch.distributed._tensor import (  # type: ignore[attr-defined]
         Replicate,
         Shard,
@@ -36,7 +36,7 @@ __all__ = ["matrix", "table"]
 
 RANKS = 2
 OURS = ((2, 10), (2, 15))
-"""Versions that ours is for; others are stock alone."""
+"""Versions supported by dcp; all others use stock torch alone."""
 
 SIZES = {"rows": (5, 4), "columns": (3, 6), "replicated": (4,)}
 VERSION = torch.__version__.partition("+")[0]
@@ -95,18 +95,18 @@ def _rank(rank: int, meeting: str, whose: str, folders: list[str], answer: str) 
             told = {folder: next(filter(None, (each[folder] for each in everyone)), "") for folder in folders}
             Path(answer).write_text(json.dumps(told))
     dist.barrier()
-    os._exit(0)  # at the end of the interpreter a thread of torch's may abort the process
+    os._exit(0)  # torch may abort the process in a thread during interpreter shutdown
 
 
 def _spawn(whose: str, folders: list[str], answer: str) -> None:
     with tempfile.TemporaryDirectory() as meeting:
-        # torch takes a process longer to import than all that is done here; nothing has a thread yet
+        # fork, since importing torch takes longer than the work; this process has no threads yet
         arguments = (f"{meeting}/store", whose, folders, answer)
         start_processes(_rank, arguments, nprocs=RANKS, start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def write(folder: str) -> dict[str, str]:
-    """By name the folders of what this interpreter writes."""
+    """Write checkpoints with this interpreter; return their folders by name."""
     made = {f"{whose} {VERSION}": f"{folder}/{whose} {VERSION}" for whose in PACKAGES}
     for name, place in made.items():
         _spawn(name.partition(" ")[0], [place], "")
@@ -114,7 +114,7 @@ def write(folder: str) -> dict[str, str]:
 
 
 def read(*folders: str) -> dict[str, dict[str, str]]:
-    """By reader and folder what was wrong."""
+    """Read checkpoints; return the problems by reader and folder."""
     found = {}
     with tempfile.TemporaryDirectory() as place:
         for whose in PACKAGES:
@@ -133,7 +133,7 @@ def _ask(python: str, *arguments: str) -> Any:
 
 
 def matrix(pythons: list[str], folder: Path) -> dict[str, dict[str, str]]:
-    """By reader and writer what was wrong, empty for nothing; checkpoints go below ``folder``."""
+    """Return the problems by reader and writer, empty for none; checkpoints go below ``folder``."""
     written: dict[str, str] = {}
     for python in pythons:
         written |= _ask(python, "write", str(folder))
@@ -145,7 +145,7 @@ def matrix(pythons: list[str], folder: Path) -> dict[str, dict[str, str]]:
 
 
 def table(found: dict[str, dict[str, str]]) -> str:
-    """The matrix as Markdown: a line for each writer, a column for each reader."""
+    """Format the matrix as Markdown: a row for each writer, a column for each reader."""
     readers = list(found)
     lines = ["| written by | " + " | ".join(readers) + " |", "|---" * (len(readers) + 1) + "|"]
     for writer in found[readers[0]]:

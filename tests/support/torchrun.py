@@ -39,9 +39,9 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
     seconds: float = 400.0,
 ) -> str:
-    """Run ``module`` on so many ranks to its end; what it printed.
+    """Run ``module`` on ``ranks`` ranks to its end; return the output.
 
-    AssertionError with its output if it fails or takes longer than ``seconds``; it is ended then.
+    AssertionError with the output if the job fails or takes longer than ``seconds``; the job is ended then.
     """
     process = Program(
         *("-c", _LAUNCHER, str(ranks), module, *map(str, arguments)),
@@ -65,7 +65,7 @@ def torchrun(
 
 
 def _end(process: Program) -> None:
-    process.terminate()  # it ends the ranks, which are in sessions of their own
+    process.terminate()  # torchrun ends the ranks, which are in sessions of their own
     try:
         process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -73,7 +73,7 @@ def _end(process: Program) -> None:
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without what another launcher may have set in it."""
+    """Return the environment of this process, without variables set by another launcher."""
     foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
         name: value

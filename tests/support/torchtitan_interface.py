@@ -1,5 +1,8 @@
-"""Stand-in for the checkpoint manager of torchtitan: version 0.3, whose public methods call hooks, and the
-previous version. `install` makes either importable as torchtitan's."""
+"""Stand-in for the checkpoint manager of torchtitan 0.3, whose public methods call hooks, and of the previous
+version.
+
+`install` makes either version importable as torchtitan's.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class _Parts:
 
     def _take(self, config: Any, parts: dict[str, Any], base_folder: str) -> None:
         self.enable = config.enable
-        for name in ("async_mode", "keep_latest_k"):  # the subclass has its own ways
+        for name in ("async_mode", "keep_latest_k"):  # the subclass sets these itself
             assert getattr(config, name) in ("disabled", 0)
         self.states = parts["states"] | {
             "model": _Model(parts["model_parts"]),
@@ -73,7 +76,7 @@ class _Parts:
         return -1
 
     def _begin(self: Any, step: int) -> bool:
-        """Begin in a folder without a commit."""
+        """Load the initial model if the folder has no checkpoint."""
         if step != -1 or self._find_load_step() != -1 or self.initial_load_path is None:
             return False
         self.dcp_load(self.states["model"].state_dict(), self.initial_load_path, False, False)
@@ -81,7 +84,7 @@ class _Parts:
 
 
 class _Hooks(_Parts):
-    """0.3: the public methods ask whether checkpoints are enabled, and call the hooks."""
+    """The manager of 0.3: public methods check whether checkpoints are enabled, and call hooks."""
 
     Config = _Config
 
@@ -104,7 +107,7 @@ class _Hooks(_Parts):
 
 
 class _Older(_Parts):
-    """Before: no hooks, and another name of the config."""
+    """The manager of the previous version: no hooks, and another name of the config."""
 
     def __init__(self, *, checkpoint_config: Any, base_folder: str = "", **parts: Any) -> None:
         self._take(checkpoint_config, parts, base_folder)
@@ -114,7 +117,7 @@ class _Older(_Parts):
 
 
 def install(interface: Interface) -> Any:
-    """Make it importable; the class of its config."""
+    """Make a version importable; return the class of its config."""
     name = f"torchtitan.components.{'checkpointer' if interface == 'hooks' else 'checkpoint'}"
     module = ModuleType(name)
     module.CheckpointManager = _Hooks if interface == "hooks" else _Older  # type: ignore[attr-defined]

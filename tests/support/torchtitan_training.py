@@ -1,4 +1,4 @@
-"""A small training in the shape of torchtitan's trainer: FSDP2, its loop, its calls of the manager."""
+"""A small training like torchtitan's trainer: FSDP2, its loop, its calls of the manager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class _Optimizers:
-    """An optimizer whose state is flat, by names."""
+    """An optimizer whose state is a flat mapping by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -43,7 +43,7 @@ class _Optimizers:
 
 
 class _Loader:
-    """The state is a rank's own, under its name, and fits no other number of ranks."""
+    """A loader whose state is under the rank's name, and fits no other number of ranks."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.name, self.ranks, self.batches = f"dp_rank_{rank}", ranks, Batches(rank)
@@ -67,7 +67,7 @@ class _TrainState:
 
 
 def _managed(folder: Path, options: Mapping[str, Any], parts: dict[str, Any]) -> Any:
-    """The manager, as a trainer of that version makes one."""
+    """Return the manager, created like the trainer of this version."""
     interface = options["interface"]
     given: dict[str, Any] = {"enable": True, "interval": 3, "keep_latest_k": 2, "last_save_model_only": False}
     given |= options.get("config", {})
@@ -81,10 +81,10 @@ def _managed(folder: Path, options: Mapping[str, Any], parts: dict[str, Any]) ->
 
 
 def training(rank: int, ranks: int, folder: Path, options: Mapping[str, Any]) -> tuple[int, float]:
-    """Train ``steps``, from the newest checkpoint on; the last step, and a sum over the model.
+    """Train ``steps``, from the newest checkpoint; return the last step, and a sum over the model.
 
-    Options: ``interface``, ``config``; with ``die_at`` rank 0 is killed where its so many-th save is about to
-    commit.
+    Options: ``interface``, ``config``; with ``die_at`` rank 0 is killed immediately before the commit of save
+    number ``die_at``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

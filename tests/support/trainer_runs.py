@@ -1,4 +1,4 @@
-"""Short training runs of the trainers that have an integration, alone and on ranks of gloo on the CPU."""
+"""Short training runs of the trainers with an integration, in one process and on gloo ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ __all__ = ["HuggingFaceRun", "LoopRun", "fsdp_on_cpu", "llama"]
 
 
 class DyingWriter(FileSystemWriter):
-    """Ends its process by SIGKILL when the data is written, before anything is committed."""
+    """A writer that kills its process by SIGKILL after writing the data and before the commit."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """The last thing that is done."""
+        """Write the data, then kill the process."""
         super().write_data(plan, planner).wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def writer_that_dies_at(name: str | None) -> Callable[[str], FileSystemWriter]:
-    """For the manager: all ranks die in the save of the checkpoint called ``name``."""
+    """Return a maker of writers: all ranks die in the save of the checkpoint ``name``."""
     return lambda place: DyingWriter(place) if Path(place).name == name else FileSystemWriter(place)
 
 
 @contextmanager
 def fsdp_on_cpu(enabled: bool = True) -> Iterator[None]:
-    """Accelerate ignores FSDP where there is no GPU, though on the CPU all of it works as well. One process
-    alone has none, as on GPUs."""
+    """Enable Accelerate's FSDP on the CPU, where Accelerate ignores FSDP although all of it works. As on
+    GPUs, a single process uses no FSDP."""
     original = AcceleratorState.__init__
 
     def patched(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
@@ -54,9 +54,9 @@ def fsdp_on_cpu(enabled: bool = True) -> Iterator[None]:
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = fsdp_plugin
 
-    if "RANK" in os.environ:  # what torchrun sets besides
+    if "RANK" in os.environ:  # torchrun also sets these
         os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], MASTER_ADDR="127.0.0.1")
-    os.environ["OMP_NUM_THREADS"] = "1"  # else Accelerate takes all cores for each rank
+    os.environ["OMP_NUM_THREADS"] = "1"  # by default Accelerate uses all cores for each rank
     if enabled:
         AcceleratorState.__init__ = patched
     try:
@@ -66,7 +66,7 @@ def fsdp_on_cpu(enabled: bool = True) -> Iterator[None]:
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Token sequences with a rule to learn: each token is the one before, plus three."""
+    """Token sequences with a rule to learn: each token is the previous one plus three."""
 
     def __len__(self) -> int:
         return 40
@@ -77,7 +77,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 def llama(tied: bool = False) -> LlamaForCausalLM:
-    """A tiny one, the same on all ranks."""
+    """Return a tiny model, equal on all ranks."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -93,7 +93,7 @@ def llama(tied: bool = False) -> LlamaForCausalLM:
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
-    """LoRA, and a second adapter that is not trained."""
+    """Add LoRA adapters, and a second adapter that is not trained."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -111,14 +111,14 @@ class Sigterm(TrainerCallback):
         self.step = step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """To this process."""
+        """Send SIGTERM to this process."""
         if state.global_step == self.step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class HuggingFaceRun:
-    """``run(rank, world_size)`` trains in ``folder``; what it logged as (step, loss)."""
+    """A training: ``run(rank, world_size)`` trains in ``folder`` and returns the log as (step, loss)."""
 
     folder: str
     steps: int = 9
@@ -132,7 +132,7 @@ class HuggingFaceRun:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> Any:
-        """The trainer."""
+        """Return the trainer."""
         arguments = TrainingArguments(
             output_dir=self.folder,
             **{
@@ -162,7 +162,7 @@ class HuggingFaceRun:
         return self.trainer(model, arguments, train_dataset=Sentences(), eval_dataset=Sentences(), **options)
 
     def run(self, rank: int = 0, world_size: int = 1) -> list[tuple[int, float]]:
-        """Train."""
+        """Train and return the logged losses."""
         with fsdp_on_cpu(self.fsdp):
             trainer = self.make()
             if self.sigterm_at is not None and rank == world_size - 1:
@@ -179,17 +179,17 @@ class Progress:
         self.losses: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, of which there are more with each step."""
+        """Return plain values, whose number grows with each step."""
         return {"epoch": self.epoch, "batch": self.batch, "losses": list(self.losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All of it."""
+        """Restore the position."""
         self.epoch, self.batch, self.losses = state["epoch"], state["batch"], state["losses"]
 
 
 @dataclass(frozen=True)
 class LoopRun:
-    """``run(rank, world_size)`` trains by a loop with an `Accelerator` in ``folder``; all losses."""
+    """A loop with an `Accelerator`: ``run(rank, world_size)`` trains in ``folder`` and returns all losses."""
 
     folder: str
     steps: int = 9
@@ -201,12 +201,12 @@ class LoopRun:
     stateful_loader: bool = False
 
     def run(self, rank: int = 0, world_size: int = 1) -> list[float]:
-        """Train."""
+        """Train and return the losses."""
         with fsdp_on_cpu(self.fsdp):
             return self._train()
 
     def accelerator(self) -> Accelerator:
-        """With automatic naming, and dcp."""
+        """Return an Accelerator with automatic naming and dcp."""
         loading = DataLoaderConfiguration(
             use_seedable_sampler=True, data_seed=0, use_stateful_dataloader=self.stateful_loader
         )
@@ -230,7 +230,7 @@ class LoopRun:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
         inputs = torch.randn(40, 16)
         data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
-        own = torch.Generator().manual_seed(0)  # else each iterator draws from the global one
+        own = torch.Generator().manual_seed(0)  # without it each iterator draws from the global generator
         loader: Any = DataLoader(data, batch_size=4, shuffle=True, generator=own)
         model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
         torch.manual_seed(1000 + accelerator.process_index)

@@ -1,4 +1,4 @@
-"""A storage and planners as a user writes them from torch's interfaces alone."""
+"""A storage and planners written by a user against torch's interfaces alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _done(value: Any) -> Future[Any]:
 
 
 class _Placed:
-    """The common part of reading and writing."""
+    """The common part of the reader and the writer."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -47,24 +47,24 @@ class _Placed:
         self.places: dict[MetadataIndex, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another place."""
+        """Change the folder."""
         self.path = Path(checkpoint_id) if checkpoint_id else self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path."""
+        """Accept any path."""
         return True
 
 
 class ItemWriter(_Placed, StorageWriter):
-    """Pickles each item into a file of its own; an interface from before torch's keywords were added."""
+    """Pickles each item into a file of its own; uses the interface before torch added keywords."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Without the ``rank`` and ``use_collectives`` of newer storages."""
+        """Do nothing; without the ``rank`` and ``use_collectives`` of newer storages."""
         self.calls.append("set_up")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder."""
+        """Create the folder."""
         self.calls.append("local")
         self.path.mkdir(parents=True, exist_ok=True)
         return plan
@@ -78,7 +78,7 @@ class ItemWriter(_Placed, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One pickle an item."""
+        """Write a pickle for each item."""
         self.calls.append("write")
         results = []
         for number, item in enumerate(plan.items):
@@ -90,21 +90,21 @@ class ItemWriter(_Placed, StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Metadata with the file names."""
+        """Write the metadata with the file names."""
         self.calls.append("finish")
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         (self.path / "index.pickle").write_bytes(pickle.dumps(metadata))
 
     def storage_meta(self) -> StorageMeta | None:
-        """Nothing to tell."""
+        """Return no metadata."""
         return None
 
 
 class ItemReader(_Placed, StorageReader):
-    """Reads what `ItemWriter` wrote."""
+    """Reads the files of `ItemWriter`."""
 
     def read_metadata(self) -> Metadata:
-        """Without the ``rank`` of newer storages."""
+        """Read the metadata; without the ``rank`` of newer storages."""
         metadata: Metadata = pickle.loads((self.path / "index.pickle").read_bytes())
         return metadata
 
@@ -113,15 +113,15 @@ class ItemReader(_Placed, StorageReader):
         self.places = metadata.storage_data or {}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Item by item."""
+        """Read each item."""
         for item in plan.items:
             content = pickle.loads((self.path / self.places[item.storage_index]).read_bytes())
             if item.type == LoadItemType.BYTE_IO:
@@ -136,29 +136,29 @@ class ItemReader(_Placed, StorageReader):
 
 
 class PlainSavePlanner(SavePlanner):
-    """Plans a flat state dict by torch's helper functions, with nothing of the default planner."""
+    """Plans a flat state dict by torch's helper functions, without the default planner."""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state."""
+        """Keep the state."""
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """torch's items."""
+        """Return torch's items."""
         return create_default_local_save_plan(self.state_dict, self.is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """torch's metadata, without any deduplication."""
+        """Return torch's metadata, without deduplication."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor, or torch.save of a value."""
+        """Return the tensor, or torch.save of a value."""
         value = find_state_dict_object(self.state_dict, write_item.index)
         if isinstance(value, torch.Tensor):
             return value
@@ -168,38 +168,38 @@ class PlainSavePlanner(SavePlanner):
 
 
 class PlainLoadPlanner(LoadPlanner):
-    """Loads a flat state dict likewise."""
+    """Loads a flat state dict in the same way."""
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state."""
+        """Keep the state."""
         self.state_dict, self.metadata = state_dict, metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """torch's items."""
+        """Return torch's items."""
         if self.metadata is None:
             raise ValueError("no metadata")
         return create_default_local_load_plan(self.state_dict, self.metadata)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """torch's."""
+        """Return torch's plans."""
         return create_default_global_load_plan(global_plan)
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put the value in."""
+        """Store the value in the state."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The part of the local tensor."""
+        """Return the item's part of the local tensor."""
         tensor: torch.Tensor = find_state_dict_object(self.state_dict, read_item.dest_index).detach()
         for dim, (begin, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, begin, size)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Filled in place."""
+        """Do nothing: the tensor was filled in place."""

@@ -1,8 +1,8 @@
 """Deterministic contents for state dicts of any kind, and their comparison byte by byte.
 
-`fill` writes into every tensor of a state dict the part of a full tensor that only its name, shape and dtype
-determine. So any rank of any world knows what must be loaded without another checkpoint to compare with. The
-slicing here is written from what a placement means, not with the code of the planners, nor with torch's.
+`fill` writes into every tensor of a state dict its part of a full tensor. The full tensor depends only on
+name, shape and dtype, so any rank of any world knows the expected values without a second checkpoint. Slices
+are computed from the definition of placements, without the planners' code and without torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Parts = list[torch.Tensor]
 
 
 def full_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The full contents that stand for ``name``: pseudo-random bytes (0 and 1 for bool)."""
+    """Return the full contents for ``name``: pseudo-random bytes (0 and 1 for bool)."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     count = int(np.prod(shape, dtype=np.int64))
     if dtype == torch.bool:
@@ -34,13 +34,13 @@ def full_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The elements of a plain tensor as C-ordered bytes."""
+    """Return the elements of a plain tensor as C-ordered bytes."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, leaf) of nested mappings, lists and tuples."""
+    """Yield (dotted name, leaf) of nested mappings, lists and tuples."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from leaves(entry, f"{name}.{key}" if name else str(key))
@@ -52,18 +52,18 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _chunk(length: int, parts: int, part: int) -> tuple[int, int]:
-    """(begin, end) of one part, by the rule of `torch.chunk`: equal parts, the last smaller or empty."""
+    """Return (begin, end) of a part, by the rule of `torch.chunk`: equal parts, the last smaller or empty."""
     step = -(-length // parts)
     return min(part * step, length), min((part + 1) * step, length)
 
 
 def _rows(size: int, dim: int, tensor: DTensor) -> tuple[int, int]:
-    """(begin, end) of what this rank holds of one tensor dimension."""
+    """Return (begin, end) of this rank's part of a tensor dimension."""
     coordinate, placements = tensor.device_mesh.get_coordinate(), tensor.placements
     if coordinate is None:
         return 0, 0
     sharding = [axis for axis, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
-    # a strided shard is one that was cut after those on its right, as FSDP cuts what tensor parallelism left
+    # a strided shard is cut after the placements on its right: FSDP cuts the shards of tensor parallelism
     strided = [axis for axis in sharding if isinstance(placements[axis], _StridedShard)]
     begin, end = 0, size
     for axis in [axis for axis in sharding if axis not in strided] + strided:
@@ -94,7 +94,7 @@ def expected_parts(name: str, value: torch.Tensor) -> Parts:
 
 
 def local_parts(value: torch.Tensor) -> Parts:
-    """The plain tensors that hold this rank's part of ``value``."""
+    """Return the plain tensors that hold this rank's part of ``value``."""
     if isinstance(value, ShardedTensor):
         return [shard.tensor.detach() for shard in value.local_shards()]
     if isinstance(value, DTensor):
@@ -105,7 +105,7 @@ def local_parts(value: torch.Tensor) -> Parts:
 
 
 def fill(state: Any) -> Any:
-    """Give every tensor of ``state`` the contents its name stands for; returns ``state``."""
+    """Give every tensor of ``state`` the contents for its name; return ``state``."""
     for name, value in leaves(state):
         if isinstance(value, torch.Tensor):
             for part, wanted in zip(local_parts(value), expected_parts(name, value), strict=True):
@@ -122,8 +122,8 @@ def put(part: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def scrub(state: Any) -> Any:
-    """Overwrite every local tensor of ``state`` with zeros, which `fill` never gives a tensor of some
-    size."""
+    """Overwrite every local tensor of ``state`` with zeros, which `fill` never uses for tensors with
+    elements."""
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):
             for part in local_parts(value):
@@ -134,7 +134,7 @@ def scrub(state: Any) -> Any:
 
 
 def differences(state: Any) -> list[str]:
-    """The names of tensors in ``state`` that do not hold what `fill` would have given them."""
+    """Return the names of tensors in ``state`` that differ from `fill`."""
     different = []
     for name, value in leaves(state):
         if not isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""State dicts of which every byte tells the version, and who of dcp and stock torch loads which of them.
+"""State dicts in which every byte depends on the version, and loads of them by dcp and stock torch.
 
-After a crash a folder may hold an old or a new version, never something in between: `seen_by_dcp` and
-`seen_by_stock` say which one it is.
+After a crash a folder may hold an old or a new version, never a mixture: `seen_by_dcp` and `seen_by_stock`
+return the version.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from tests.support.harmless_values import same
 from tests.support.values import leaves
 
 ABSENT = "absent"
-"""Nothing is committed, and the error says so."""
+"""No commit exists, and the error says so."""
 
 MIXED = "mixed"
-"""What no save ever held: the one answer that is always wrong."""
+"""A mixture that no save has written: always an error."""
 
 VERSIONS = 1000
 
 
 def version_state(version: int, *, large: int = 0) -> dict[str, Any]:
-    """A state dict for version 1, 2, ..., with ``large`` elements in one more tensor; 0 is to load into."""
+    """Return the state dict of version 1, 2, ..., with ``large`` elements in one more tensor; version 0 is a
+    target for loads."""
     generator = torch.Generator().manual_seed(version)
     weights = torch.randn(24, 10, generator=generator)
     state: dict[str, Any] = {
@@ -72,11 +73,12 @@ TOGETHER: dict[str, Any] = {
     ],
     "sizes": {"part": 2},
 }
-"""A weight map that makes a version of `version_apart`."""
+"""A weight map that joins the halves of `version_apart` to a version."""
 
 
 def version_apart(version: int, *, large: int = 0, own: int | None = None) -> dict[str, Any]:
-    """A version with some tensors in halves, one of them transposed; of these, one rank's ``own``."""
+    """Return a version with some tensors in halves, one of them transposed; with ``own``, only the half of
+    one rank."""
     state = version_state(version, large=large)
     halves = {"w": state["model"].pop("w").chunk(2), "large": state.pop("large", torch.empty(0)).chunk(2)}
     kept = range(2) if own is None else [own]
@@ -85,7 +87,7 @@ def version_apart(version: int, *, large: int = 0, own: int | None = None) -> di
 
 
 def save_version(folder: Path, version: int, *, large: int = 0, mapped: bool = False, **options: Any) -> None:
-    """`dcp.save` of one version by this process alone; ``mapped``: in halves, through a weight map."""
+    """Save a version by `dcp.save` in this process alone; ``mapped``: in halves, through a weight map."""
     dcp.save(
         version_apart(version, large=large) if mapped else version_state(version, large=large),
         storage_writer=dcp.FileSystemWriter(folder, **options),
@@ -95,12 +97,12 @@ def save_version(folder: Path, version: int, *, large: int = 0, mapped: bool = F
 
 
 def stock_save_version(folder: Path, version: int, *, large: int = 0) -> None:
-    """Stock torch's save of one version."""
+    """Save a version by stock torch."""
     stock_save(version_state(version, large=large), checkpoint_id=folder, no_dist=True)
 
 
 def seen_by_dcp(folder: Path, *, large: int = 0, **options: Any) -> int | str:
-    """The version that `dcp.load` gives, ABSENT, or the name of the error's class."""
+    """Return the version loaded by `dcp.load`, ABSENT, or the name of the error's class."""
     state = version_state(0, large=large)
     try:
         dcp.load(state, checkpoint_id=folder, no_dist=True, **options)
@@ -112,7 +114,7 @@ def seen_by_dcp(folder: Path, *, large: int = 0, **options: Any) -> int | str:
 
 
 def seen_by_stock(folder: Path, *, large: int = 0) -> int | str:
-    """The version that stock torch's load gives, ABSENT without `.metadata`, or the error's class."""
+    """Return the version loaded by stock torch, ABSENT without `.metadata`, or the error's class."""
     if not (folder / METADATA_NAME).exists():
         return ABSENT
     state = version_state(0, large=large)
@@ -124,7 +126,7 @@ def seen_by_stock(folder: Path, *, large: int = 0) -> int | str:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Of what is in a folder, sorted; nothing where there is none, or another rank removes it just now."""
+    """Return the sorted names in a folder; empty if the folder is missing or another rank removes it now."""
     try:
         return sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
@@ -143,6 +145,6 @@ def listing(folder: Path) -> dict[str, int]:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """A copy of a checkpoint, or of nothing."""
+    """Copy a checkpoint; without a checkpoint, copy nothing."""
     if source.exists():
         shutil.copytree(source, target)

@@ -1,5 +1,5 @@
-"""Checkpoints of a model and its optimizer, by us or by stock torch, in files of their own or not; and what
-of them is there."""
+"""Checkpoints of a model and its optimizer, saved by dcp or by stock torch, with or without separate files
+for the optimizer; and their loads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import dcp
 
 
 def full_state(version: int = 1) -> dict[str, Any]:
-    """A state whose every tensor tells the version and itself; 0 is to load into.
+    """Return a state in which every tensor depends on the version and its name; version 0 is a target for
+    loads.
 
-    The optimizer has numbers for keys, and an empty dict; two weights are tied, and one is called like an
-    optimizer."""
+    The optimizer has numbers as keys, and an empty dict; two weights are tied, and a weight has the name of
+    an optimizer.
+    """
     weight = torch.arange(3000, dtype=torch.float32) * version
     return {
         "app": {
@@ -46,18 +48,18 @@ def full_state(version: int = 1) -> dict[str, Any]:
 
 
 def save_mixed(folder: Path, version: int = 1) -> None:
-    """By `dcp.save`: all of a rank in one file."""
+    """Save by `dcp.save`, with all data of a rank in one file."""
     dcp.save(full_state(version), checkpoint_id=folder, no_dist=True)
 
 
 def save_apart(folder: Path | str, version: int = 1, **options: Any) -> None:
-    """With the optimizer in files of its own."""
+    """Save with the optimizer in separate files."""
     writer = dcp.FileSystemWriter(folder, **options)
     dcp.save(full_state(version), storage_writer=writer, no_dist=True, apart="optimizer")
 
 
 def save_stock(folder: Path, version: int = 1) -> None:
-    """By stock torch."""
+    """Save by stock torch."""
     stock_save(full_state(version), checkpoint_id=folder, no_dist=True)
 
 
@@ -81,7 +83,7 @@ def _is_version(state: dict[str, Any], version: int) -> bool:
 
 
 def weights_of_stock() -> dict[str, Any]:
-    """A state without an optimizer, to load into."""
+    """Return a state without an optimizer, as a target for loads."""
     state = full_state(0)
     del state["app"]["optimizer"]
     return state
@@ -98,17 +100,19 @@ def _there(load: Any, version: int) -> str:
 
 
 def seen_by_stock_at(url: str, version: int = 1, **options: Any) -> str:
-    """Return the result of torch's reader for object stores; ``options`` are those of the file system."""
+    """Load by torch's reader for object stores, and return the result; ``options`` are those of the file
+    system."""
     return _there(
         lambda state: stock_load(state, storage_reader=FsspecReader(url, **options), no_dist=True), version
     )
 
 
 def parts_there(folder: Path | str, version: int = 1, **options: Any) -> str:
-    """Return the content by `dcp.load`: "whole", "weights", or "mixed", which no save ever held."""
+    """Load by `dcp.load`, and return the content: "whole", "weights", or "mixed", which no save has
+    written."""
     return _there(partial(dcp.load, checkpoint_id=folder, no_dist=True, **options), version)
 
 
 def stock_sees(folder: Path, version: int = 1) -> str:
-    """The same of stock torch's load."""
+    """Load by stock torch, and return the content."""
     return _there(partial(stock_load, checkpoint_id=folder, no_dist=True), version)
