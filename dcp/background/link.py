@@ -84,7 +84,7 @@ class Connection:
         if flags & socket.MSG_CTRUNC:
             for fd in fds:
                 os.close(fd)
-            raise OSError("file descriptors were sent that did not arrive: too many open files")
+            raise OSError("file descriptors were lost in transit: too many open files; raise ulimit -n")
         if data == _IN_MEMORY:
             with os.fdopen(fds.pop(), "rb") as file:
                 file.seek(0)

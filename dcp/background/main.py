@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         WriterLoop(connection, rank, world_size, timeout_seconds).run()
         status = 0
     except Exception:
-        logging.getLogger(__name__).exception("an unexpected error ends this process")
+        logging.getLogger(__name__).exception("unexpected error: the writer process exits")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

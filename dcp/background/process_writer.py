@@ -123,9 +123,9 @@ def verdict(
         return None, save_id, restart
     deaths = {
         number: WriterProcessError(
-            f"Checkpoint background process is dead: the writer process of rank {number} {ending.died}. What "
-            "was under the id before is untouched, unless the save had just committed; the next save "
-            "gets a new writer",
+            f"Checkpoint background process is dead: the writer process of rank {number} {ending.died}. An "
+            "earlier checkpoint with the same id is unchanged, unless the save had just committed. The next "
+            "save starts a new writer process",
             rank=number,
         )
         for number, ending in endings.items()
@@ -195,7 +195,7 @@ class ProcessWriter:
         future.on_abort = save.abort
         with self._changed:
             if self._closing:
-                raise CheckpointError("this writer is closed")
+                raise CheckpointError("the background writer is closed: open a new session")
             self._start()
             self._saves.append(save)
             self._changed.notify_all()
@@ -213,7 +213,7 @@ class ProcessWriter:
         thread.join(timeout_seconds)
         if thread.is_alive():
             (self._child or child).kill(
-                f"had not finished {timeout_seconds:g} s after it was asked to, and was killed"
+                f"did not finish within {timeout_seconds:g} s after the request to end, and was killed"
             )
             thread.join(_CLOSE_SECONDS)
         self._give_up_the_rest()
@@ -310,7 +310,7 @@ class ProcessWriter:
                     timeout_seconds=max(1.0, deadline - time.monotonic()),
                 )
         except (RuntimeError, OSError, CollectiveTimeoutError) as error:
-            child.kill(f"was stopped, because the ranks could not agree on where their writers meet: {error}")
+            child.kill(f"was killed, because the ranks could not exchange the addresses of writers: {error}")
 
     def _read(self, store: Any, key: str, rank: int, deadline: float) -> bytes:
         """Wait for the value of ``key``, set by ``rank``, by polling.
@@ -320,11 +320,11 @@ class ProcessWriter:
         pause = 0.001
         while not store.check([key]):
             if self._closing and not self._saves:
-                raise CollectiveTimeoutError("the session was closed before they had met")
+                raise CollectiveTimeoutError("the session was closed while writer processes were connecting")
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(
-                    f"rank {rank} has not started its writer process in time: it has died, or does not save. "
-                    "All ranks of the process group must take part in a save.",
+                    f"rank {rank} has not started its writer process in time: the rank died, or did not call "
+                    "the save. All ranks of the process group must call the save.",
                     ranks=[rank],
                 )
             time.sleep(pause)
@@ -350,12 +350,12 @@ class ProcessWriter:
                 if save.child is not None and save.child.end:
                     return Ending(died=save.child.end)
                 if not save.payload.done.done():
-                    return Ending(died="was given nothing: the state was not staged in time")
+                    return Ending(died="received no state: staging did not end in time")
             if given_up_at == 0.0 and self._others_gave_up(save):
                 given_up_at = time.monotonic()
                 save.abort()
             if given_up_at and time.monotonic() - given_up_at > grace_seconds and save.child is not None:
-                save.child.kill("did not react when other ranks had given the save up, and was killed")
+                save.child.kill("did not respond after other ranks aborted the save, and was killed")
 
     def _gave_up_key(self, save: _SentSave) -> str:
         return f"gave_up/{self._generation}/{save.order.serial}"
@@ -382,7 +382,7 @@ class ProcessWriter:
             parts = ranks.all_gather("agree on how the save ended", ending.encode)
         except (RuntimeError, CheckpointError) as error:
             self._lost = True
-            logger.error("the trainers cannot agree on how a save ended: %s", error)
+            logger.error("the ranks cannot exchange the result of a save: %s", error)
             if not ending.committed and not ending.died:
                 ending = Ending(error=error_to_data(error))
             return {self._rank: ending}
@@ -420,7 +420,7 @@ class ProcessWriter:
 
     def _replace_child(self) -> None:
         if self._child is not None:
-            self._child.kill("was stopped because the writer of another rank was lost")
+            self._child.kill("was killed, because the writer process of another rank died")
             self._child.close(_CLOSE_SECONDS)
         self._generation += 1
         with self._changed:
@@ -435,7 +435,10 @@ class ProcessWriter:
             save.future.on_abort = None
             if not save.future.done():
                 save.future.set_exception(
-                    WriterProcessError("the writer was closed before this save had ended; look at the id")
+                    WriterProcessError(
+                        "the writer was closed before this save ended; check with dcp ls whether the save "
+                        "was committed"
+                    )
                 )
 
 
@@ -449,7 +452,7 @@ def _end(save: _SentSave, error: BaseException | None, save_id: str, rank: int) 
         metadata = _metadata(save, save_id, rank)
     except Exception as unknown:  # noqa: BLE001 - whatever it is, a caller waits for the future
         error = WriterProcessError(
-            "the checkpoint is committed, but its metadata cannot be given: "
+            "the checkpoint is committed, but its metadata cannot be returned: "
             f"{type(unknown).__name__}: {unknown}",
             committed=True,
             rank=rank,
@@ -466,7 +469,8 @@ def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
     if writer is None:
         if save.reply.get("metadata") is None:
             raise WriterProcessError(
-                f"the writer process of rank {rank} died before it said what it is; read it from the storage"
+                f"the writer process of rank {rank} died before it sent the metadata; read the checkpoint's "
+                "metadata from the storage"
             )
         sent: Metadata = pickle.loads(save.reply["metadata"])
         return sent
@@ -477,8 +481,8 @@ def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
         found = open_index(store, rank=own_rank)
         if found.provenance.get("save_id", save_id) != save_id:
             raise CheckpointConflictError(
-                f"{store.url} holds another checkpoint than the one whose metadata is asked for: it was "
-                "replaced since; look at metadata before the next save to the same id",
+                f"{store.url}: a later save replaced the checkpoint, so its metadata is lost; read the "
+                "metadata before the next save to the same id",
                 path=store.url,
             )
         return found

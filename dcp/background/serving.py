@@ -78,7 +78,7 @@ class WriterLoop:
             while (message := self._connection.receive()) is not None:
                 self._take(*message)
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing more is heard of the trainer
-            logger.error("the connection to the trainer broke: %s: %s", type(error).__name__, error)
+            logger.error("lost the connection to the trainer: %s: %s", type(error).__name__, error)
         finally:
             self._go_on_alone()
 
@@ -196,9 +196,10 @@ class WriterLoop:
             deadline = time.monotonic() + bound
             informed = self._informed.wait(bound)
             if self._meeting is None or not self._is_needed:
-                why = "their trainers ended before" if informed else "their trainers did not all start them"
+                why = "the trainer ended first" if informed else "some ranks did not start theirs"
                 raise CollectiveTimeoutError(
-                    f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
+                    f"the writer processes could not connect to each other: {why}. Resume from the last "
+                    "committed checkpoint."
                 )
             address, listener_fd = self._meeting
             if address[0] == LOOPBACK:  # avoids resolving the host name
@@ -218,8 +219,8 @@ class WriterLoop:
                     with suppress(RuntimeError):
                         missing = presence.missing(0.0)
                 self._failure = CollectiveTimeoutError(
-                    f"the writer process of rank {self._rank} could not reach that of rank "
-                    f"{', '.join(map(str, missing))} at {address[0]}:{address[1]}: {error}",
+                    f"the writer process of rank {self._rank} could not connect to the writer process of "
+                    f"rank {', '.join(map(str, missing))} at {address[0]}:{address[1]}: {error}",
                     ranks=missing,
                 )
                 raise self._failure from error
@@ -234,7 +235,7 @@ class WriterLoop:
                 time.sleep(0.05)
                 gone = store.add("gone", 0)
         except RuntimeError as error:
-            logger.debug("the writers' store is gone already: %s", error)
+            logger.debug("the rendezvous store of the writer processes has ended: %s", error)
 
 
 def _own_store(address: tuple[str, int], listener_fd: int | None, timeout: timedelta) -> Store:
@@ -248,7 +249,7 @@ def _own_store(address: tuple[str, int], listener_fd: int | None, timeout: timed
         except ConnectionRefusedError:
             raise
         except OSError as error:  # the client raises a better error
-            logger.debug("the writers' store: %s", error)
+            logger.debug("rendezvous store of the writer processes: %s", error)
     return TCPStore(
         *address,
         is_master=listener_fd is not None,

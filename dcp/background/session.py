@@ -122,9 +122,7 @@ class AsyncSession:
         the session's.
         """
         if self._closed:
-            raise CheckpointError(
-                "this session is closed, or belongs to the parent process; open a new session"
-            )
+            raise CheckpointError("this session is closed, or was opened before a fork; open a new session")
         options = self._options_of(options if options is not None else SaveOptions())
         with self.raise_on_all_ranks():
             order = make_save(with_own_id(storage_writer), planner, options)
@@ -138,7 +136,7 @@ class AsyncSession:
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
             payload = StagedState.failed(error)
         except BaseException as interrupt:  # raised here as well, once the other ranks know
-            refused = StagingError(f"staging was ended by a {type(interrupt).__name__}")
+            refused = StagingError(f"staging was interrupted by {type(interrupt).__name__}")
             self._hand_over(order, StagedState.failed(refused), future)
             raise
         order.seconds["blocked"] = time.perf_counter() - begun
@@ -221,15 +219,15 @@ class AsyncSession:
     def _wait_until_left(self, count: int) -> None:
         if not self.wait(self.timeout_seconds, left=count):
             raise CheckpointError(
-                f"{len(self._unfinished)} saves have not ended within {self.timeout_seconds:g} s, so no "
-                "further one can begin; see their futures, or give the session more time"
+                f"{len(self._unfinished)} saves have not ended within {self.timeout_seconds:g} s, so the "
+                "next save cannot begin: check their futures, or increase timeout_seconds"
             )
 
     def _ended(self, future: Future[Any]) -> None:
         save, error = self._unfinished.pop(future, None), future.exception()
         if save is not None and error is not None:
             committed = isinstance(error, CheckpointError) and error.committed
-            what = "is committed, but what followed failed" if committed else "failed"
+            what = "is committed, but a later step failed" if committed else "failed"
             logger.error("asynchronous save to %s %s: %s", save.checkpoint_id, what, error)
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -246,7 +244,7 @@ class AsyncSession:
         deadline = time.monotonic() + bound
         if not self.wait(bound):
             late = self.under_way()
-            logger.error("%d saves have not ended within %g s and are called off", len(late), bound)
+            logger.error("%d saves have not ended within %g s and are aborted", len(late), bound)
             for future in late:
                 future.abort()
         self._finalizer.detach()

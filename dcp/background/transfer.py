@@ -128,8 +128,8 @@ class _Pickler(pickle.Pickler):
             return reduced
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
             raise CheckpointError(
-                f"{obj.__qualname__} is defined in the script that is being run (__main__), which the writer "
-                "process does not run"
+                f"{obj.__qualname__} is defined in the main script (__main__), which the writer process does "
+                "not run"
             )
         return NotImplemented
 
@@ -222,7 +222,7 @@ class WriterProcess:
                 self._process = _start(theirs.fileno(), arguments)
             except OSError as error:
                 ours.close()
-                self._note_end(f"could not be started: {error}")
+                self._note_end(f"could not start: {error}")
                 return
         self._connection = Connection(ours, watch_process(self._process.pid))
         threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
@@ -234,10 +234,10 @@ class WriterProcess:
         try:
             self._connection.send(body, fds)
         except BlockingIOError:
-            self.kill("did not take messages any more and was killed")
+            self.kill("stopped receiving messages and was killed")
         except OSError as error:
             if error.errno not in _ENDED:  # otherwise the save would never end
-                self.kill(f"could not be sent a message and was killed: {error}")
+                self.kill(f"could not receive a message and was killed: {error}")
 
     def kill(self, because: str) -> None:
         """Send SIGKILL and set ``end`` to ``because``."""
@@ -250,7 +250,7 @@ class WriterProcess:
         self.send({"kind": "close"})
         with self._changed:
             if not self._changed.wait_for(lambda: self.end, timeout_seconds):
-                self.kill("did not end when it was asked to, and was killed")
+                self.kill("did not end on request and was killed")
                 self._changed.wait_for(lambda: self.end, _REAP_SECONDS)
 
     def _receive(self) -> None:
@@ -262,7 +262,7 @@ class WriterProcess:
                 self._on_message(self, body)
         except Exception as error:
             logger.exception("a message of writer process %d", self._process.pid)
-            self.kill(f"could not be understood and was killed: {type(error).__name__}: {error}")
+            self.kill(f"sent an invalid message and was killed: {type(error).__name__}: {error}")
         try:
             status = self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:  # the connection is closed, so no save can be lost
@@ -320,7 +320,7 @@ class WriterProcess:
         part = payload.done.result()
         arena, layout = payload.arena, payload.layout
         if arena is None or layout is None or arena.fd is None:
-            raise CheckpointError("the state was staged in private memory")
+            raise CheckpointError("the state was staged in private memory, which the writer cannot map")
         known = self._arenas.get(arena)
         if known is None or known.generation != arena.generation:
             self._last_key += 1
@@ -442,7 +442,8 @@ class TrainerMemory:
                 sources, columns, replicated = form
                 return RankState(columns, sources, pickle.load(file), replicated)
         raise WriterProcessError(
-            "the state sent before was lost with the previous save; the next save sends it again"
+            "the writer lost the state of the previous save, which this save reuses; the next save sends it "
+            "again"
         )
 
 

@@ -80,7 +80,7 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         """
         if is_within_callback():
             raise CheckpointError(
-                "cancel() in a progress callback would wait for itself; abort() calls the save off as well"
+                "cancel() in a progress callback would wait for itself; call abort() instead"
             )
         self.abort()
         self.exception()

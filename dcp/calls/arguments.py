@@ -63,8 +63,8 @@ def refuse_a_place(function: str, state_dict: object) -> None:
     """Raise OptionError if the state dict of ``function`` is a path or URL."""
     if isinstance(state_dict, str | bytes | os.PathLike):
         raise OptionError(
-            f"{function} takes the state dict first, and {state_dict!r} is a place: "
-            f"dcp.{function}(state_dict, checkpoint_id={state_dict!r})"
+            f"{function}: the first argument must be the state dict, not the path or URL {state_dict!r}: "
+            f"call dcp.{function}(state_dict, checkpoint_id={state_dict!r})"
         )
 
 
@@ -76,10 +76,8 @@ def check_top_level(state_dict: Any) -> None:
     if isinstance(state_dict, Mapping) or hasattr(state_dict, "items"):
         return
     name = type(state_dict).__name__
-    way = (
-        f'put the {name} into one, {{"model": ...}}' if is_stateful(state_dict) else "give names to its parts"
-    )
-    raise OptionError(f"a state dict is wanted, a dict by names, not a {name}: {way}")
+    way = f'pass {{"model": ...}} with the {name} as a value' if is_stateful(state_dict) else "pass a dict"
+    raise OptionError(f"state_dict must be a dict with string keys, not a {name}: {way}")
 
 
 def is_stateful(value: Any) -> bool:
@@ -207,5 +205,7 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
             f"{facts}: the processes would overwrite each other's {operation}. Call init_process_group() "
             "first, or pass no_dist=True to use this process alone",
         )
-    warn_caller(f"{facts}: it loads alone, as rank 0; call init_process_group() first, or pass no_dist=True")
+    warn_caller(
+        f"{facts}: this process loads alone, as rank 0; call init_process_group() first, or pass no_dist=True"
+    )
     return True

@@ -77,7 +77,7 @@ class Features(Generic[F]):
         for feature, call in self.having("agreed"):
             own = call(dict)
             if odd := [key for key in own if not isinstance(key, str) or key in found]:
-                raise refused(feature.name, "agreed", f"{odd[0]!r} is another option's name, or no name")
+                raise refused(feature.name, "agreed", f"{odd[0]!r} is not a string, or names another option")
             found |= own
         return found
 

@@ -49,7 +49,7 @@ class ModulePattern:
 
     def __init__(self, text: str) -> None:
         if len(text) > _MAX_LENGTH:
-            raise OptionError(f"a pattern of more than {_MAX_LENGTH} characters")
+            raise OptionError(f"a pattern has more than {_MAX_LENGTH} characters")
         self._text, self._at, self._depth = text, 0, 0
         self._repeats = 0
         """The number of repetitions so far."""
@@ -60,14 +60,14 @@ class ModulePattern:
     def match(self, name: str) -> bool:
         r"""Test the match of ``(.*\.)?(text)$``. OptionError for names over 1,000 characters."""
         if len(name) > _MAX_LENGTH:
-            raise OptionError(f"{name:.80}... is longer than {_MAX_LENGTH} characters: no pattern is applied")
+            raise OptionError(f"{name:.80}... is longer than {_MAX_LENGTH} characters, the limit of patterns")
         begins = frozenset([0, *(at + 1 for at, character in enumerate(name) if character == ".")])
         return len(name) in self._matcher(name, begins)
 
     def _refused(self, at: int | None = None) -> OptionError:
         """Return the error for the text at a place, by default this."""
         rest = self._text[self._at if at is None else at :]
-        return OptionError(f"{rest[:40]!r} of the pattern {self._text!r:.80}")
+        return OptionError(f"unsupported {rest[:40]!r} in the pattern {self._text!r:.80}")
 
     def _alternatives(self) -> _Matcher:
         """Parse up to ``)`` or the end."""
@@ -162,11 +162,11 @@ _INITIAL: Final = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initializations that leave the weights of the base unchanged."""
 _NOT_DONE: Final = {
     "use_dora": "DoRA",
-    "lora_bias": "a bias of the factors",
-    "modules_to_save": "modules that are saved whole",
-    "trainable_token_indices": "tokens that are trained",
+    "lora_bias": "a bias of the LoRA factors",
+    "modules_to_save": "fully saved modules",
+    "trainable_token_indices": "trainable tokens",
     "layer_replication": "replicated layers",
-    "target_parameters": "parameters that are no modules' weights",
+    "target_parameters": "target parameters outside of modules' weights",
     "use_qalora": "QALoRA",
     "alora_invocation_tokens": "activated LoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -223,16 +223,20 @@ class AdapterConfig:
         if config.get("bias", "none") != "none":
             asked.append(f"bias {config['bias']!r:.80}")
         if config.get("init_lora_weights") not in _INITIAL:
-            asked.append(f"weights of the base that were changed by {config['init_lora_weights']!r:.80}")
+            asked.append(f"base weights changed by init_lora_weights={config['init_lora_weights']!r:.80}")
         patterns = [config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
         if not all(isinstance(one, dict) for one in patterns):
-            asked.append("patterns of ranks and alphas that are no tables")
+            asked.append("rank_pattern or alpha_pattern that is not a JSON object")
             patterns = []
         if any(len(one) > _MAX_PATTERNS for one in patterns):
-            raise CheckpointFormatError(f"{path} has more than {_MAX_PATTERNS} patterns", path=path)
+            raise CheckpointFormatError(
+                f"{path} has more than {_MAX_PATTERNS} patterns, the limit", path=path
+            )
         by_end = [[*_compiled(one, asked)] for one in patterns]
         if asked:
-            raise UnsupportedFormatError(f"{path} asks for {'; '.join(asked)}: that is not merged", path=path)
+            raise UnsupportedFormatError(
+                f"{path}: merging does not support {'; '.join(asked)}; merge the adapter with PEFT", path=path
+            )
         faults = [*_faults(config)]
         if faults:
             raise CheckpointFormatError(f"{path}: {listed(faults, most=_MAX_LISTED, show=str)}", path=path)
@@ -259,10 +263,10 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
         own = {f"{pattern} of {end!r:.80}": value for end, value in (config.get(pattern) or {}).items()}
         for what, value in {name: config.get(name), **own}.items():
             if not is_one(value):
-                yield f"{what} is {value!r:.80}, which is no {kind}"
+                yield f"{what} must be a {kind}, not {value!r:.80}"
     for name in _FLAGS:
         if not isinstance(config.get(name), bool | None):
-            yield f"{name} is {config[name]!r:.80}, which is neither true nor false"
+            yield f"{name} must be true or false, not {config[name]!r:.80}"
 
 
 def _is_plain(pattern: str) -> bool:
@@ -329,14 +333,14 @@ def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
             continue
         rank, is_embedding = config.rank_of(module), "lora_embedding_" in own["B"]
         if rank != left[1]:
-            wrong.append(f"{module!r} has the rank {left[1]}, and the configuration says {rank}")
+            wrong.append(f"{module!r} has rank {left[1]}, but the configuration says {rank}")
         shape, is_turned = (left[0], right[1]), config.fan_in_fan_out or is_embedding
         facts = shape, left[1], config.scale(module), is_turned, is_embedding, keeps_ties
         found.append(LowRank(f"{module}.weight", own["B"], own["A"], *facts))
     if strange or not modules:
         raise PlanError(
-            f"{store.url}: {listed(strange, most=_MAX_LISTED) or 'nothing in it'}: no two factors, of one "
-            "rank, of what an adapter adds",
+            f"{store.url}: not pairs of LoRA factors lora_A and lora_B of one rank: "
+            f"{listed(strange, most=_MAX_LISTED) or 'no tensors'}",
             fqns=strange,
         )
     if wrong:

@@ -41,7 +41,7 @@ class Arithmetic:
     def __post_init__(self) -> None:
         count = len(self.weights) + len(self.adapter_weights)
         if not self.weights or count > MAX_SOURCES:
-            raise OptionError(f"a merge is of 1 to {MAX_SOURCES} checkpoints, not of {count}")
+            raise OptionError(f"sources: a merge takes 1 to {MAX_SOURCES} checkpoints, not {count}")
         if self.accumulate not in _SUMS:
             raise OptionError(f"accumulate must be one of {', '.join(_SUMS)}, not {self.accumulate!r}")
 
@@ -59,9 +59,9 @@ def weights_of_sources(
     Raises OptionError for a wrong count, invalid numbers and conflicting options.
     """
     if sum(one is not None for one in (weights, formula, decay)) > 1:
-        raise OptionError("weights, formula and decay: give one of them")
+        raise OptionError("weights, formula and decay exclude each other: pass one of them")
     if not count:
-        raise OptionError("sources: give at least one")
+        raise OptionError("sources: pass at least one checkpoint")
     if formula is not None:
         return formula_weights(formula, source_names(count))
     if weights is None:
@@ -79,9 +79,9 @@ def weights_of_adapters(count: int, weights: Sequence[Weight] | None) -> tuple[f
 def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[float, ...]:
     """Convert numbers, or raise OptionError with all invalid ones."""
     if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
-        raise OptionError(f"{what}: {given!r} is no list of numbers")
+        raise OptionError(f"{what} must be a list of numbers, not {given!r}")
     if len(given) != count:
-        raise OptionError(f"{len(given)} weights are given for {count} {of}")
+        raise OptionError(f"weights: got {len(given)} numbers for {count} {of}; pass one for each")
     found = [_number(weight) for weight in given]
     wrong = [
         f"number {at} is {repr(given[at - 1])[:_MAX_TOLD]}" for at, one in enumerate(found, 1) if one is None
@@ -112,7 +112,7 @@ def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
     decay**count)``. Default: equal weights.
     """
     if count < 1:
-        raise OptionError(f"an average is of 1 checkpoint or more, not of {count}")
+        raise OptionError(f"an average needs at least 1 checkpoint, not {count}")
     if decay is None:
         return (1.0 / count,) * count
     base = _number(decay)
@@ -143,17 +143,16 @@ def formula_weights(formula: str, names: Sequence[str]) -> tuple[float, ...]:
         weights = {name: float(factor) for name, factor in found.items()}
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError, ZeroDivisionError) as error:
         raise OptionError(
-            f"formula: {str(formula)[:_MAX_TOLD]!r} is no sum of sources times numbers, "
-            "such as A + 0.4*(B - C)"
+            f"formula: {str(formula)[:_MAX_TOLD]!r} is not a weighted sum of sources such as A + 0.4*(B - C)"
         ) from error
     if found.get("", 0):
-        raise OptionError("formula: a number alone is added, which is no checkpoint")
+        raise OptionError("formula: a term is a number without a source; write number * source")
     strange = sorted(found.keys() - {*names, ""})
     if strange:
-        raise OptionError(f"formula: {', '.join(strange)}: there are the sources {', '.join(names)} only")
+        raise OptionError(f"formula: unknown sources {', '.join(strange)}; sources are {', '.join(names)}")
     unused = [name for name in names if name not in found]
     if unused:
-        raise OptionError(f"formula: {', '.join(unused)} is not in it; leave out what is not needed")
+        raise OptionError(f"formula does not use the sources {', '.join(unused)}: remove these sources")
     return tuple(weights[name] for name in names)
 
 

@@ -211,7 +211,7 @@ class Conversion(Closable):
         and MissingKeyError."""
         engine, options, place = self._engine, self._options, self.place
         if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
-            raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
+            raise OptionError("hf requires to='safetensors' and a folder as target, not a file")
         chosen: dict[str, Any] = {"only": options.only, "exclude": options.exclude}
         chosen |= {"rename": options.rename, "dtype": options.dtype}
         maps, arithmetic = options.weight_maps, options.arithmetic
@@ -401,10 +401,10 @@ def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
         elif place.file_name in member.index.files or is_commit_object(place.file_name or ""):
             problem = f"{place.url} is a file of the source"
         elif place.file_name is None and (member.file is None or not stays(member.file)):
-            problem = f"the source {member.name} is a file that a new checkpoint in {place.url} would replace"
+            problem = f"a checkpoint in {place.url} would replace the source file {member.name}"
         else:
             continue
-        raise OptionError(f"{problem}; convert to another place", path=place.url)
+        raise OptionError(f"{problem}; choose another target", path=place.url)
 
 
 def _fingerprint(

@@ -115,13 +115,13 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
     try:
         import distributed
     except ImportError as error:
-        needed = "converting on Dask needs the package distributed: pip install 'dcphub[dask]'"
+        needed = "executor='dask://...' needs the package distributed: pip install 'dcphub[dask]'"
         raise PlanError(needed) from error
     connect: Any = distributed.Client
     with connect(f"tcp://{address}", set_as_default=False) as client:
         threads = sum(client.nthreads().values())
         if not threads:
-            raise PlanError(f"the Dask cluster at {address} has no workers")
+            raise PlanError(f"the Dask cluster at {address} has no workers: start dask workers first")
         with client.get_executor(pure=False) as pool:
             yield pool, threads
 
@@ -196,7 +196,7 @@ class LocalProcesses(Executor):
     def _begin(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._is_aborted:
-                raise CheckpointError("the conversion was given up")
+                raise CheckpointError("the conversion was aborted")
             connection, theirs = Pipe()
             # -I would lose the paths of an editable installation, and the user's own.
             command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
@@ -218,8 +218,8 @@ class LocalProcesses(Executor):
             process.terminate()  # the connection is lost, so a living process is of no use
             code = process.wait()
             raise CheckpointError(
-                f"a process of the conversion ended with exit code {code} (negative: killed by that signal, "
-                "9 often means out of memory). Convert again to resume; use fewer workers to need less memory"
+                f"a conversion process ended with exit code {code} (negative: killed by this signal; -9 "
+                "often means out of memory). Convert again to resume; fewer workers need less memory"
             ) from error
         return pickle.loads(answer)
 

@@ -136,7 +136,7 @@ class TaskResult:
             return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointFormatError(
-                "the record of a conversion's progress cannot be read; convert again"
+                "the progress record of the conversion is damaged; convert again"
             ) from error
 
 

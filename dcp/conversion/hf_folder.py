@@ -78,7 +78,7 @@ class HfFolder:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise CheckpointFormatError(f"{CONFIG} of {self.url} is no JSON object", path=self.url)
+            raise CheckpointFormatError(f"{CONFIG} of {self.url} is not a JSON object", path=self.url)
         return found
 
     def files_for(self, dtype: str | None) -> Mapping[str, bytes]:
@@ -105,7 +105,7 @@ def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -
     if not folder.is_dir():
         match = _HUB_NAME.fullmatch(text)
         if match is None:
-            raise OptionError(f"hf: {text} is no folder, and no name of a model", path=text)
+            raise OptionError(f"hf: {text} is neither a folder nor the name of a model on the hub", path=text)
         folder = _snapshot(match["name"], match["revision"], also)
     # Links are read if they stay in the folder or, in a cache of the hub, lead to that model's files.
     real = folder.resolve()
@@ -119,21 +119,24 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
     found = [*_wanted(store, "", store.list(), also)]
     if _CONFIGS.isdisjoint(path for path, *_ in found):
         raise OptionError(
-            f"hf: {store.url} has neither {CONFIG} nor {ADAPTER_CONFIG}, or only links out of it",
+            f"hf: {store.url} is not a model folder: it has neither {CONFIG} nor {ADAPTER_CONFIG} (links out "
+            "of the folder do not count)",
             path=store.url,
         )
     if open_below is not None and store.capabilities.lists_folders:
         found += _below(ParentFolder(store, open_below), also)
     idle = [glob for glob in also if not any(fnmatchcase(path, glob) for path, *_ in found)]
     if idle:
-        raise OptionError(f"hf_also: {', '.join(map(repr, idle))} match no file of {store.url} but weights")
+        raise OptionError(
+            f"hf_also: {', '.join(map(repr, idle))} match no file of {store.url} except weights"
+        )
     large = [path for path, _, info in found if info.size_bytes > _MAX_FILE_BYTES]
     total = sum(info.size_bytes for *_, info in found)
     if large or total > _MAX_BYTES or len(found) > _MAX_FILES:
-        shown = f"{total} bytes are beside its weights, in {len(found)} files"
+        shown = f"{len(found)} files with {total} bytes besides the weights, above the limit"
         if large:
-            shown = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
-        raise OptionError(f"hf: {store.url} is no template: {shown}", path=store.url)
+            shown = f"larger than {_MAX_FILE_BYTES} bytes: {', '.join(large[:10])}"
+        raise OptionError(f"hf: {store.url} cannot be a template: {shown}", path=store.url)
     files = {path: own.read(info.name, limit_bytes=_MAX_FILE_BYTES) for path, own, info in found}
     index = None  # of its weights, to compare names with; a template needs none
     with suppress(CheckpointError):
@@ -206,7 +209,7 @@ def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:
         hub = import_module("huggingface_hub")
     except ImportError:
         raise OptionError(
-            f"hf: there is no folder {name}; for models of the hub install huggingface_hub", path=name
+            f"hf: folder {name} not found; for a model of the hub, install huggingface_hub", path=name
         ) from None
     try:
         known = [pattern for one in sorted(HF_NAMES) for pattern in (one, f"*/{one}")]
@@ -214,6 +217,6 @@ def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:
         found = hub.snapshot_download(name, revision=revision, allow_patterns=wanted)
     except (OSError, ValueError) as error:  # also of no connection, and of a name that none can have
         raise CheckpointNotFoundError(
-            f"hf: there is no folder {name}, nor does the hub give a model of that name: {error}", path=name
+            f"hf: neither a folder {name} nor a model of this name on the hub was found: {error}", path=name
         ) from error
     return Path(found)

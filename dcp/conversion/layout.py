@@ -136,7 +136,7 @@ class TargetLayout:
             names.append(f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path))
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
-            raise PlanError(f"{twice} would be two files: rename what it is made of")
+            raise PlanError(f"two files would have the name {twice}: rename one of their tensors")
         sizes = np.array(list(map(len, self.literals.data)), np.int64)
         files = np.concatenate([self.literals.files, self.copies.files])
         offsets = np.concatenate([self.literals.offsets, self.copies.offsets])
@@ -148,7 +148,9 @@ class TargetLayout:
             ends = offsets[rows] + sizes[rows]
             begins = np.concatenate([offsets[rows], [size]])
             if not np.array_equal(begins, np.concatenate([[0], ends])):
-                raise PlanError(f"the layout of {name} leaves gaps or overlaps; this is an error of dcphub")
+                raise PlanError(
+                    f"the layout of {name} has gaps or overlaps; please report this bug of dcphub"
+                )
 
 
 # -- objects of a window -------------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ class LocalPublisher(Publisher):
                 self.close()
             else:
                 raise StorageError(
-                    f"{self._ledger} is removed or replaced as soon as it is made, so that no process can be "
-                    "kept from converting to the same target",
+                    f"another process removes or replaces the lock file {self._ledger}, so two conversions "
+                    "to the same target cannot be prevented",
                     path=str(self._ledger),
                     op="lock",
                 )
@@ -136,8 +136,8 @@ class LocalPublisher(Publisher):
             except BlockingIOError:
                 self.close()
                 raise CheckpointConflictError(
-                    f"another process is converting to the same target now (it holds {self._ledger}); wait "
-                    "for it, or stop it",
+                    f"another process is converting to the same target (it holds the lock {self._ledger}); "
+                    "wait for its end, or stop it",
                     path=str(self._ledger),
                 ) from None
             except OSError as error:
@@ -318,7 +318,7 @@ class LocalPublisher(Publisher):
             PosixStore(self._target.parent).sync()
         except StorageError as error:
             raise type(error)(
-                f"{self.place.url} is complete, but may not outlast a power cut: {error}",
+                f"{self.place.url} is complete, but may be lost in a power failure: {error}",
                 **error.facts | {"committed": True},
             ) from error
 
@@ -432,8 +432,8 @@ def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
     for entry in _others(target, folder, layout):
         if entry.is_dir() or entry.is_symlink():
             raise PlanError(
-                f"{entry} is in the folder to be replaced, and would have to be moved; convert to another "
-                "target and put the folders together yourself",
+                f"{entry} is a subfolder of the target to be replaced, and would be lost; convert to another "
+                "target and merge the folders yourself",
                 path=str(entry),
             )
         _keep(entry, folder / entry.name)
@@ -550,8 +550,8 @@ def refusal_to_put_back(work: Path) -> str | None:
     for old, target in only_copies(work):
         if _is_taken(target):
             return (
-                f"{target} was created by another process while a conversion was replacing it; the replaced "
-                f"files are in {old}: move them to another place, or delete them"
+                f"{target} was created by another process while a conversion was replacing it. The old "
+                f"files are in {old}: move or delete them"
             )
     return None
 
@@ -572,8 +572,8 @@ def settle(work: Path) -> None:
             old.rename(target)
         except OSError as error:
             raise StorageError(
-                f"{target} could not be put back ({error.strerror}): its files are in {old}. The next "
-                "conversion to it puts them back once the storage works again, and so does dcp gc",
+                f"{target} could not be restored ({error.strerror}): its files are in {old}. The next "
+                "conversion to this target or dcp gc restores them once the storage works again",
                 path=str(target),
                 op="rename",
                 errno=error.errno,

@@ -336,7 +336,7 @@ class _Merging:
         where = "; ".join(f"{number}: {name}" for number, name in enumerate(names, 1))
         raise PlanError(
             f"{len(shown)} tensors cannot be merged: {listed(shown, most=_MAX_LISTED, show=str)}. The "
-            f"sources are {where}. Leave such tensors out (exclude), or rename them",
+            f"sources are {where}. Exclude these tensors (exclude=), or rename them (rename=)",
             fqns=list(self.problems),
             problems=shown,
         )
@@ -351,7 +351,7 @@ class _Merging:
         for name in dict.fromkeys(name for one in self.sources for name in one.names):
             missing = [str(number) for number, own in enumerate(places, 1) if name not in own]
             if missing:
-                self.problems[name] = f"is not in {', '.join(missing)}"
+                self.problems[name] = f"is missing from {', '.join(missing)}"
             else:
                 common.append(name)
         chosen = (np.array([own[name] for name in common], np.int64) for own in places)
@@ -368,15 +368,15 @@ class _Merging:
         floating = np.isin(codes, list(CASTABLE)).all(axis=0)
         for at in np.flatnonzero(~alike).tolist():
             shapes = [str(index.shape(int(own[at]))) for index, own in pairs]
-            self.problems[names[at]] = f"has the shapes {', '.join(shapes)}"
+            self.problems[names[at]] = f"has different shapes: {', '.join(shapes)}"
         is_sum = len(self.sources) > 1 or self.arithmetic.weights != (1.0,)
         for at in np.flatnonzero(alike & ~floating).tolist():
             own_codes = codes[:, at].tolist()
             types = [dtypes.BY_CODE[code].name for code in own_codes]
             if len(set(types)) > 1:
-                self.problems[names[at]] = f"is {', '.join(types)}"
+                self.problems[names[at]] = f"has different dtypes: {', '.join(types)}"
             elif is_sum and own_codes[0] not in _WHOLE_NUMBERS:
-                self.problems[names[at]] = f"is {types[0]}, which is not added"
+                self.problems[names[at]] = f"is {types[0]}, a dtype that cannot be summed"
             self.unmerged.add(names[at])
         return np.flatnonzero(alike & floating)
 
@@ -402,24 +402,24 @@ class _Merging:
         if self.is_tied and (low_rank.is_embedding or name.removesuffix(".weight").endswith(_OUTPUT)):
             if not low_rank.keeps_ties:
                 self.problems[name] = (
-                    "is tied to the other end of the model (tie_word_embeddings of config.json), which would "
-                    "change as well: give a base that was saved untied"
+                    "is tied to the other embedding (tie_word_embeddings in config.json), which would change "
+                    "as well: pass a base model saved with untied embeddings"
                 )
             if row is None or not low_rank.keeps_ties:  # the tied tensor gets the same product
                 return None
         if row is None:
             close = near_names(name, tensors, most=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
-            self.problems[name] = f"is adapted, but is not a floating-point tensor of the base{meant}"
+            self.problems[name] = f"is adapted, but the base has no such floating-point tensor{meant}"
             return None
         there = self.sources[0].index.shape(row)
         is_turned = there == shape[::-1] and (there != shape or low_rank.is_turned)
         if not is_turned and there != shape:
-            self.problems[name] = f"has the shape {there}, and what an adapter adds has {shape}"
+            self.problems[name] = f"has the shape {there}, but the adapter's update has the shape {shape}"
             return None
         size = dtypes.BY_CODE[self.arithmetic.code].itemsize
         if low_rank.rank * there[1] * size > _MAX_FACTOR_BYTES:
-            self.problems[name] = f"is too wide for a product of rank {low_rank.rank}"
+            self.problems[name] = f"is too large for the adapter's update of rank {low_rank.rank}"
             return None
         return is_turned
 

@@ -198,8 +198,7 @@ class Publisher(ABC):
 
     def _conflict(self) -> CheckpointConflictError:
         return CheckpointConflictError(
-            f"{self.place.url} was created by another process during the conversion "
-            "and is unchanged; choose another target",
+            f"{self.place.url} was created by another process during the conversion; choose another target",
             alternative="replace it",
             argument="overwrite=True",
             path=self.place.url,
@@ -318,8 +317,8 @@ class StoredPublisher(Publisher):
             place.refuse_existing(is_leftover if place.attempt else None)
         elif place.file_name is None and layout.index is None and has_checkpoint(place.store):
             raise PlanError(
-                f"{place.url} holds a sharded checkpoint, which files of another format cannot replace in "
-                "one step; delete it first, or convert to another target",
+                f"{place.url} holds a sharded checkpoint, which a file of another format cannot replace "
+                "atomically; remove it first (dcp rm), or convert to another target",
                 path=place.url,
             )
 

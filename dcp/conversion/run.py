@@ -241,9 +241,9 @@ def merge(
     begun = time.perf_counter()
     check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume, progress=progress)
     if run is None and (last is not None or decay is not None):
-        raise OptionError("last and decay are about the steps of a run, which is missing")
+        raise OptionError("last and decay require run")
     if run is not None and (sources or weights is not None or formula is not None or last is None):
-        raise OptionError("run: goes with last, and not with sources, weights or a formula")
+        raise OptionError("run requires last, and excludes sources, weights and formula")
     if run is None or last is None:
         given = _places("sources", sources)
     else:
@@ -271,17 +271,17 @@ def _maps(
     if given is None:
         return ()
     if adapters:
-        raise OptionError("map: adapters are added before it: merge first, then convert")
+        raise OptionError("map and adapters exclude each other: merge the adapters first, then convert")
     if isinstance(given, WeightMap | Mapping | str | os.PathLike):
         return (WeightMap.of(given),)
     if len(given) != sources:
-        raise OptionError(f"map: {len(given)} are given for {sources} sources; give one, or one for each")
+        raise OptionError(f"map: got {len(given)} maps for {sources} sources; pass one, or one for each")
     return tuple(None if one is None else WeightMap.of(one) for one in given)
 
 
 def _places(what: str, given: Sequence[_Place]) -> list[str]:
     if isinstance(given, str | os.PathLike):
-        raise OptionError(f"{what}: {given!r} is one; give a list, [{given!r}]")
+        raise OptionError(f"{what} must be a list: pass [{given!r}]")
     return [place_text(one) for one in given]
 
 
@@ -312,19 +312,19 @@ def last_steps(
     PlanError names damaged and partial steps; CheckpointNotFoundError for fewer steps.
     """
     if not isinstance(last, int) or last < 1:
-        raise OptionError(f"last must be a number of steps, not {last!r}")
+        raise OptionError(f"last must be a positive number of steps, not {last!r}")
     steps = StepFolders(run, name, open_store=_opened(place_text(run), storage_options))
     newest = [step for step, _ in zip(steps.newest_first(), range(last), strict=False)]
     if len(newest) < last:
         raise CheckpointNotFoundError(
-            f"{steps.root.url}: there are {len(newest)} committed steps, and {last} are asked for"
+            f"{steps.root.url} has {len(newest)} committed steps, fewer than last={last}"
         )
     problems = {step: problem for step in newest if (problem := _problem(steps, step))}
     if problems:
         shown = [f"step {step} {problem}" for step, problem in problems.items()]
         raise PlanError(
-            f"{steps.root.url}: {listed(shown, most=_MAX_LISTED, show=str)}. Give the steps that are to be "
-            "averaged as sources",
+            f"{steps.root.url}: {listed(shown, most=_MAX_LISTED, show=str)}. Pass the intact steps as "
+            "sources instead",
             problems=shown,
         )
     return [steps.checkpoint_id(step) for step in newest]
@@ -385,6 +385,6 @@ def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Ite
             raise
         raise SourceChangedError(
             f"{found.name} changed during the conversion: a save replaced it, or "
-            "a part was dropped; convert it again",
+            "a part was dropped; convert again",
             path=found.name,
         ) from error

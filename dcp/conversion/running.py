@@ -240,7 +240,7 @@ class ResultChecks(SourceChecks):
         sums."""
         if missing := int((self._crcs == _UNKNOWN).sum()):
             raise CheckpointError(
-                f"{missing} blocks of the output were not written; this is an error of dcphub"
+                f"{missing} blocks of the output were not written; please report this bug of dcphub"
             )
         if self.faults:
             refuse_faults(self.faults, self._engine.index)
@@ -273,9 +273,9 @@ def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None
     ]
     names = sorted({name for name, _ in counts})
     raise FaultySumsError(
-        f"{len(names)} of the sums have elements that are no numbers, or that no element of the target can "
-        f"be: {listed(shown, most=_MAX_LISTED, show=str)}. Nothing was published. Leave these "
-        "tensors out, or give them a wider dtype",
+        f"{len(names)} merged tensors have NaN or infinite elements, or elements out of the range of the "
+        f"target's dtype: {listed(shown, most=_MAX_LISTED, show=str)}. Nothing was published. Exclude these "
+        "tensors, or use a wider dtype",
         fqns=names,
         problems=shown,
     )
@@ -472,7 +472,7 @@ class TaskReader(Closable):
             crc = position = 0
             for fragment in sorted(self._fragments.get(hole.copy, [])):
                 if fragment.begin != position:
-                    raise CheckpointError("a copy was not written in order; this is an error of dcphub")
+                    raise CheckpointError("a copy was not written in order; please report this bug of dcphub")
                 crc, position = crc32_combine(crc, fragment.crc, fragment.end - position), fragment.end
             data = crc.to_bytes(4, "little")
             low, high = max(begin, hole.offset), min(end, hole.offset + 4)  # it may be in two windows
@@ -557,7 +557,7 @@ class BatchSettings:
     def refuse_changed(self, engine: ReadEngine, name: str) -> None:
         """Raise SourceChangedError unless ``engine`` reads the planned source."""
         if source_mark(engine.store, engine.index, self.to) != self.source_mark:
-            raise SourceChangedError(f"{name} changed during the conversion; convert it again", path=name)
+            raise SourceChangedError(f"{name} changed during the conversion; convert again", path=name)
 
     def open_output(self, task: Task) -> WriteHandle:
         """Return a range of a task's file, or the file; files of an earlier run are compared."""

@@ -191,7 +191,7 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path, how: str) -> list[A
     [
         ("sparse", "to_dense"),
         ("failing", "asked for the state"),
-        ("interrupted", "staging was ended by a KeyboardInterrupt"),
+        ("interrupted", "staging was interrupted by KeyboardInterrupt"),
         ("changed", "'plain'"),
     ],
 )

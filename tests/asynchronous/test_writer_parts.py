@@ -93,7 +93,7 @@ def test_a_reply_that_cannot_be_understood_costs_one_save(
     save = partial(dcp.async_save, {"a": torch.ones(2)}, no_dist=True, async_checkpointer_type=kind)
     with monkeypatch.context() as patch:
         patch.setattr(link, "msgpack", SimpleNamespace(packb=msgpack.packb, unpackb=unpackb))
-        with pytest.raises(dcp.errors.WriterProcessError, match="could not be understood and was killed: Ty"):
+        with pytest.raises(dcp.errors.WriterProcessError, match="sent an invalid message and was killed: Ty"):
             save(checkpoint_id=tmp_path / "1").result(240)
     save(checkpoint_id=tmp_path / "2").result(240)
     assert dcp.read(tmp_path / "2")["a"].sum() == 2

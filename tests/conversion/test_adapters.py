@@ -121,7 +121,7 @@ def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None
     adapter: dict[str, Any] = {"adapters": [tmp_path / "adapter"], "executor": "inline"}
     out = tmp_path / "out"
     for source, hf in ((tmp_path / "base", None), (tmp_path / "base.pt", tmp_path / "base")):
-        with pytest.raises(PlanError, match=r"is tied to the other end of the model .*saved untied"):
+        with pytest.raises(PlanError, match=r"is tied to the other embedding .*untied embeddings"):
             dcp.merge([source], out, to="safetensors", hf=hf, **adapter)
     dcp.merge([tmp_path / "base.pt"], tmp_path / "out.pt", **adapter)
     made, base = torch.load(tmp_path / "out.pt"), llama(tied=True).state_dict()
@@ -150,14 +150,14 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
     ("config", "words"),
     [
         ({"peft_type": "IA3"}, "adapters of the type 'IA3'"),
-        ({"modules_to_save": ["head"]}, "modules that are saved whole"),
-        ({"init_lora_weights": "pissa"}, "changed by 'pissa'"),
-        ({"rank_pattern": {"(a+)+b": 3}}, "of the pattern"),
+        ({"modules_to_save": ["head"]}, "fully saved modules"),
+        ({"init_lora_weights": "pissa"}, "changed by init_lora_weights='pissa'"),
+        ({"rank_pattern": {"(a+)+b": 3}}, "in the pattern"),
         ({"use_dora": True, "bias": "all"}, "DoRA; bias 'all'"),
-        ({"r": 0}, "r is 0, which is no whole number above 0"),
+        ({"r": 0}, "r must be a whole number above 0, not 0"),
         ({"rank_pattern": {f"m{number}": 2 for number in range(10_001)}}, "more than 10000 patterns"),
         ({"lora_alpha": 1e999}, "adapter_config"),
-        ({"r": 3}, "has the rank 2, and the configuration says 3"),
+        ({"r": 3}, "has rank 2, but the configuration says 3"),
     ],
 )
 def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, Any], words: str) -> None:

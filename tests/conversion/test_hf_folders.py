@@ -287,9 +287,9 @@ def test_folders_of_a_template(template: Path, checkpoint: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"to": "dcp"}, "hf is for a folder of safetensors"),
-        ({"to": "safetensors", "target": "model.safetensors"}, "no name of a file"),
-        ({"to": "safetensors", "hf": "nowhere/at/all"}, "is no folder, and no name of a model"),
+        ({"to": "dcp"}, "hf requires to='safetensors' and a folder"),
+        ({"to": "safetensors", "target": "model.safetensors"}, "a folder as target, not a file"),
+        ({"to": "safetensors", "hf": "nowhere/at/all"}, "is neither a folder nor the name of a model"),
     ],
 )
 def test_options_that_cannot_be_meant(
@@ -342,5 +342,8 @@ def test_a_model_of_the_hub(template: Path, checkpoint: Path, tmp_path: Path) ->
     arguments[arguments.index("somebody/small")] = "somebody/large"
     arguments[2] = tmp_path / "other"
     done = run_program("-m", "dcp", *map(str, arguments), env=environment)
-    assert done.returncode == 3 and "no folder somebody/large, nor does the hub" in done.stderr
+    assert (
+        done.returncode == 3
+        and "neither a folder somebody/large nor a model of this name on the hub" in done.stderr
+    )
     assert not (tmp_path / "other").exists()

@@ -94,11 +94,11 @@ def test_all_that_does_not_go_together_is_named_at_once(tmp_path: Path) -> None:
         dcp.merge(sources, tmp_path / "out")
     assert sorted(caught.value.fqns) == odd
     for words in (
-        "'shape' has the shapes (3,), (1, 3)",
-        "'kind' is float32, int64",
-        "'mine' is not in 2",
-        "'theirs' is not in 1",
-        "'complex' is complex64, which is not added",
+        "'shape' has different shapes: (3,), (1, 3)",
+        "'kind' has different dtypes: float32, int64",
+        "'mine' is missing from 2",
+        "'theirs' is missing from 1",
+        "'complex' is complex64, a dtype that cannot be summed",
     ):
         assert words in str(caught.value)
     assert names_in(tmp_path) == ["one", "other"]
@@ -274,7 +274,7 @@ def test_averages_over_a_run(tmp_path: Path) -> None:
     torch.testing.assert_close(dcp.read(tmp_path / "ema")["w"], expected, rtol=1e-14, atol=1e-15)
     user = dcp.open_index(tmp_path / "ema").user
     assert user["step"] == 40 and "metrics" not in user
-    with pytest.raises(CheckpointNotFoundError, match="there are 4 committed steps, and 5 are asked for"):
+    with pytest.raises(CheckpointNotFoundError, match="has 4 committed steps, fewer than last=5"):
         dcp.merge([], tmp_path / "more", run=tmp_path / "run", last=5)
 
 

@@ -114,7 +114,7 @@ def test_what_does_not_go_together_fails_for_good(site: JobSite, tmp_path: Path)
     dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "main/other", no_dist=True)
     dcp.save({"weight": torch.full(_SHAPE, torch.inf)}, checkpoint_id=tmp_path / "main/inf", no_dist=True)
     site.scan("main")
-    for name, words in (("other", "'weight' has the shapes"), ("inf", "'weight' (600 NaN or infinite)")):
+    for name, words in (("other", "'weight' has different shapes"), ("inf", "'weight' (600 NaN or infinite)")):
         job = site.do("merge", sources=[ids(site)[0], site.id("main", name)], **target)
         assert job.state == "failed" and words in str(job.error)
         assert str(tmp_path) not in str(job.error)
