@@ -1,7 +1,7 @@
 """Generate `dcp.server.client`: models and methods from the OpenAPI document of the service, and the
-synchronous client from the asynchronous one.
+synchronous client from the asynchronous client.
 
-``python -m tools.client`` writes the files; with ``--check`` it fails where one is stale.
+``python -m tools.client`` writes the files; with ``--check`` it fails if a file is stale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLIENT: Final = Path(__file__).parents[1] / "server" / "client"
 
 
 def generated() -> dict[Path, str]:
-    """The texts of all generated modules, in the style of the repository."""
+    """Return the text of each generated module, in the style of the repository."""
     asynchronous = (CLIENT / "asynchronous.py").read_text()
     written = re.findall(r"\bdef (\w+)\(", asynchronous + (CLIENT / "operations.py").read_text())
     texts = {
@@ -36,7 +36,7 @@ def generated() -> dict[Path, str]:
 
 
 def _formatted(path: Path, text: str) -> str:
-    # sorted imports, `yield from` and `list()`, which have no like among what is awaited
+    # sorted imports, `yield from` and `list()`, which have no asynchronous form
     for command in (["check", "--fix", "--unsafe-fixes", "--select", "I,C416,F401,UP028"], ["format"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "--stdin-filename", str(path), "-"]
         run = subprocess.run(ruff, input=text, capture_output=True, text=True, check=False)
@@ -47,7 +47,7 @@ def _formatted(path: Path, text: str) -> str:
 
 
 def main() -> None:
-    """Write the files, or with ``--check`` compare them."""
+    """Write the files; with ``--check`` compare them."""
     stale = {
         path: text for path, text in generated().items() if not path.exists() or path.read_text() != text
     }

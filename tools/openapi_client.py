@@ -1,4 +1,4 @@
-"""Python from an OpenAPI document: data classes of its answers, and a method for each operation."""
+"""Python from an OpenAPI document: data classes of the answers, and a method for each operation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES: Final = {
     "TotalsAnswer": "RetentionTotals",
     "WaitingAnswer": "JobWaiting",
 }
-"""Models that are not named as their schema, less "Answer"."""
+"""Names of models that differ from the schema's name without "Answer"."""
 _BASES: Final = {"CheckpointDetail": "Checkpoint", "CreatedKey": "Key", "WebhookSecret": "Webhook"}
 _OPTIONS: Final = {
     "change_retention_policy": "PolicyChanges",
@@ -55,7 +55,8 @@ _OPTIONS: Final = {
     "lookup_checkpoint": "LookupQuery",
     "register_checkpoint": "RegistrationOptions",
 }
-"""Typed dictionaries of the optional parameters of an operation, or of the optional members of its body."""
+"""Names of typed dictionaries with the optional parameters of an operation, or the optional members of its
+body."""
 _METHOD_NAMES: Final = {
     "cancel_job": "cancel",
     "change_metrics": "set_metrics",
@@ -80,7 +81,7 @@ _METHOD_NAMES: Final = {
     "verify_checkpoint": "verify",
     "watch_job": "watch",
 }
-"""Methods that are not named as their operation, less "get" and "list"."""
+"""Names of methods that differ from the operation's name without "get" and "list"."""
 _IS_FINAL: Final = '''
     @property
     def is_final(self) -> bool:
@@ -115,14 +116,14 @@ class Methods:
 '''
 
 _WIDTH: Final = 106
-"""Of a line in a method, without its indentation by four."""
+"""Width of a line in a method, without the indentation of four."""
 
 Json = Mapping[str, Any]
 
 
 def modules(document: Json, written: Container[str]) -> dict[str, str]:
-    """The texts of "models", and of "methods" with a method for each operation, less those ``written`` by
-    hand."""
+    """Return the text of "models", and of "methods" with a method for each operation except those ``written``
+    by hand."""
     models = _Models(document["components"]["schemas"])
     operations = [
         _Operation(models, method.upper(), path.removeprefix(_API), operation)
@@ -139,7 +140,7 @@ def modules(document: Json, written: Container[str]) -> dict[str, str]:
 
 
 class _Models:
-    """Data classes of the schemas that answers refer to."""
+    """Data classes of the schemas used by answers."""
 
     def __init__(self, schemas: Json) -> None:
         self.schemas = schemas
@@ -147,14 +148,14 @@ class _Models:
         self._used: set[str] = set()
 
     def classes(self) -> list[str]:
-        """The classes that are used, base classes first."""
+        """Return the used classes, base classes first."""
         texts: dict[str, str] = {}
         while new := self._used - texts.keys():
             texts |= {name: self._data_class(name) for name in new}
         return [texts[name] for name in sorted(texts, key=lambda name: (name in _BASES, name))]
 
     def use(self, schema: Json) -> str:
-        """The name of the class of a reference."""
+        """Return the class name of a reference, and record its use."""
         component = schema["$ref"].rpartition("/")[2]
         name = _class_name(component)
         if self._components[name] != component:
@@ -163,11 +164,11 @@ class _Models:
         return name
 
     def resolved(self, schema: Json) -> Json:
-        """The schema that a reference refers to."""
+        """Return the schema of a reference."""
         return self.schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
     def type_of(self, schema: Json, *, is_answer: bool) -> str:
-        """The type of a value in an answer, or of an argument, which may be wider."""
+        """Return the type of a value in an answer, or of an argument, which may be wider."""
         if "anyOf" in schema:
             kinds = {self.type_of(each, is_answer=is_answer) for each in schema["anyOf"]}
             return " | ".join(sorted(kinds, key=lambda kind: (kind == "None", kind)))
@@ -200,7 +201,7 @@ class _Models:
 
 
 class _Operation:
-    """One operation. ``options``: the name of the typed dictionary of its options."""
+    """An operation. ``options`` is the name of the typed dictionary of its options."""
 
     def __init__(self, models: _Models, method: str, path: str, operation: Json) -> None:
         self.name = operation["operationId"]
@@ -224,7 +225,7 @@ class _Operation:
         self._in_options = [name for name in self._optional if self.options and name != "limit"]
 
     def typed_dict(self) -> str:
-        """The typed dictionary of its options."""
+        """Return the typed dictionary of the options."""
         members = [
             f"    {name}: {self._type(name, may_be_none=self._method != 'PATCH')}\n"
             f"{_docstring(self._given[name].get('description', ''))}"
@@ -234,7 +235,7 @@ class _Operation:
         return f"class {self.options}(TypedDict, total=False):\n{about}\n{''.join(members)}"
 
     def method(self) -> str:
-        """The method that sends the request."""
+        """Return the method that sends the request."""
         about = _docstring(self._operation.get("description", self.name).partition("\n\n")[0])
         _, result = self._result()
         if not self._is_paged:
@@ -250,7 +251,7 @@ class _Operation:
         return f"{head}\n{about}{line}"
 
     def _result(self) -> tuple[str, str]:
-        """The function that parses the answer, and the type of its result."""
+        """Return the function that parses the answer, and its result type."""
         if not self._answer:
             return "nothing", "None"
         is_list = "items" in self._members
@@ -265,7 +266,7 @@ class _Operation:
         return f"one({model})", model
 
     def _arguments(self, keywords: list[str]) -> str:
-        """Required parameters by place, the others by name, besides ``keywords``."""
+        """Return required parameters as positional ones, and the others by name, after ``keywords``."""
         positional = [f"{each['name']}: {_SCALARS[each['schema']['type']]}" for each in self._places("path")]
         positional += [f"{name}: {self._type(name)}" for name in self._given if name in self._required]
         positional += ["body: Mapping[str, Any]"] * bool(self._body and not self._in_body)
@@ -276,7 +277,7 @@ class _Operation:
         return ", ".join(["self", *positional, *(["*", *keywords] if keywords else []), *options])
 
     def _request(self, path: str) -> str:
-        """The arguments that make the request."""
+        """Return the arguments of the request."""
         parse, _ = self._result()
         responses, scope = self._operation["responses"], self._operation.get("x-required-scope")
         only_reads = self._method == "POST" and "200" in responses and scope == "read"
@@ -297,7 +298,7 @@ class _Operation:
         return ", ".join(text for text, applies in parts.items() if applies)
 
     def _body_text(self) -> str:
-        """The body; without members that are None, unless a change may set them to null."""
+        """Return the body without members that are None, unless a change may set them to null."""
         members = [f'"{name}": {name}' for name in self._in_body if name not in self._in_options]
         text = f"{{{', '.join(members + ['**options'] * bool(self.options))}}}" if self._in_body else "body"
         return text if self._method == "PATCH" and self.options else f"given({text})"
@@ -330,7 +331,7 @@ def _class_name(component: str) -> str:
 
 
 def _success(operation: Json) -> Json:
-    """The contents of the first answer that is no error, by media type."""
+    """Return the contents of the first successful answer by media type."""
     answers = (answer for status, answer in operation["responses"].items() if status.startswith("2"))
     content: Json = next(answers).get("content", {})
     return content

@@ -1,4 +1,4 @@
-"""Make synchronous code of asynchronous code: the same words without `await`."""
+"""Translate asynchronous Python to synchronous Python: the same code without `await`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _REWRITTEN: Final = tuple(
         (r"\b(?:async|await) ", ""),
         (r"\bAwaitable\[(\w+)\]", r"\1"),
         (r", Awaitable\b|\bAwaitable, ", ""),
-        # classes of this client, of httpx and of typing
+        # classes of the client, of httpx and of typing
         (r"\bAsync([A-Z]\w+)", r"\1"),
         (r"\basynccontextmanager\b", "contextmanager"),
         (r"\b__a(iter|enter|exit)__", r"__\1__"),
-        # httpx's methods of an answer
+        # methods of httpx responses
         (r"\.a(close|read|iter_raw|iter_bytes)\(", r".\1("),
         (r"\banyio\b", "time"),
         (r"\basynchronous\b", "synchronous"),

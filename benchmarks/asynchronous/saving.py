@@ -138,7 +138,7 @@ class _Life:
         return results
 
     def close(self) -> None:
-        """Release what the sides keep."""
+        """Release the buffers and writers of the contenders."""
         for side in self._sides.values():
             side.close()
 

@@ -148,7 +148,7 @@ class _Loop:
         return result
 
     def close(self) -> None:
-        """Release what the sides keep."""
+        """Release the buffers and writers of the contenders."""
         for side in self._sides.values():
             side.close()
 

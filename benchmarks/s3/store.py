@@ -74,7 +74,7 @@ class _ObjectRounds:
         self._raw = RawLoops(spec.service, state.size_bytes, self._buckets, progress)
 
     def run(self) -> list[Measurement]:
-        """Warm up, then the rounds: all saves, and when what they leave behind is over, the loads."""
+        """Warm up, then run the rounds: all saves, then, after the server's cleanup, the loads."""
         self._warm_up()
         size_bytes, tensors = self._state.size_bytes, len(self._state.by_fqn)
         results = [
