@@ -1,4 +1,4 @@
-"""The command line on URLs of a real S3 server: what it prints, what it ask for, and how it fails."""
+"""Command line on URLs of a real S3 server: output, requests and errors."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _failed(outcome: Outcome) -> str:
     return outcome.err
 
 
-# -- what they print -----------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------------------
 
 
 def test_ls_show_and_verify(s3_server: S3Server, s3_root: str) -> None:
-    """As on disk: a checkpoint, one that was not committed, one that is damaged."""
+    """A committed, an incomplete and a damaged checkpoint are listed as on disk."""
     root = f"{s3_root}/run"
     good, half, bad = (_save(f"{root}/step-{step}", s3_server) for step in (10, 2, 11))
     options = _given(s3_server)
@@ -71,7 +71,7 @@ def test_ls_show_and_verify(s3_server: S3Server, s3_root: str) -> None:
 def test_options_from_the_environment(
     s3_server: S3Server, s3_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A variable of ours has the JSON, and is for URLs only; what botocore reads itself serves as well."""
+    """DCP_STORAGE_OPTIONS has options as JSON, for URLs only; botocore's own variables work as well."""
     url = _save(f"{s3_root}/step-1", s3_server)
     with monkeypatch.context() as patch:
         patch.setenv("DCP_STORAGE_OPTIONS", json.dumps(s3_server.storage_options))
@@ -88,7 +88,7 @@ def test_options_from_the_environment(
 
 
 def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
-    """Remains and uploads of killed saves are listed; what is told to go goes; the checkpoint verifies."""
+    """Leftovers and uploads of killed saves are listed and removed on request; the checkpoint verifies."""
     kept, gone = _save(f"{s3_root}/step-1", s3_server), _save(f"{s3_root}/step-2", s3_server)
     options = _given(s3_server)
     with raw_s3(s3_server) as raw:
@@ -108,7 +108,7 @@ def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
         assert raw.list(s3_root) == before
         assert len(uploads()) == 2
         assert "removed 1 file, 7 B" in run("gc", s3_root, "--hours", "0", "--yes", *options).out
-        # the other one was of the save that is known to be dead
+        # the other upload was of the killed save
         assert uploads() == ["__6_0.4567abcd.distcp"]
         assert run("gc", s3_root, "--yes", "--uploads", *options).status == 0
         assert uploads() == []
@@ -117,12 +117,12 @@ def test_removal_in_a_bucket(s3_server: S3Server, s3_root: str) -> None:
     assert verified(kept, **s3_server.storage_options)["ok"]
 
 
-# -- how they fail -------------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------------------
 
 
 def test_failures_are_one_line(s3_server: S3Server, s3_root: str) -> None:
-    """No such bucket, wrong keys, no permission, an endpoint that does not answer: what, where, and nothing
-    of the secrets."""
+    """A missing bucket, wrong keys, a missing permission and a dead endpoint are errors of one line, with the
+    place and without secrets."""
     secret, nobody = s3_server.storage_options["secret"], "http://127.0.0.1:9"
     wanted: list[tuple[str, tuple[str, str], str]] = [
         ("s3://no-such-bucket/run", _given(s3_server), "there is no bucket 'no-such-bucket'"),
@@ -144,8 +144,8 @@ def test_failures_are_one_line(s3_server: S3Server, s3_root: str) -> None:
 
 
 def test_a_root_that_may_not_be_listed(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Is told as such, by the command and the manager, and is not taken for an empty one; a checkpoint in it
-    loads by its URL."""
+    """The command and the manager raise AccessDenied for a root without permission to list, and do not take
+    the root for empty. A checkpoint loads by its URL."""
     url, options = _save(f"{s3_root}/step-1", s3_proxy), s3_proxy.storage_options
     s3_proxy.spoil(Fault(Kind.ANSWER, 403, "AccessDenied"), operation="ListObjectsV2", times=None)
     assert "AccessDenied" in _failed(run("ls", s3_root, *_given(s3_proxy)))
@@ -157,7 +157,7 @@ def test_a_root_that_may_not_be_listed(s3_proxy: FaultProxy, s3_root: str) -> No
 
 
 def test_throttling_is_waited_out(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Without a word about it, unless it does not end."""
+    """Throttled requests are repeated without output, up to a time limit."""
     url = _save(f"{s3_root}/step-1", s3_proxy)
     s3_proxy.spoil(SLOW_DOWN, times=3)
     quiet = run("show", url, *_given(s3_proxy))

@@ -1,4 +1,4 @@
-"""Conversions to and from S3: what they leave there, also where they are stopped."""
+"""Conversions to and from S3: resulting objects, also after a kill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.s3 import S3Server, raw_s3
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training state on the disk."""
+    """Save a training state on disk."""
     path = tmp_path_factory.mktemp("source") / "checkpoint"
     dcp.save(training_state(), checkpoint_id=path, no_dist=True)
     return path
@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The torch.save file of it."""
+    """Return the training state as a torch.save file."""
     path = tmp_path_factory.mktemp("expected") / "model.pt"
     convert(source, path, to="torch", executor="inline")
     return path.read_bytes()
@@ -42,7 +42,8 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_to_s3_and_back(
     to: str, name: str, source: Path, expected: bytes, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:
-    """Local to S3 in each format, S3 to S3, and back: the bytes are those of a local conversion."""
+    """Conversions from disk to S3 in each format, within S3, and back give the bytes of a local
+    conversion."""
     options = s3_server.storage_options
     convert(source, f"{s3_root}/{name}", to=to, target_options=options, files=2)
     second = f"{s3_root}/second/model.pt"
@@ -57,7 +58,7 @@ def test_to_s3_and_back(
 
 
 def test_a_checkpoint_on_s3_verifies_and_is_replaced(source: Path, s3_server: S3Server, s3_root: str) -> None:
-    """It is committed as a save would commit it, and an existing one stays unless it is to go."""
+    """A conversion commits as a save does, and replaces a checkpoint only with overwrite."""
     options = s3_server.storage_options
     url = f"{s3_root}/copy"
     convert(source, url, to="dcp", target_options=options, only="model", executor="inline")
@@ -90,7 +91,7 @@ def _kinds(*quick: tuple[str, bool]) -> Any:
 
 
 def _assert_large(url: str, options: dict[str, Any]) -> None:
-    """What is there is all of the large one."""
+    """Load the large checkpoint, and assert that all of it is present."""
     loaded = {f"t{n}": torch.zeros(3 << 20, dtype=torch.int32) for n in range(2)}
     dcp.load(loaded, checkpoint_id=url, storage_options=options, no_dist=True)
     assert [int(tensor.sum()) for tensor in loaded.values()] == [0, 3 << 20]
@@ -98,7 +99,7 @@ def _assert_large(url: str, options: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 MiB, of which each file of a target has several parts."""
+    """Save 24 MiB, so that each file of a target has several parts."""
     path = tmp_path_factory.mktemp("large") / "checkpoint"
     state = {f"t{n}": torch.full((3 << 20,), n, dtype=torch.int32) for n in range(2)}
     dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -110,7 +111,7 @@ def _options(server: S3Server | FaultProxy) -> dict[str, Any]:
 
 
 def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], proxy: FaultProxy) -> None:
-    """A conversion that dies while its first part is under way; the server has not heard of that part."""
+    """Kill a conversion during the request for its first part, which does not reach the server."""
     proxy.spoil(HANG, operation="UploadPart", times=None)
     before = len(proxy.requests("UploadPart"))
     arguments = [str(source), url, json.dumps(_options(proxy)), json.dumps(settings)]
@@ -129,8 +130,8 @@ def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], pr
 def test_uploads_of_a_killed_conversion_end_with_the_next(
     kind: str, overwrite: bool, large: Path, s3_proxy: FaultProxy, s3_server: S3Server, s3_root: str
 ) -> None:
-    """Killed while a part is sent, and finished by another call: no upload of its files stays, and those of
-    other keys do."""
+    """A conversion that is killed while it sends a part and then run again leaves no upload of its files.
+    Uploads of other keys stay."""
     name, settings = _LARGE_TARGETS[kind]
     url = f"{s3_root}/{name}"
     others = [f"{s3_root}/{key}" for key in ("other.pt", "other/model.safetensors", "model/mine.safetensors")]

@@ -1,5 +1,5 @@
-"""Ctrl-C while a service has stopped to answer: the caller is back however patient its requests are, and
-nothing is under way any more."""
+"""Ctrl-C during requests without an answer: the call ends at once, whatever the timeouts, and leaves no
+request running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.s3 import raw_s3
 
 _MIB: Final = 1 << 20
 _PATIENCE_SECONDS: Final = 600.0
-"""Of the requests: more than a test may take, so that an interrupt that waited for them fails it."""
+"""Time limit of requests: longer than a test may take, so an interrupt that waits for them fails the test."""
 _rare = pytest.mark.exhaustive
 
 
@@ -29,8 +29,8 @@ def _options_of(proxy: FaultProxy) -> dict[str, Any]:
 
 @contextmanager
 def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
-    """Press Ctrl-C once ``condition`` holds; the interrupt must end the block. The signal reaches another
-    thread: so does it wake none that waits, as where one is just about to."""
+    """Send SIGINT to another thread once ``condition`` holds; the interrupt must end the block. So the signal
+    does not wake a wait of the main thread, as if it arrived just before the wait."""
     left = threading.Event()
 
     def press() -> None:
@@ -61,7 +61,7 @@ def _write_parts(store: Store, name: str, count: int) -> None:
     "fault", [HANG, *(pytest.param(fault, marks=_rare) for fault in (STALLED, INTERNAL_ERROR))], ids=str
 )
 def test_reading_in_several_requests(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
-    """Ends those that other threads have under way, and writes nothing to the memory afterwards."""
+    """An interrupted read ends the requests of other threads, which then do not write to the memory."""
     size = 40 * _MIB  # three requests
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/data", b"x" * size)
@@ -79,7 +79,7 @@ def test_reading_in_several_requests(s3_proxy: FaultProxy, s3_root: str, fault: 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", [HANG, pytest.param(INTERNAL_ERROR, marks=_rare)], ids=str)
 def test_writing_in_parts(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
-    """Gives up the parts that are being sent, ends the upload, and has all buffers for the next file."""
+    """An interrupted write cancels parts, aborts the upload, and releases all buffers for the next file."""
     store = open_store(s3_root, _options_of(s3_proxy))
     rule = s3_proxy.spoil(fault, operation="UploadPart", times=None)
     with interrupted_when(lambda: rule.seen >= 3):

@@ -1,4 +1,4 @@
-"""Parts of checkpoints on a real S3 server are dropped: by a manager, by a command, at any kill."""
+"""Pruned checkpoints on a real S3 server: by a manager, by the command, and after a kill at any request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def seen(place: Place) -> tuple[str, str]:
-    """What dcp sees, and stock by its own reader, which must not remember what was there before."""
+    """Return the parts that dcp sees, and those that stock's own reader sees without a listings cache."""
     options = {key: value for key, value in place.storage_options.items() if key != "part_bytes"}
     by_stock = seen_by_stock_at(place.url, **options, use_listings_cache=False)
     return parts_there(place.url, storage_options=place.storage_options), by_stock
 
 
 def prune(place: Place, *options: str) -> str:
-    """The optimizer, by the command; what it says."""
+    """Drop the optimizer with the command, and return the output."""
     done = run("prune", place.url, "--yes", *options, *given(place.storage_options))
     assert done.status == 0, done.err
     return done.out
@@ -42,7 +42,8 @@ def _save(place: Place, *, apart: bool) -> None:
 
 
 def test_a_run_on_s3(s3_server: S3Server, s3_root: str) -> None:
-    """Keeps the newest step's optimizer; the others have no object of it, and stock has the weights."""
+    """The newest step keeps the optimizer; other steps have no object of it, and stock loads their
+    weights."""
     told: list[Any] = []
     keep, options = dcp.Retention(optimizer=dcp.Keep(last=1)), s3_server.storage_options
     with dcp.CheckpointManager(
@@ -67,7 +68,8 @@ def test_a_run_on_s3(s3_server: S3Server, s3_root: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rewrite", [False, True])
 def test_a_drop_killed_at_any_request(s3_proxy: FaultProxy, s3_root: str, rewrite: bool) -> None:
-    """Leaves all until one request and the weights after it; the next drop ends the work."""
+    """Readers see all parts up to one request and the weights afterwards; the next prune completes the
+    work."""
     place = Place(s3_root, s3_proxy.server.storage_options)
     options = ("--rewrite",) if rewrite else ()
     _save(place.at("before"), apart=not rewrite)

@@ -1,4 +1,4 @@
-"""Saving and loading while the network or the service fails: in passing, for good, or after the deed."""
+"""Saves and loads with faults of network or service: temporary, permanent, and lost answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DENIED = Fault(Kind.ANSWER, 403, "AccessDenied")
 
 @pytest.fixture(scope="module")
 def saved(s3_server: S3Server) -> str:
-    """A checkpoint of ``small_state("saved")``."""
+    """Save ``small_state("saved")``, and return the URL."""
     url = f"s3://{s3_server.bucket}/{uuid.uuid4().hex}"
     _save(small_state("saved"), url, patient(s3_server.storage_options))
     return url
@@ -51,10 +51,11 @@ def _assert_nothing_left(server: S3Server, url: str) -> None:
         assert raw.uploads(url) == {}
 
 
-# together they have all kinds of faults early, each of which has a test of its own here
+# together these seeds have all kinds of faults early; each kind has a test of its own in this file
 @pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (5, 7))])
 def test_ten_percent_faults_change_nothing(s3_proxy: FaultProxy, s3_root: str, seed: int) -> None:
-    """Every tenth request fails in some way: save, overwrite in the background and load give the bytes."""
+    """With a fault in every tenth request a save, an asynchronous overwrite and a load give the right
+    bytes."""
     options = patient(s3_proxy.storage_options)
     s3_proxy.spoil_at_random(seed, 0.1)
     _save(state_of("first"), s3_root, options)
@@ -79,7 +80,7 @@ def _assert_whole(server: S3Server, url: str) -> None:
 def test_faults_without_end_are_a_typed_error(
     s3_proxy: FaultProxy, s3_root: str, saved: str, fault: Fault
 ) -> None:
-    """All requests fail: save and load give up after their time, and say what of where it was."""
+    """If all requests fail, save and load stop after their time limit; the error names operation and key."""
     options = impatient(s3_proxy.storage_options, request_timeout_seconds=0.5)
     s3_proxy.spoil_at_random(1, 1.0, [fault])
     with pytest.raises(StorageError) as failed_save:
@@ -108,7 +109,8 @@ def test_faults_without_end_are_a_typed_error(
 def test_failed_saves_leave_nothing(
     s3_proxy: FaultProxy, s3_root: str, operation: str, key: str, op: str
 ) -> None:
-    """One kind of request fails for good: nothing is left, also where uploads may not be listed."""
+    """If one kind of request always fails, a save leaves no object, also without permission to list
+    uploads."""
     options = impatient(s3_proxy.storage_options)
     s3_proxy.spoil(_DENIED, operation="ListMultipartUploads", times=None)
     s3_proxy.spoil(INTERNAL_ERROR, operation=operation, key=key, times=None)
@@ -120,8 +122,8 @@ def test_failed_saves_leave_nothing(
 
 
 def test_failed_overwrites_leave_the_old(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """The manifest cannot be replaced: what was there loads, and has no other files beside it; the error of a
-    save in the background is the future's."""
+    """If the manifest cannot be replaced, the old checkpoint loads and has no other files; the future of an
+    asynchronous save has the error."""
     options = impatient(s3_proxy.storage_options)
     _save(state_of("old"), s3_root, patient(s3_proxy.storage_options))
     s3_proxy.spoil(SLOW_DOWN, operation="PutObject", key="manifest", times=None)
@@ -134,7 +136,7 @@ def test_failed_overwrites_leave_the_old(s3_proxy: FaultProxy, s3_root: str) -> 
 
 
 def test_a_wish_to_wait_is_heard(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """A request is not repeated before the time that ``Retry-After`` names."""
+    """A request is not repeated before the time in ``Retry-After``."""
     store = open_store(s3_root, patient(s3_proxy.storage_options))
     busy = Fault(Kind.ANSWER, 503, "SlowDown", headers=(("Retry-After", "2"),))
     s3_proxy.spoil(busy, operation="PutObject", key="m$")
@@ -145,7 +147,7 @@ def test_a_wish_to_wait_is_heard(s3_proxy: FaultProxy, s3_root: str) -> None:
 
 
 def test_lost_answers_of_commits_are_no_conflicts(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """The manifest was published, the answer lost, and the repetition refused: that was us, once."""
+    """A published manifest with a lost answer is not a conflict, although the repeated request is refused."""
     options = patient(s3_proxy.storage_options)
     for name in ("created", "replaced"):
         s3_proxy.log.clear()
@@ -160,7 +162,7 @@ def test_lost_answers_of_commits_are_no_conflicts(s3_proxy: FaultProxy, s3_root:
 
 
 def test_lost_refusals_of_commits_are_conflicts(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Somebody else published first, and the answer that says so was lost: a conflict all the same."""
+    """A manifest of another writer is a conflict, although the first refusal was lost."""
     store = open_store(s3_root, patient(s3_proxy.storage_options))
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/manifest.msgpack", b"theirs")
@@ -182,8 +184,8 @@ _STEPS = ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"]
 
 @pytest.mark.parametrize("operation", [*_STEPS, "PutObject"])
 def test_lost_answers_of_uploads(s3_proxy: FaultProxy, s3_root: str, operation: str) -> None:
-    """A step of an upload, or a whole small file, was carried out and its answer lost: the save succeeds, and
-    leaves no upload."""
+    """With a lost answer to a step of an upload, or to a whole small file, the save succeeds and leaves no
+    upload."""
     options = patient(s3_proxy.storage_options)
     state = small_state("small") if operation == "PutObject" else state_of(operation)
     s3_proxy.spoil(LOST_ANSWER, operation=operation, key="distcp$")
@@ -216,13 +218,14 @@ except CheckpointConflictError as error:
 def test_large_manifests_are_not_taken_for_those_of_others(
     s3_proxy: FaultProxy, s3_root: str, fault: Fault
 ) -> None:
-    """One that is uploaded in parts, and refused when tried again: another writer's has the same size."""
+    """A manifest in parts whose repeated request is refused is compared by content: another writer's has the
+    same size."""
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/manifest.msgpack", b"t" * (65 << 20))
         for one, replaces, told in ((fault, (), "another writer"), (LOST_ANSWER, ("replaces",), "")):
             spoilt = s3_proxy.spoil(one, operation="CompleteMultipartUpload")
             options = json.dumps(patient(s3_proxy.storage_options))
-            # the memory that it takes is of a process that ends
+            # a separate process, to release the memory
             run = run_program("-c", _PUBLISHING, s3_root, options, *replaces)
             assert (run.returncode, spoilt.seen > 0) == (0, True), run.stderr
             assert told in run.stdout and bool(told) == bool(run.stdout), run.stdout
@@ -230,7 +233,7 @@ def test_large_manifests_are_not_taken_for_those_of_others(
 
 
 def test_refusals_are_not_repeated(s3_proxy: FaultProxy, s3_root: str, saved: str) -> None:
-    """403 and 404 are final: every request is made once, and the error says why it failed."""
+    """Status 403 and 404 are final: each request is made once, and the error has the reason."""
     options = patient(s3_proxy.storage_options) | {"retry_seconds": 5.0}
     with pytest.raises(StorageError, match="InvalidAccessKeyId") as failed:
         _save(small_state("denied"), s3_root, {**options, "key": "nobody"})

@@ -1,4 +1,4 @@
-"""`FsspecReader` and `FsspecWriter`: torch's names over our engines, beside stock's own and inside stock."""
+"""`FsspecReader` and `FsspecWriter`: used with dcp and with stock torch, in all combinations with stock's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.versions import version_of, version_state
 
 @pytest.fixture
 def memory_url() -> Iterator[str]:
-    """A place in fsspec's memory file system."""
+    """Yield a URL in fsspec's memory file system."""
     url = f"memory://{uuid.uuid4().hex}/step-1"
     yield url
     files = fsspec.filesystem("memory")
@@ -38,14 +38,14 @@ def _loaded(reader: Any, load: Any = dcp.load) -> int | str:
     return version_of(state)
 
 
-# -- in all combinations with stock --------------------------------------------------------------------------
+# -- combinations with stock ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["s3", "memory"])
 def test_with_stock_in_both_directions(
     where: str, s3_server: S3Server, s3_root: str, memory_url: str
 ) -> None:
-    """What ours writes stock's reads, and the reverse; ours also works inside of stock's save and load."""
+    """Readers of dcp and stock read files of both writers, also within the other package's save and load."""
     place = s3_root if where == "s3" else memory_url
     options = s3_server.storage_options if where == "s3" else {}
     savers: dict[str, tuple[Any, type]] = {
@@ -65,13 +65,14 @@ def test_with_stock_in_both_directions(
         assert ("manifest.msgpack" in names) == (writer is dcp.FsspecWriter), name
 
 
-# -- what they are -------------------------------------------------------------------------------------------
+# -- paths and options ---------------------------------------------------------------------------------------
 
 
 def test_places(tmp_path: Path, memory_url: str) -> None:
-    """Local paths are local; memory is fsspec's, as for torch's, and what `dcp.load` finds in ours is not."""
+    """Local paths use the local store. memory:// is fsspec's memory, as in torch, and not the memory of
+    `dcp.load`."""
     for path in (tmp_path / "a", str(tmp_path / "b"), (tmp_path / "c").as_uri()):
-        writer = dcp.FsspecWriter(path, auto_mkdir=True)  # which is what torch's local users give
+        writer = dcp.FsspecWriter(path, auto_mkdir=True)  # users of torch pass it for local paths
         assert isinstance(writer.store, PosixStore)
         dcp.save(version_state(1), storage_writer=writer, no_dist=True)
         assert _loaded(dcp.FsspecReader(path)) == 1
@@ -84,16 +85,16 @@ def test_places(tmp_path: Path, memory_url: str) -> None:
 
 
 def test_ids_they_take() -> None:
-    """As torch's: a scheme that fsspec knows, whether or not its package is installed, and no Path."""
+    """Ids are valid as in torch: a scheme that fsspec knows, installed or not, and no Path."""
     for kind, stock in ((dcp.FsspecReader, StockReader), (dcp.FsspecWriter, StockWriter)):
         for checkpoint_id in ("s3://b/x", "memory://x", "/tmp/x", "file:///x", "nope://x", Path("/tmp/x")):
             wanted = stock.validate_checkpoint_id(checkpoint_id)
             assert kind.validate_checkpoint_id(checkpoint_id) is wanted, checkpoint_id
-        assert kind.validate_checkpoint_id("abfs://container/x")  # adlfs is not installed here
+        assert kind.validate_checkpoint_id("abfs://container/x")  # adlfs is not installed
 
 
 def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
-    """torch's experiments, and options that the local file system does not have."""
+    """torch's experimental options, and options that the local file system lacks, are refused."""
     with pytest.raises(PlanError, match="stream extensions"):
         dcp.FsspecWriter(tmp_path, _extensions=[object()])
     with pytest.raises(PlanError, match="dcp format"):

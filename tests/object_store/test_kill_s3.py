@@ -1,4 +1,4 @@
-"""SIGKILL before every request that a save makes on S3: the old checkpoint stands, or the new."""
+"""SIGKILL before each request of a save on S3: readers find the old checkpoint or the new one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 OLD, NEW, NEXT = 1, 2, 3
 MIB = 1 << 18
-"""Elements of four bytes."""
+"""Number of 4-byte elements."""
 
 
 def _kill(operation: StoreCall) -> None:
@@ -31,7 +31,8 @@ def _kill(operation: StoreCall) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is there before, and how it is replaced. ``old`` and ``old_stock`` are what dcp and stock see."""
+    """A save over an existing state. ``old`` and ``old_stock`` are the versions that dcp and stock torch see
+    before."""
 
     before: Callable[[Place], object] | None = None
     old: int | str = ABSENT
@@ -41,13 +42,14 @@ class Scenario:
 
 
 def half_published(place: Place) -> None:
-    """As a save leaves it that was killed between its manifest and its `.metadata`."""
+    """Run a save that is killed between the manifest and `.metadata`."""
     place.save(4)
     Child(place.save, OLD, Fault("publish", name=METADATA_NAME, hook=_kill)).wait()
 
 
 WITHOUT_REQUEST = ("make_root", "create", "write", "sync", "lock")
-"""Operations before which it is as before the next one: nothing is sent, but for parts of large files."""
+"""Operations without a request, apart from parts of large files: a kill here equals a kill at the next
+one."""
 
 SCENARIOS = {
     "first": Scenario(),
@@ -62,7 +64,8 @@ SCENARIOS = {
 
 @dataclass
 class Crash:
-    """What one kill left: who sees which version, what is damaged, and how the next save went."""
+    """State after one kill: the versions that readers see, findings of `verify`, and the result of the next
+    save."""
 
     step: str
     killed: bool
@@ -77,14 +80,14 @@ class Crash:
 
 
 def crash(place: Place, step: str, fault: Fault, *, ask_stock: bool = True, **options: Any) -> Crash:
-    """Save in a child that the fault kills; look, save again and look once more."""
+    """Save in a child that the fault kills. Look, save again, and look once more."""
     ending = Child(_run_save, place, NEW, fault, options).wait()
     if ending.raised is not None:
         raise AssertionError(ending.raised.traceback_text)
     stock = place.seen_by_stock() if ask_stock else None
     seen = place.seen(), stock, place.findings(), place.uploads()
     place.save(NEXT)
-    # Findings are also that `.metadata` is not the one which the manifest names, by which stock would go.
+    # Findings include a `.metadata` that differs from the manifest's, which stock torch would read.
     return Crash(step, ending.killed, *seen, place.seen(), place.listing(), place.uploads(), place.findings())
 
 
@@ -93,7 +96,7 @@ def _run_save(place: Place, version: int, fault: Fault, options: dict[str, Any])
 
 
 def every_crash(place: Place, name: str, each: int) -> list[Crash]:
-    """Kill the save of a scenario before each ``each``-th request from the first, until it gets through."""
+    """Kill the save of a scenario before each ``each``-th request, until a save completes."""
     scenario = SCENARIOS[name]
     before, count = place.at("before"), place.at("count")
     if scenario.before is not None:
@@ -101,7 +104,7 @@ def every_crash(place: Place, name: str, each: int) -> list[Crash]:
     before.copy_to(count)
     steps = [step for step in count.save(NEW, **scenario.options).log if step.op not in WITHOUT_REQUEST]
     moments = [(f"{step.op} {step.name}", step.number) for step in steps[::each]]
-    # Stock's load takes many requests, and before this step it can only find what it has found at the first.
+    # A load by stock takes many requests, and before the publication its result is that of the first step.
     publishing = next(step.number for step in steps if step.op == "publish")
     crashes: list[Crash] = []
     for step, number in [*moments, ("none", 1 << 30)]:
@@ -118,8 +121,8 @@ def every_crash(place: Place, name: str, each: int) -> list[Crash]:
     [("overwrite", 3), *(pytest.param(name, 1, marks=pytest.mark.exhaustive) for name in SCENARIOS)],
 )
 def test_a_save_killed_before_any_request(s3_server: S3Server, s3_root: str, name: str, each: int) -> None:
-    """dcp and stock see the old version until one request and the new one after it, whole and verified; the
-    next save commits, and leaves neither strays nor unfinished uploads."""
+    """Readers, dcp and stock, see the whole old version up to one request and the whole new version
+    afterwards. The next save commits, and removes all leftovers and unfinished uploads."""
     scenario = SCENARIOS[name]
     crashes = in_lab(every_crash, Place(s3_root, s3_server.storage_options), name, each, timeout_seconds=800)
     assert len(crashes) > 8 // each
@@ -140,8 +143,8 @@ def test_a_save_killed_before_any_request(s3_server: S3Server, s3_root: str, nam
 
 
 def crashes_while_parts_are_sent(place: Place, each: int) -> list[Crash]:
-    """Kill while parts are under way, when all were handed over, and between upload and commit; or at each
-    second of these moments."""
+    """Kill a save during parts, after the last part, and between upload and commit; or at every ``each``-th
+    of these moments."""
     before = place.at("before")
     log = before.save(OLD).log
     written = list(itertools.accumulate(step.size_bytes for step in log if step.op == "write"))
@@ -161,7 +164,7 @@ def crashes_while_parts_are_sent(place: Place, each: int) -> list[Crash]:
 
 @pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_save_killed_while_parts_are_sent(s3_server: S3Server, s3_root: str, each: int) -> None:
-    """Parts that nobody will ever put together are thrown away by the next save, which knows them by name."""
+    """The next save aborts the unfinished uploads of a killed save, whose names it knows."""
     options = {**s3_server.storage_options, "part_bytes": 5 << 20}
     place = Place(s3_root, options, large=17 * MIB)
     crashes = in_lab(crashes_while_parts_are_sent, place, each, timeout_seconds=800)

@@ -1,4 +1,4 @@
-"""`CheckpointManager` on a real S3 server: retention, deletion, pins, resuming, and what all that costs."""
+"""`CheckpointManager` on a real S3 server: retention, deletion, pins and resuming."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _manager_of(root: str, server: S3Server | FaultProxy, **options: Any) -> dcp
 
 
 def below(raw: RawS3, root: str) -> dict[str, list[str]]:
-    """Names of all objects by the folder below ``root`` that they are in; data files as "data"."""
+    """Return the names of all objects below ``root`` by folder; data files as "data"."""
     found: dict[str, list[str]] = {}
     for key in raw.list(f"{root}/"):
         folder, _, name = key.rpartition("/")
@@ -41,8 +41,8 @@ def below(raw: RawS3, root: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_a_run_keeps_what_it_is_told_to(s3_server: S3Server, s3_root: str, mode: Any) -> None:
-    """Saved behind the loop, verified, and all but the last two, the best and the pinned deleted to the last
-    object; the next run goes on from the newest."""
+    """Steps are saved asynchronously and verified. All but the last two, the best and the pinned are deleted
+    without leftovers. The next run restores the newest."""
     recorder: list[Any] = []
     keep = dcp.Retention(last=2, best=dcp.Best("loss"))
     losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0, 6: 2.5}
@@ -72,7 +72,7 @@ def test_a_run_keeps_what_it_is_told_to(s3_server: S3Server, s3_root: str, mode:
 
 
 def test_notes_of_many_writers_are_all_kept(s3_server: S3Server, s3_root: str) -> None:
-    """Pins and metrics that managers of several processes note at once: conditional writes, tried again."""
+    """Concurrent pins of several managers are all kept, by conditional writes with retries."""
     with _manager_of(s3_root, s3_server) as manager:
         manager.save(1, {"n": 1})
         managers = [_manager_of(s3_root, s3_server) for _ in range(4)]
@@ -89,7 +89,7 @@ def test_notes_of_many_writers_are_all_kept(s3_server: S3Server, s3_root: str) -
 def test_what_an_earlier_run_left_is_finished(
     s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str
 ) -> None:
-    """Ends deletions that were cut off, and makes way for a save to such a step."""
+    """The next run completes interrupted deletions, and can save to a step under deletion."""
     with _manager_of(s3_root, s3_server) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, version_state(step))

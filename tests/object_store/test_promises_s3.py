@@ -1,4 +1,4 @@
-"""What is promised of checkpoints, on S3: damage is found, reads are whole, neighbours stay."""
+"""Guarantees on S3: damage is found, reads are consistent, and neighbouring checkpoints stay."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.versions import save_version, seen_by_dcp, version_of, versio
 
 OLD, NEW = 1, 2
 MIB = 1 << 18
-"""Elements of four bytes."""
+"""Number of 4-byte elements."""
 
 
 @pytest.fixture
 def place(s3_server: S3Server, s3_root: str) -> Place:
-    """A place of one test alone."""
+    """Return a place for one test."""
     return Place(s3_root, s3_server.storage_options)
 
 
@@ -32,8 +32,8 @@ def place(s3_server: S3Server, s3_root: str) -> Place:
 
 
 def damages(folder: Path) -> Iterator[tuple[str, bytes | None]]:
-    """(name, what is there then) for bits in payloads, a value and the manifest; for files that are cut,
-    emptied or extended; and for one that is missing."""
+    """Yield (name, damaged contents) for flipped bits in payloads, a value and the manifest; for truncated,
+    empty and extended files; and None for a missing file."""
     index, (data,) = dcp.open_index(folder), folder.glob("*.distcp")
     row = next(row for row, plain in enumerate(index.objects.plain) if int(plain) < 0)
     payloads = [int(place) for place, size in zip(index.payload_offsets, index.payload_lengths) if size]  # noqa: B905
@@ -49,7 +49,7 @@ def damages(folder: Path) -> Iterator[tuple[str, bytes | None]]:
 
 
 def test_damage_is_found_as_on_a_disk(place: Place, tmp_path: Path) -> None:
-    """An error of the load, and the findings of ``dcp verify`` that the same damage has there."""
+    """Loads raise the error, and ``dcp verify`` has the findings, of the same damage on disk."""
     folder = tmp_path / "x"
     save_version(folder, OLD)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -78,8 +78,8 @@ def test_damage_is_found_as_on_a_disk(place: Place, tmp_path: Path) -> None:
 def load_overtaken(
     place: Place, at: int, overtake: Callable[[], object], op: str = "preadv", name: str = "*.distcp"
 ) -> tuple[Any, int]:
-    """The version that a load sees which is overtaken before its ``at``-th reading of such a file, and how
-    often it looked."""
+    """Load while the checkpoint is replaced before the ``at``-th read. Return the version and the
+    attempts."""
     left = [1]
 
     def hook(_: object) -> None:
@@ -100,17 +100,17 @@ def load_overtaken(
 
 
 def test_an_object_that_is_replaced_while_it_is_read(s3_server: S3Server, s3_root: str) -> None:
-    """Stock overwrites in place: what was read of the object before is not mixed with the rest of it."""
+    """A load does not mix old and new bytes of an object that stock overwrites in place."""
     place = Place(s3_root, s3_server.storage_options, large=20 * MIB)
     place.stock_save(OLD)
     assert load_overtaken(place, 2, lambda: place.stock_save(NEW)) == (NEW, 2)
 
 
-# -- what else may lie there ---------------------------------------------------------------------------------
+# -- neighbours ----------------------------------------------------------------------------------------------
 
 
 def test_a_folder_whose_name_begins_like_another(place: Place) -> None:
-    """``step-1`` and ``step-10``: saving over, failing in and clearing the one leave the other alone."""
+    """Saving, failing and cleaning up in ``step-1`` do not affect ``step-10``."""
     short, long = place.at("step-1"), place.at("step-10")
     long.save(OLD)
     short.raw.begin_upload(f"{long.url}/__0_0.0a1b2c3d.distcp")

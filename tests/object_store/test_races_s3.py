@@ -1,4 +1,4 @@
-"""Processes that save to one id on S3, where the conditional request for the manifest is the only arbiter."""
+"""Concurrent saves to one id on S3, ordered only by the conditional request for the manifest."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from tests.support.versions import ABSENT
 ROUNDS = 2
 OLD = 100
 MIB = 1 << 18
-"""Elements of four bytes."""
+"""Number of 4-byte elements."""
 
 
 def race(place: Place, version: int, barrier: Barrier) -> list[bool]:
-    """Whether this writer's save committed, by round. Any error but a conflict ends the test."""
+    """Return for each round whether this writer's save committed. An error other than a conflict ends the
+    test."""
     outcomes = []
     for number in range(ROUNDS):
         try:
-            # All have seen the same state of the id when the first of them begins to write.
+            # All writers have seen the same state of the id when the first begins to write.
             place.at(str(number)).save(version, Fault("create", hook=_once(lambda: _meet(barrier))))
         except CheckpointConflictError:
             outcomes.append(False)
         else:
             outcomes.append(True)
-        _meet(barrier)  # and nobody is at the next id before all have left this one
+        _meet(barrier)  # no writer begins the next round before all ended this one
     return outcomes
 
 
@@ -72,15 +73,15 @@ def _races(place: Place, overwrite: bool, count: int) -> list[Any]:
 
 
 def look(place: Place) -> tuple[Any, ...]:
-    """What dcp and stock see of an id, what `dcp verify` finds, and which objects there are."""
+    """Return the versions that dcp and stock see, the findings of `dcp verify`, objects and uploads."""
     return place.seen(), place.seen_by_stock(), place.findings(), place.listing(), place.uploads()
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["create", "overwrite"])
 def test_one_of_some_wins(s3_server: S3Server, s3_root: str, overwrite: bool, count: int) -> None:
-    """Exactly one commits, the others raise CheckpointConflictError; what it saved is there whole, for stock
-    torch as well, and nothing of the others or of what was replaced."""
+    """Exactly one save commits, the others raise CheckpointConflictError. The winner's checkpoint is whole,
+    also for stock torch, without leftovers."""
     place = Place(s3_root, s3_server.storage_options)
     for winners, seen in in_lab(_races, place, overwrite, count):
         assert len(winners) == 1, winners
@@ -88,7 +89,7 @@ def test_one_of_some_wins(s3_server: S3Server, s3_root: str, overwrite: bool, co
 
 
 def test_a_beaten_save_whose_upload_was_ended_says_so(s3_server: S3Server, s3_root: str) -> None:
-    """The winner ends the uploads that it found: for the loser that is a conflict, as losing always is."""
+    """The winner aborts the uploads of the loser, whose error is a conflict."""
     options = {**s3_server.storage_options, "part_bytes": 5 << 20}
     place = Place(s3_root, options, large=12 * MIB)
     place.save(OLD)
@@ -108,8 +109,9 @@ def test_a_beaten_save_whose_upload_was_ended_says_so(s3_server: S3Server, s3_ro
 def test_a_metadata_that_comes_late_is_refused_or_taken_back(
     s3_server: S3Server, s3_root: str, old: int | None, bare: bool
 ) -> None:
-    """Another save commits between a manifest and its `.metadata`: in the end both files are the other's, or
-    none is there if it has none, though a first save has nothing to compare its `.metadata` with."""
+    """Another save commits between a manifest and its `.metadata`: finally both files are the other save's,
+    or `.metadata` is absent if that save writes none, also after a first save, which has no older `.metadata`
+    to compare."""
     place = Place(s3_root, s3_server.storage_options)
     if old is not None:
         place.save(old)

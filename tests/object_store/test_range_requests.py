@@ -1,4 +1,4 @@
-"""Requests for ranges: how many, and by which way."""
+"""Range requests: number of attempts, and use of a proxy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _read(store: Store, name: str, begin: int = 0, size: int = _SIZE) -> bytes:
 
 
 def test_answers_that_settle_it_are_asked_for_once(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """What is gone, replaced or too short."""
+    """A missing, replaced or truncated object is requested once."""
     store = _store(s3_proxy, s3_root, "there", "replaced", "short")
     for number in range(3):
         with pytest.raises(CheckpointNotFoundError):
@@ -52,7 +52,7 @@ def test_answers_that_settle_it_are_asked_for_once(s3_proxy: FaultProxy, s3_root
 
 
 def test_a_proxy_is_used(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """Sends nothing past a proxy that was set."""
+    """All requests go through a configured proxy."""
     nobody = {"http": "http://127.0.0.1:9", "https": "http://127.0.0.1:9"}
     store = _store(s3_proxy, s3_root, "key", config_kwargs={"proxies": nobody}, retry_seconds=0)
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:9"):

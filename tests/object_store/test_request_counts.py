@@ -1,4 +1,4 @@
-"""How many requests things cost, by the log of a proxy: what each costs is money, and some 30 ms far away."""
+"""Numbers of requests, by the log of a proxy: each request costs money and, at a distance, some 30 ms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TENSORS = 5000
 
 
 def test_small_tensors_share_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """5,000 tensors of 1 KiB: a dozen requests save them, half a dozen load them."""
+    """5,000 tensors of 1 KiB are saved with a dozen requests and loaded with half a dozen."""
     block = full_tensor("small", (_TENSORS, 256), torch.float32)
     state = {f"tensor.{number}": block[number].clone() for number in range(_TENSORS)}
     options = s3_proxy.storage_options
@@ -41,7 +41,8 @@ def test_small_tensors_share_requests(s3_proxy: FaultProxy, s3_root: str) -> Non
 
 
 def test_only_what_is_wanted_is_fetched(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """A part of a checkpoint costs a part of its bytes; large tensors come by requests of several MiB."""
+    """A partial load reads only the bytes of its tensors; large tensors are read in requests of several
+    MiB."""
     shape = (48, 1 << 16)  # 12 MiB
     state = {name: full_tensor(name, shape, torch.float32) for name in ("one", "two")}
     options = s3_proxy.storage_options
@@ -57,7 +58,7 @@ def test_only_what_is_wanted_is_fetched(s3_proxy: FaultProxy, s3_root: str) -> N
 
 @pytest.fixture(scope="module")
 def steps(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A root with the manifests of 1,000 steps; the data of the last one alone is there."""
+    """Write the manifests of 1,000 steps, of which only the last has data, and return the root."""
     url = f"s3://{s3_server.bucket}/{tmp_path_factory.mktemp('steps').name}"
     last = f"{url}/step-{_STEPS:08d}"
     dcp.save(small_state("last"), checkpoint_id=last, storage_options=s3_server.storage_options, no_dist=True)
@@ -80,8 +81,8 @@ def test_command_line_lists_steps_by_listings(s3_proxy: FaultProxy, steps: str) 
 
 
 def test_manager_finds_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> None:
-    """The manager knows all steps, and restores the newest, without a request for each of the others; a save
-    asks about its own step alone."""
+    """The manager lists all steps and restores the newest without a request for each other step. A save
+    requests only its own step."""
     settings: dict[str, Any] = {"mode": "sync", "verify_saved": "off", "no_dist": True}
     with dcp.CheckpointManager(steps, storage_options=s3_proxy.storage_options, **settings) as manager:
         assert manager.all_steps() == list(range(1, _STEPS + 1))
@@ -104,7 +105,7 @@ def test_manager_finds_steps_by_listings(s3_proxy: FaultProxy, steps: str) -> No
 
 
 def test_small_checkpoints_cost_few_requests(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """What a save and a load of one small file cost at least is known, and stays so."""
+    """A save and a load of one small file have a maximum number of requests."""
     options = {**s3_proxy.storage_options, "conditional_writes": "trust"}
     dcp.save(small_state("one"), checkpoint_id=s3_root, storage_options=options, no_dist=True)
     assert s3_proxy.counts()["PutObject"] == 3  # data, manifest, .metadata

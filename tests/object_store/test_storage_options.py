@@ -1,4 +1,4 @@
-"""``storage_options``: they reach the storage by every way in, and are never shown."""
+"""``storage_options``: passed to the storage by each function, and never shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.fault_doors import findings, given, run
 from tests.support.s3 import S3Server
 from tests.support.versions import version_of, version_state
 
-# -- every way in --------------------------------------------------------------------------------------------
+# -- functions -----------------------------------------------------------------------------------------------
 
 
 def _seen(url: str, options: dict[str, Any]) -> int | str:
@@ -27,7 +27,7 @@ def _seen(url: str, options: dict[str, Any]) -> int | str:
 
 
 def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
-    """Saving, also in a thread, loading, looking into checkpoints, listing and verifying them."""
+    """save, async_save, load, open_index, ls and verify take storage options."""
     options = s3_server.storage_options
     dcp.save(version_state(1), checkpoint_id=f"{s3_root}/step-1", storage_options=options, no_dist=True)
     future = dcp.async_save(
@@ -40,12 +40,13 @@ def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
     assert findings(f"{s3_root}/step-2", **options) == set()
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
+# -- refused options -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [dcp.FileSystemWriter, dcp.FsspecWriter])
 def test_a_given_storage_has_its_own(tmp_path: Path, kind: Any) -> None:
-    """Options beside a storage that is given would be ignored, so they are refused; no options are fine."""
+    """Options are refused beside a given reader or writer, which would ignore them; empty options are
+    allowed."""
     state = {"w": torch.ones(3)}
     for save in (dcp.save, dcp.async_save):
         with pytest.raises(CheckpointError, match="storage_writer is given") as caught:
@@ -57,7 +58,7 @@ def test_a_given_storage_has_its_own(tmp_path: Path, kind: Any) -> None:
 
 
 def test_places_without_options(tmp_path: Path) -> None:
-    """A local path and a place in memory have none: a typing error in a URL must not pass for a folder."""
+    """Options are refused for a local path and for memory://, so a typing error in a URL is an error."""
     for place in (tmp_path / "x", "memory://options"):
         with pytest.raises(StorageError, match="takes no storage options, and was given secret") as caught:
             dcp.save({"n": 1}, checkpoint_id=place, storage_options={"secret": "hush"}, no_dist=True)
@@ -74,7 +75,8 @@ def test_places_without_options(tmp_path: Path) -> None:
 def test_secrets_are_not_shown(
     s3_server: S3Server, s3_root: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither by reprs nor in errors, their causes, or log records; wrong ones end in a typed error."""
+    """Secrets are absent from reprs, errors, their causes, and log records; wrong secrets raise a typed
+    error."""
     secret = "hush-hush-hush"
     good = s3_server.storage_options
     wrong = {**good, "secret": secret, "retry_seconds": 0}

@@ -1,4 +1,4 @@
-"""On a real S3 server: consumers that follow a run there."""
+"""Consumers that watch a run on a real S3 server."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _kill_a_consumer(root: str, options: dict[str, Any]) -> None:
 
 
 def test_a_consumer_follows_a_run(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
-    """Its cursor is in the bucket: killed with a step in hand, that one is given again, and no other; what is
-    repeated comes again, what retention deleted does not; two of one name do not work side by side."""
+    """The cursor is in the bucket. After a kill the current step is returned again, and no other. Steps saved
+    again are returned again, deleted steps are not. A second consumer of the same name is refused."""
     options = s3_server.storage_options
     assert _given(s3_root, s3_server) == []
     small = {"model": torch.ones(3)}
