@@ -22,8 +22,8 @@ _KINDS: Final = ("postgresql", "sqlite")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread tests over the databases: a test runs on one, three of four on SQLite, and on the other in the
-    exhaustive runs. A test marked ``each_database`` runs on both. Each parameter counts as a test."""
+    """Run each test on one database, three of four on SQLite, and in the exhaustive runs on the other too.
+    Tests marked ``each_database`` always run on both; each set of parameters counts as a test."""
     tried: dict[tuple[str, str], dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if not isinstance(item, pytest.Function) or item.get_closest_marker("each_database"):

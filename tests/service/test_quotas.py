@@ -1,4 +1,4 @@
-"""Limits of accounts, keys and roots: stored by admins, kept by all processes, however many ask at once."""
+"""Quotas of accounts, keys and roots: administration, enforcement in all processes, forms and metrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.job_workers import served_by, until
 from tests.support.pages import Browser
 
 BYTES = 192
-"""Of a checkpoint that `Catalog.save` makes."""
+"""Size of a checkpoint saved by `Catalog.save`."""
 
 
 @pytest.fixture
 def sites(make_database: MakeDatabase, tmp_path: Path) -> Iterator[list[Catalog]]:
-    """Two processes of the service, as far as they know, over one database and the same roots."""
+    """Start two applications over one database and the same roots, as two processes of the service."""
     url = make_database()
     quotas = {"account": {"jobs_queued": 100, "requests": "100000/minute"}, "key": {"jobs_queued": 50}}
     settings: dict[str, Any] = {"rate_limit": "100000/minute", "features": {"quotas": quotas}}
@@ -44,7 +44,7 @@ def _joined(app: Any, folder: Path, headers: dict[str, str]) -> Catalog:
 
 
 def limit(site: Catalog, kind: str, subject: str, **limits: Any) -> Any:
-    """Store limits; the quota."""
+    """Create a quota, and return it."""
     body = {"kind": kind, "subject": subject, "limits": limits}
     answer = site.http.post(f"{API}/quotas", json=body)
     assert answer.status_code == 201, answer.text
@@ -52,26 +52,26 @@ def limit(site: Catalog, kind: str, subject: str, **limits: Any) -> Any:
 
 
 def person(site: Catalog, name: str) -> tuple[TestClient, str]:
-    """A client with a new key, and its account."""
+    """Return a client with a new key, and the subject of its account."""
     client = site.app.client("read", "write", "convert", name=name)
     return client, site.get("/usage", client)["account"]["subject"]
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> Counter[int]:
-    """The statuses of answers to requests at one time."""
+    """Send requests concurrently, and count the statuses."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return Counter(done.status_code for done in [*pool.map(lambda call: call(), calls)])
 
 
 def used(site: Catalog, limit: str, client: TestClient, whose: str = "account") -> tuple[Any, Any]:
-    """How much is used of a limit, and how much is allowed."""
+    """Return the used and the allowed amount of a limit."""
     limits = site.get("/usage", client)[whose]["limits"]
     return next((one["used"], one["allowed"]) for one in limits if one["limit"] == limit)
 
 
 @pytest.mark.each_database
 def test_a_quota_from_its_creation_to_its_end(catalog: Catalog) -> None:
-    """One for each subject, with ETags and audit entries; only admins of all roots may see or change any."""
+    """A subject has one quota, with ETags and audit entries; only admins of all roots see and change it."""
     _, account = person(catalog, "ada")
     made = limit(catalog, "account", account, jobs_queued=2, requests=None)
     url, tag = f"{API}/quotas/{made['id']}", {"If-Match": made["etag"]}
@@ -116,7 +116,7 @@ def test_a_quota_from_its_creation_to_its_end(catalog: Catalog) -> None:
     ],
 )
 def test_limits_that_cannot_be_meant(catalog: Catalog, kind: str, subject: str, limits: Any) -> None:
-    """Refused, by the API and by the form, which shows what was typed and stores nothing."""
+    """Invalid limits get 422 and are not stored."""
     body = {"kind": kind, "subject": subject, "limits": limits}
     assert catalog.status("POST", "/quotas", json=body) == 422
     assert catalog.get("/quotas")["items"] == []
@@ -124,8 +124,8 @@ def test_limits_that_cannot_be_meant(catalog: Catalog, kind: str, subject: str, 
 
 @pytest.mark.each_database
 def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None:
-    """At registration alone: a scan still finds what is there. What is deleted does not count, and others
-    have limits of their own; those of a root hold for all of them."""
+    """Registrations over the limit are warned of, then refused; scans still add checkpoints. Deleted ones do
+    not count; accounts have own limits, and a root's limit holds for all."""
     site, other = sites
     (ada, account), (bob, _) = person(site, "ada"), person(site, "bob")
     limit(site, "account", account, bytes_kept=2 * BYTES, bytes_kept_warning=BYTES)
@@ -149,7 +149,7 @@ def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None
         384,
     )
     assert problem["subject"] == {"kind": "account", "name": account} and "delete" in problem["detail"]
-    assert register(1, ada).status_code == 200  # a repetition adds nothing
+    assert register(1, ada).status_code == 200  # a repeated registration adds nothing
     assert register(4, bob).status_code == 201
     site.scan()
     assert site.states()["run/step-3"] == "committed" and site.rows()["run/step-3"]["registered_by"] is None
@@ -167,7 +167,7 @@ def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None
     refused = eve.post(f"{API}/checkpoints/{number}/restore")
     assert (refused.status_code, refused.json()["limit"]) == (409, "bytes_kept")
     assert site.states()["run/step-1"] == "deleted" and used(site, "bytes_kept", ada) == (384, 384)
-    assert site.status("POST", f"/checkpoints/{number}/restore") == 200  # an admin of all roots may
+    assert site.status("POST", f"/checkpoints/{number}/restore") == 200  # allowed to admins of all roots
     assert used(site, "bytes_kept", ada) == (576, 384)
     root = limit(site, "root", "main", bytes_kept=700)
     assert register(5, bob).json()["subject"] == {"kind": "root", "name": "main"}
@@ -184,7 +184,7 @@ def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None
 
 @pytest.mark.each_database
 def test_parallel_requests_do_not_exceed_a_limit(sites: list[Catalog]) -> None:
-    """Neither registrations nor jobs, sent to two processes at once; what was refused left nothing behind."""
+    """Concurrent registrations and jobs in two processes do not exceed a limit; refusals leave no trace."""
     site, other = sites
     ada, account = person(site, "ada")
     clients = [ada, _joined(other.app, site.folder, dict(ada.headers)).http]
@@ -217,7 +217,7 @@ def test_parallel_requests_do_not_exceed_a_limit(sites: list[Catalog]) -> None:
 
 
 def test_requests_are_limited_in_all_processes_at_once(sites: list[Catalog]) -> None:
-    """Within a second of the change, each process by its own count; others are served."""
+    """A rate limit takes effect within a second in each process, with a count of its own."""
     site, other = sites
     ada, account = person(site, "ada")
     there = _joined(other.app, site.folder, dict(ada.headers)).http
@@ -233,7 +233,7 @@ def test_requests_are_limited_in_all_processes_at_once(sites: list[Catalog]) -> 
 
 
 def test_settings_of_quotas_are_checked(tmp_path: Path) -> None:
-    """Sizes in words are understood; a mistake ends the start with a line that names it."""
+    """Settings accept sizes with units; a mistake stops the start and names the setting."""
     quotas: Any = {"account": {"bytes_kept": "20 TB"}, "root": {"download_bytes_per_second": "1 GiB"}}
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(url, tmp_path, features={"quotas": quotas}) as app:
@@ -253,7 +253,7 @@ def test_settings_of_quotas_are_checked(tmp_path: Path) -> None:
 
 @pytest.mark.each_database
 def test_keys_of_one_account_share_its_limits(catalog: Catalog) -> None:
-    """Those of an account use one allowance, and have limits of their own beside it."""
+    """Keys of an account share its allowance, and have limits of their own too."""
     made = catalog.http.post(f"{API}/accounts", json={"name": "robots"}).json()
     grant = {"account_id": made["id"], "role": "contributor", "root": None}
     assert catalog.http.post(f"{API}/grants", json=grant).status_code == 201
@@ -284,8 +284,7 @@ def test_keys_of_one_account_share_its_limits(catalog: Catalog) -> None:
 
 
 def test_very_many_accounts(catalog: Catalog) -> None:
-    """Those near to a limit are found among them, lists go over them page by page, and the metrics count
-    those whose bytes are full."""
+    """Accounts near a limit are found among very many, lists have pages, and metrics count full accounts."""
     for number in range(510):
         assert catalog.status("POST", "/accounts", json={"name": f"robot-{number}"}) == 201
     client, account = person(catalog, "zoe")
@@ -304,8 +303,8 @@ def test_very_many_accounts(catalog: Catalog) -> None:
 
 
 def test_the_form_of_a_quota(catalog: Catalog) -> None:
-    """Stores sizes in words, shows what was wrong and typed, and takes nothing without its token or of an
-    older version; empty fields are the defaults again."""
+    """The form stores sizes with units, and shows refused values; a missing token or a stale version is
+    refused, and empty fields restore the defaults."""
     name = "<img src=x onerror=alert(1)>"
     _, account = person(catalog, name)
     browser = Browser(catalog.app.client())
@@ -338,7 +337,7 @@ def test_the_form_of_a_quota(catalog: Catalog) -> None:
 def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
     catalog: Catalog, change: str
 ) -> None:
-    """Fails where its key was revoked meanwhile, its account lost the role for it, or keeps what it may."""
+    """A queued job fails at its start if its key was revoked, or its account lost the role or has no room."""
     catalog.add("run/step-1")
     account = catalog.http.post(f"{API}/accounts", json={"name": "robots"}).json()["id"]
     grant = {"role": "operator", "root": "main", "account_id": account}

@@ -1,4 +1,4 @@
-"""Stages: promotions by rules, approvals, races, changed checkpoints, the aliases behind them, and pages."""
+"""Stages: promotions, approvals, concurrent decisions, changed checkpoints, aliases and pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.pages import HOSTILE, Browser, PageText
 from tests.support.receivers import Receiver
 
 _RULES: Final = {
-    "candidate": {"request_scope": "read"},  # a form needs write besides
+    "candidate": {"request_scope": "read"},  # the form requires write too
     "staging": {"requires_previous": True},
     "production": {
         "approvals": 2,
@@ -33,36 +33,36 @@ _RULES: Final = {
 
 @pytest.fixture
 def catalog(make_database: MakeDatabase, tmp_path: Path) -> Iterator[Catalog]:
-    """A catalog where two of three approve a production."""
+    """Start a catalog in which two of three approvers promote to production."""
     options: dict[str, Any] = {"rate_limit": "1000000/minute", "features": {"stages": {"rules": _RULES}}}
     with running_app(make_database(), tmp_path, **options) as app:
         yield Catalog(app, tmp_path)
 
 
 def writers(catalog: Catalog, *names: str) -> list[TestClient]:
-    """Keys of these names, which read and write."""
+    """Return clients with new keys of these names that read and write."""
     return [catalog.app.client("read", "write", name=name) for name in names]
 
 
 def ask(client: TestClient, number: int, stage: str, **more: Any) -> Any:
-    """The answer to a request for a promotion."""
+    """Request a promotion, and return the response."""
     return client.post(f"{API}/checkpoints/{number}/stage-requests", json={"stage": stage, **more})
 
 
 def decide(client: TestClient, request: int, what: str = "approve", **body: Any) -> int:
-    """The status of a decision."""
+    """Decide a request, and return the status."""
     return client.post(f"{API}/stage-requests/{request}/{what}", json=body).status_code
 
 
 def held(catalog: Catalog, run: int = 1) -> dict[str, int]:
-    """The checkpoints in stages."""
+    """Return the checkpoints in stages."""
     return {one["stage"]: one["checkpoint_id"] for one in catalog.get(f"/runs/{run}/stages")["items"]}
 
 
 @pytest.mark.each_database
 def test_from_candidate_to_production_and_back(catalog: Catalog) -> None:
-    """A checkpoint is in one stage at a time, a stage has one of a run; its alias leads to it, and it is not
-    deleted; who did what and why is the history."""
+    """A checkpoint is in one stage at a time, and a stage has one checkpoint of a run. The stage's alias
+    prevents a deletion; the history has actors and reasons."""
     first, second = catalog.add("run/step-1"), catalog.add("run/step-2")
     dev, ann, bob = writers(catalog, "dev", "ann", "bob")
     assert ask(dev, first, "staging").status_code == 409, "not from candidate"
@@ -115,14 +115,14 @@ def test_from_candidate_to_production_and_back(catalog: Catalog) -> None:
         ("promoted", "production", second),
         ("demoted", "production", second),
     ]
-    admin = catalog.app.client("admin", roots=["main"])  # of the root alone
+    admin = catalog.app.client("admin", roots=["main"])  # an admin of this root
     actions = {one["action"] for one in pages(admin, "/audit")}
     assert actions >= {"stage_request.create", "stage_request.approve", "stage.demote", "alias.set"}
 
 
 def test_who_may(catalog: Catalog) -> None:
-    """By name or scope; a request is withdrawn by who made it and by admins, rejected with a reason by who
-    approves; for keys of other roots there is none."""
+    """Rules name who may request and approve; the requester and admins withdraw, approvers reject with a
+    reason; keys for other roots get 404."""
     number = catalog.add("run/step-1")
     dev, eve, ann = writers(catalog, "dev", "eve", "ann")
     stranger = catalog.app.client("admin", roots=["other"])
@@ -150,8 +150,8 @@ def test_who_may(catalog: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_decisions_at_once(catalog: Catalog) -> None:
-    """Of three approvals at once the first two promote, once; of two promotions to one stage both are done in
-    turn; an approval and a deletion never both succeed."""
+    """Of three concurrent approvals two promote, once; two promotions to one stage follow each other; of an
+    approval and a deletion only one succeeds."""
     approvers = writers(catalog, "ann", "bob", "cat")
     for round in range(4):
         numbers = [catalog.add(f"run-{round}/step-{step}") for step in range(2)]
@@ -177,8 +177,8 @@ def test_decisions_at_once(catalog: Catalog) -> None:
 
 
 def test_a_changed_checkpoint_is_not_promoted(catalog: Catalog) -> None:
-    """An approval is of what was requested: after another save of the same name it is refused, a new request
-    closes the old one, and a change after the promotion is shown. Metrics that come later are no change."""
+    """An approval is refused after a new save of the checkpoint, and a new request closes the old one. A
+    change after the promotion is shown. New metrics are no change."""
     number = catalog.add("run/step-1", save_id="0000aaaa")
     ann, bob = writers(catalog, "ann", "bob")
     request = ask(ann, number, "production").json()["id"]
@@ -205,8 +205,8 @@ def test_a_changed_checkpoint_is_not_promoted(catalog: Catalog) -> None:
 
 
 def test_prunes_old_requests_and_root_admins(catalog: Catalog) -> None:
-    """What a job drops parts of is not promoted; open requests expire in 30 days; a demotion has an
-    Idempotency-Key; admins of a root see the entries of the audit log, those of others do not."""
+    """A checkpoint being pruned is not promoted; requests expire after 30 days; a repeated demotion takes
+    effect once; the audit log is visible to admins of the root."""
     number, other = catalog.add("run/step-1"), catalog.add("run/step-2")
     dev, ann, bob = writers(catalog, "dev", "ann", "bob")
     request = ask(dev, other, "production").json()["id"]
@@ -235,8 +235,8 @@ def test_prunes_old_requests_and_root_admins(catalog: Catalog) -> None:
 
 
 def test_production_by_default(tmp_path: Path) -> None:
-    """It needs a verified checkpoint and the approval of another one, who is an admin; webhooks get what
-    happens; where an alias is a stage it is not set or removed by hand, also not where all are reserved."""
+    """By default production needs a verified checkpoint and the approval of another admin. Webhooks get the
+    events, and the alias of a stage cannot be set or removed directly."""
     stages = {"reserved": True, "rules": {"production": {"request_scope": "write"}}}
     more: dict[str, Any] = {"features": {"stages": stages}, "webhook_allow_private": ("127.0.0.1",)}
     url = f"sqlite:///{tmp_path / 'own.sqlite'}"
@@ -270,7 +270,7 @@ def test_production_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.each_database
 def test_approvers_by_account_and_group(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Two keys of one account approve once; members of a group may, with a role in the root alone."""
+    """Two keys of an account approve once; members of a group approve if they have a role in the root."""
     approvers = ["service-account:ada", "group:leads"]
     rule = {"approvals": 2, "approvers": approvers, "requires_verified": False}
     options: dict[str, Any] = {"features": {"stages": {"rules": {"production": rule}}}}
@@ -305,7 +305,7 @@ def test_approvers_by_account_and_group(make_database: MakeDatabase, tmp_path: P
 
 
 def test_approvals_of_revoked_keys_do_not_count(catalog: Catalog) -> None:
-    """An approval by a key that was revoked since needs another one in its place."""
+    """An approval by a key that was revoked later does not count."""
     number = catalog.add("run/step-1")
     dev, ann, bob, cat = writers(catalog, "dev", "ann", "bob", "cat")
     assert ask(dev, number, "production").status_code == 201 and decide(ann, 1) == 200
@@ -318,8 +318,8 @@ def test_approvals_of_revoked_keys_do_not_count(catalog: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_keys_count_for_the_account_that_made_them(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """A key of no account approves nothing that the account which made it requested, nor what another key of
-    that account requested, and ends where the account is no admin any more."""
+    """A key without an account counts for the account that created it: neither approves requests of the
+    other. The key loses rights with the account."""
     rule = {"approvals": 1, "requires_verified": False}
     options: dict[str, Any] = {"features": {"stages": {"rules": {"production": rule}}}}
     with running_app(make_database(), tmp_path, **options) as app:
@@ -363,7 +363,7 @@ def test_keys_count_for_the_account_that_made_them(make_database: MakeDatabase, 
     ],
 )
 def test_wrong_settings_end_the_start(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """With a line that names the feature."""
+    """Invalid settings stop the start, with the name of the feature."""
     url = f"sqlite:///{tmp_path / 'c.sqlite'}"
     with (
         pytest.raises(CheckpointError, match=r"features\.stages"),
@@ -373,8 +373,8 @@ def test_wrong_settings_end_the_start(tmp_path: Path, wrong: dict[str, Any]) -> 
 
 
 def test_stages_on_pages(catalog: Catalog, tmp_path: Path) -> None:
-    """Requested, rejected, approved and demoted by forms without script; reasons are text; on a laptop
-    without keys one caller promotes."""
+    """Forms without scripts request, reject, approve and demote, with reasons as text; without keys one
+    caller promotes."""
     number = catalog.add("run/step-1")
     dev, ann = Browser(catalog.app.client()), Browser(catalog.app.client())
     dev.sign_in(catalog.app.key("read", "write", name="dev"))

@@ -56,7 +56,7 @@ ONE = pytest.mark.parametrize(
 
 @pytest.fixture
 def executor(request: pytest.FixtureRequest) -> str:
-    """Return the setting of the executor."""
+    """Return the setting of the executor: processes on this machine or a Dask cluster."""
     return "processes" if request.param == "processes" else address_of(request.getfixturevalue("cluster"))
 
 

@@ -1,4 +1,4 @@
-"""The application whose pages are looked at."""
+"""Fixtures: applications and signed-in browsers for the tests of pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SETTINGS: dict[str, Any] = {"rate_limit": "100000/minute"}
 
 @pytest.fixture
 def app(tmp_path: Path) -> Iterator[App]:
-    """Without keys, as on a laptop."""
+    """Start the application without keys, as on a laptop."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(url, tmp_path, auth="off", **_SETTINGS) as made:
         yield made
@@ -24,20 +24,20 @@ def app(tmp_path: Path) -> Iterator[App]:
 
 @pytest.fixture
 def keyed(tmp_path: Path) -> Iterator[App]:
-    """With keys."""
+    """Start the application with keys."""
     with running_app(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, **_SETTINGS) as made:
         yield made
 
 
 @pytest.fixture
 def browser(app: App) -> Browser:
-    """One where nobody signs in."""
+    """Return a browser of the application without keys."""
     return Browser(app.client())
 
 
 @pytest.fixture
 def reader(keyed: App) -> Browser:
-    """Signed in with a key that reads."""
+    """Return a browser signed in with a key that reads."""
     made = Browser(keyed.client())
     made.sign_in(keyed.key("read"))
     return made
@@ -45,7 +45,7 @@ def reader(keyed: App) -> Browser:
 
 @pytest.fixture
 def of_main(keyed: App) -> Browser:
-    """Signed in with a key that reads the root main."""
+    """Return a browser signed in with a key that reads the root main."""
     made = Browser(keyed.client())
     made.sign_in(keyed.key("read", roots=["main"], name="of-main"))
     return made

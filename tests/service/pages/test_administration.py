@@ -1,4 +1,4 @@
-"""Keys and the audit log as pages: a secret is seen once, revoking asks, and only those who may see any."""
+"""Pages of keys and the audit log: secrets shown once, revoking, and access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECRET = re.compile(r"dcp_[a-z0-9]{8}_[A-Za-z0-9_-]{43}")
 
 @pytest.fixture
 def admin(keyed: App) -> Browser:
-    """Signed in with a key that may everything."""
+    """Return a browser signed in with a key of an admin."""
     browser = Browser(keyed.client())
     browser.sign_in(keyed.key("admin", name="ada"))
     return browser
@@ -26,14 +26,14 @@ def admin(keyed: App) -> Browser:
 def make_key(
     browser: Browser, name: str, *scopes: str, roots: tuple[str, ...] = (), days: str = ""
 ) -> Response:
-    """By the form, whose boxes have one name."""
+    """Create a key with the form, whose checkboxes share a name."""
     token = browser.page("/keys").form("/keys").fields["token"]
     data = {"token": token, "name": name, "scope": list(scopes), "root": list(roots), "days": days}
     return browser.client.post("/keys", data=data)
 
 
 def test_a_key_is_shown_once_and_works(keyed: App, admin: Browser) -> None:
-    """In one answer that no browser keeps, in no address, and nowhere afterwards; it is as asked for."""
+    """A new key is shown once, in a response that is not cached and in no URL; the key works as requested."""
     answer = make_key(admin, "ci", "read", "write", roots=("main",), days="30")
     assert answer.status_code == 201
     assert faults_of(PageText(answer.text)) == []
@@ -52,7 +52,7 @@ def test_a_key_is_shown_once_and_works(keyed: App, admin: Browser) -> None:
 
 
 def test_revoking_asks_and_ends_it_at_once(keyed: App, admin: Browser) -> None:
-    """With its sessions; it is then among those that have ended, and the log says who did it."""
+    """Revoking asks first and ends the key with its sessions; the log names the actor."""
     other = Browser(keyed.client())
     other.sign_in(keyed.key("read", name="old"))
     asked = admin.page("/keys/2/revoke")
@@ -69,7 +69,7 @@ def test_revoking_asks_and_ends_it_at_once(keyed: App, admin: Browser) -> None:
 
 
 def test_revoking_ones_own_key(keyed: App, admin: Browser) -> None:
-    """It is said before: one is signed out, and nobody may make keys any more; then one is."""
+    """The page warns before revoking one's own or the last administrative key; revoking then signs out."""
     asked = admin.page("/keys/1/revoke")
     assert "You are signed in with this key" in asked.text
     assert "the last key that may create keys" in asked.text
@@ -94,7 +94,7 @@ def test_revoking_ones_own_key(keyed: App, admin: Browser) -> None:
 def test_what_is_no_key_is_said_beside_what_was_typed(
     keyed: App, admin: Browser, fields: dict[str, str | list[str]], status: int, said: str
 ) -> None:
-    """Nothing is made, and nothing has to be typed again."""
+    """An invalid key is refused with the reason and the typed values, and not created."""
     token = admin.page("/keys").form("/keys").fields["token"]
     data = {"token": token, "name": "new", "scope": ["convert"], "days": "7", **fields}
     answer = admin.client.post("/keys", data=data)
@@ -106,7 +106,7 @@ def test_what_is_no_key_is_said_beside_what_was_typed(
 
 
 def test_who_may_not_is_told_so(keyed: App) -> None:
-    """A key that only reads: who one is and what that may; no link leads there."""
+    """A key that only reads gets 403 with its identity and the remedy, and no link to these pages."""
     browser = Browser(keyed.client())
     browser.sign_in(keyed.key("read", name="k0"))
     assert not {"/keys", "/people", "/audit"} & set(browser.page("/roots").links)
@@ -128,7 +128,7 @@ def _rows(page: PageText) -> int:
     "text", ["<script>alert(1)</script>", "\u202e\U0001f4a5", "'onclick='x", "y" * 10_000]
 )
 def test_foreign_words_in_the_log_are_text(keyed: App, admin: Browser, text: str) -> None:
-    """In whatever member; a line of it stays one."""
+    """Hostile text in an audit entry is shown as text and adds no link."""
     note(keyed, text, text, f"root:{text}", {text: {"deep": [text]}}, address=text)
     page = admin.page("/audit")
     assert text[:60].replace("\u202e", "\\u202e") in page.text

@@ -1,4 +1,4 @@
-"""The pages in a real browser, against a real service with real checkpoints."""
+"""Pages in Chromium, against a real service with real checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS: Final = ("light", "dark")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """With a run of three steps."""
+    """Start a service with a run of three steps."""
     folder = tmp_path_factory.mktemp("site")
     train(folder / "runs/llama/7b")
     (folder / "service").mkdir()
@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def train(folder: Path) -> None:
-    """Three steps with metrics, at each of which one weight moves."""
+    """Save three steps with metrics; one weight changes at each step."""
     model = torch.nn.ModuleDict({f"layers_{n}": torch.nn.Linear(16, 16) for n in range(3)})
     with dcp.CheckpointManager(folder, every_steps=100, no_dist=True) as manager:
         for step in STEPS:
@@ -54,7 +54,7 @@ isHidden => {
   document.dispatchEvent(new Event("visibilitychange"));
 }
 """
-"""As the browser tells a page of a tab; those of one that shows no windows are always seen."""
+"""Script that hides or shows the document: in a headless browser each tab is visible."""
 
 PATHS: Final = (
     "/",
@@ -92,15 +92,15 @@ RARE: Final = (
     "/checkpoints/1/shards?first_rank=0&end=900&colour=bytes",
     "/keys/1/revoke",
 )
-"""Plain tables, and others of the same."""
+"""Plain tables, and variants of other pages."""
 
 
 def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
-    """No scrolling aside, no error, no request elsewhere; nothing serious for those who do not see them."""
+    """Pages have no horizontal scrolling, error, foreign request or serious accessibility fault."""
     with site.kept_window() as seen:
         for number, path in enumerate(PATHS[::3]):
             seen.open(path)
-            if number % 4 == 0:  # takes as long as all else; each page is looked through below
+            if number % 4 == 0:  # slow; the exhaustive test checks all pages
                 assert accessibility_faults(seen.page) == [], path
             resized(seen, WIDTHS[0], COLOURS[number % 2])
             resized(seen, WIDTHS[1 + number % 2], COLOURS[1 - number % 2])
@@ -111,7 +111,7 @@ def test_pages_at_three_widths_in_both_colours(site: Site) -> None:
 @pytest.mark.parametrize("colours", COLOURS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_loaded_at_all_widths_and_colours(site: Site, width: int, colours: str) -> None:
-    """The same, each loaded so, and looked through for all that axe-core knows."""
+    """Pages have no such fault when loaded at each width and color scheme, checked with axe-core."""
     with site.window(width, colours) as seen:
         for path in (*PATHS, *RARE):
             seen.open(path)
@@ -121,7 +121,7 @@ def test_pages_loaded_at_all_widths_and_colours(site: Site, width: int, colours:
 
 
 def test_looking_around(site: Site) -> None:
-    """Search by keys as one types, a chart from its table, a filter in the address, the way back, a copy."""
+    """Search by keyboard, charts, filters in the URL, the back button, copying and color schemes work."""
     with site.kept_window() as seen:
         page = seen.page
         seen.open("/")
@@ -134,7 +134,7 @@ def test_looking_around(site: Site) -> None:
         expect(page.locator(".uplot canvas")).to_be_visible()
         page.get_by_label("Metric").select_option("accuracy")
         page.wait_for_url("**/runs/1?metric=accuracy*")
-        page.wait_for_function("scrollY > 0")  # where it was chosen, not at the top
+        page.wait_for_function("scrollY > 0")  # scrolled to the control, not to the top
         page.go_back()
         page.wait_for_url("**/runs/1")
         page.locator("#checkpoints").get_by_role("link", name="good").click()
@@ -172,7 +172,7 @@ def test_looking_around(site: Site) -> None:
 
 @pytest.mark.exhaustive
 def test_the_values_of_a_tensor(site: Site) -> None:
-    """From the list to its picture, closer by dragging; what a job finds comes by itself."""
+    """A tensor is found and drawn, and zoomed by dragging; results of jobs appear without a reload."""
     with site.kept_window() as seen:
         page = seen.page
         seen.open("/checkpoints/3?glob=layers_1.weight")
@@ -211,7 +211,7 @@ def test_the_values_of_a_tensor(site: Site) -> None:
 
 
 def test_working_on_a_checkpoint(site: Site) -> None:
-    """Converted, with progress that comes by itself; what it made is tagged; deleted and restored."""
+    """A checkpoint is converted with live progress, its target tagged, then deleted and restored."""
     with site.kept_window() as seen:
         page = seen.page
         seen.open("/checkpoints/2")
@@ -246,13 +246,13 @@ _FOCUSED: Final = """
   return [at.outerHTML.slice(0, 90), isMarked && isSeen && !isCovered];
 }
 """
-"""What has the focus, and whether one sees that; null at the end of the page."""
+"""Return the focused element and whether it is visible and marked; null at the end of the page."""
 
 
 @pytest.mark.exhaustive
 def test_by_keys_alone(site: Site) -> None:
-    """Tab reaches what is on a page, marked and in sight, and leaves it, by the map of shards too; the skip
-    link skips, and Escape leaves a menu for what has opened it."""
+    """Tab reaches each control of a page, visible and marked, and leaves the page, also on the map of shards.
+    The skip link skips, and Escape closes a menu and returns the focus."""
     with site.window() as seen:
         press = seen.page.keyboard.press
         for path in (*PATHS, *RARE):
@@ -289,7 +289,7 @@ def _tabbed(page: Page) -> list[Any]:
 
 @pytest.mark.exhaustive
 def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> None:
-    """More of them than a browser opens connections; one that is looked at again shows what it has missed."""
+    """Hidden tabs, more than a browser has connections, free them; a visible tab shows missed changes."""
     with site.window() as seen:
         pages = [seen.page, *(seen.page.context.new_page() for _ in range(7))]
         for page in pages:
@@ -307,8 +307,8 @@ def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> No
 
 
 def test_a_key_from_its_making_to_its_end(site: Site) -> None:
-    """It is copied from the page that shows it, is gone from there with the next look, and is revoked."""
-    with site.window() as seen:  # the browser ends at a page of its own
+    """A key is created and copied, is gone when the page is shown again, and is revoked."""
+    with site.window() as seen:  # a window of its own, because this test ends at an error page
         page = seen.page
         seen.open("/keys")
         page.get_by_label("Name").fill("robot")
@@ -323,12 +323,12 @@ def test_a_key_from_its_making_to_its_end(site: Site) -> None:
             assert robot.get("/api/v1/whoami").status_code == 401
         assert seen.faults == []
         page.go_back()
-        with pytest.raises(Error, match="ERR_CACHE_MISS"):  # the page that has shown it is kept nowhere
+        with pytest.raises(Error, match="ERR_CACHE_MISS"):  # the page with the secret is not cached
             page.go_back()
 
 
 def test_signing_out(site: Site) -> None:
-    """Ends the session, also for the page behind the back button."""
+    """Signing out ends the session, also for the page behind the back button."""
     with site.kept_window() as seen:
         page = seen.page
         seen.open("/roots")
@@ -343,7 +343,7 @@ def test_signing_out(site: Site) -> None:
 
 @pytest.mark.exhaustive
 def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
-    """A slow answer brings the field as it was when it was asked for; nothing of what is typed is lost."""
+    """A slow response does not overwrite text typed meanwhile."""
     with site.window() as seen:
         page = seen.page
         seen.open("/checkpoints/1?view=list")
@@ -362,8 +362,8 @@ def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
 
 
 def test_a_run_that_trains_while_it_is_looked_at(site: Site) -> None:
-    """New checkpoints come into the page by one stream; ticks and open tables stay; a hidden tab asks for
-    nothing; without script the page says the same."""
+    """New checkpoints arrive by one stream and keep selections and open tables; a hidden tab requests
+    nothing; the page has the same text without scripts."""
     folder = site.service.folder.parent / "runs/live"
 
     def train(*steps: int) -> int:

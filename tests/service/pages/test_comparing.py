@@ -1,4 +1,4 @@
-"""Pages that compare checkpoints and steps, without script, over real checkpoints and their jobs."""
+"""Pages that compare checkpoints and steps, without scripts, over real checkpoints and jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = "\"><img src=x onerror='alert(1)'>\u202e"
 
 
 def state(step: int) -> dict[str, Any]:
-    """The weight moves at each step, the head has a NaN from step 3 on, and one tensor comes and goes."""
+    """Return a state with a weight that changes, a NaN from step 3 on, and a tensor of step 2 alone."""
     head = torch.ones(4)
     if step >= 3:
         head[1] = float("nan")
@@ -36,7 +36,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of a run."""
+    """Save three steps of a run."""
     folder = tmp_path_factory.mktemp("saved")
     for step in (1, 2, 3):
         dcp.save(state(step), checkpoint_id=folder / f"run/step-{step}", no_dist=True)
@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Site:
-    """The application over the run, a browser without script, and somebody who carries out its jobs."""
+    """The application over the run, a browser without scripts, and a worker for its jobs."""
 
     def __init__(self, app: App, folder: Path) -> None:
         self.app = app
@@ -53,11 +53,11 @@ class Site:
         scan(app)
 
     def id(self, step: int) -> int:
-        """Of the checkpoint of a step."""
+        """Return the id of the checkpoint at a step."""
         return int(self.catalog.get("/checkpoints/lookup", run="run", step=step)["id"])
 
     def submit(self, path: str, action: str) -> PageText:
-        """Send a form of a page; the page that answers."""
+        """Submit a form of a page, and return the resulting page."""
         answer = self.browser.submit(self.browser.page(path).form(action))
         assert answer.status_code == 200, answer.text
         return PageText(answer.text)
@@ -65,13 +65,13 @@ class Site:
 
 @pytest.fixture
 def site(saved: Path, app: App, tmp_path: Path) -> Site:
-    """Without keys."""
+    """Start the application without keys."""
     shutil.copytree(saved, tmp_path / "main", dirs_exist_ok=True)
     return Site(app, tmp_path)
 
 
 def rows_of(page: PageText) -> str:
-    """The text of the tensors that differ."""
+    """Return the text of the table of different tensors."""
     return page.text.partition("Dtype and shape")[2].partition("Other values")[0]
 
 
@@ -79,7 +79,7 @@ def rows_of(page: PageText) -> str:
 
 
 def test_what_changed_at_once_and_by_values(site: Site) -> None:
-    """By checksums which tensors; by the job, which the page follows, by how much."""
+    """Checksums show at once which tensors changed; a job, followed by the page, shows by how much."""
     a, b = site.id(2), site.id(3)
     path = f"/diff?a={a}&b={b}"
     page = site.browser.page(path)
@@ -104,7 +104,7 @@ def test_what_changed_at_once_and_by_values(site: Site) -> None:
 
 
 def test_what_was_deleted_is_told_as_such(site: Site) -> None:
-    """Says which of two was deleted, the way to restore it, and a pair that can be compared instead."""
+    """A deleted checkpoint gets the way to restore it and another pair to compare."""
     one, two, three = site.id(1), site.id(2), site.id(3)
     site.app.base.delete(f"/api/v1/checkpoints/{two}").raise_for_status()
     answer = site.browser.get(f"/diff?a={two}&b={three}")
@@ -118,7 +118,7 @@ def test_what_was_deleted_is_told_as_such(site: Site) -> None:
 
 
 def test_a_comparison_that_fails_says_so(site: Site, tmp_path: Path) -> None:
-    """With what went wrong, and the button that tries it again."""
+    """A failed comparison shows its error and a button to retry."""
     a, b = site.id(1), site.id(2)
     path = f"/diff?a={a}&b={b}"
     site.submit(path, "/diff/values")
@@ -134,7 +134,7 @@ def test_a_comparison_that_fails_says_so(site: Site, tmp_path: Path) -> None:
 
 
 def test_the_drift_of_a_run(site: Site) -> None:
-    """Offered, followed, shown: cells by level, NaNs, the table, and a way to each difference."""
+    """The drift of a run is offered, followed and shown, with layers, NaNs and links to differences."""
     path = "/runs/1/drift"
     assert path in site.browser.page("/runs/1").links
     assert "have not been compared yet" in site.browser.page(path).text

@@ -1,4 +1,4 @@
-"""What pages show of the catalog, without script: names of any kind, filters, actions, roots, large runs."""
+"""Pages of the catalog without scripts: names, filters, actions, roots and large runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.pages import HOSTILE, Browser, PageText, faults_of
 
 
 def reached(browser: Browser, *starts: str, most: int = 120) -> dict[str, PageText]:
-    """All pages that links lead to from ``starts``, one of each sort and all their JSON, but for those that
-    read files: there are none."""
+    """Follow links from ``starts`` and return the pages, one of each kind. Pages that read stored files are
+    skipped, because these tests have none."""
     found: dict[str, PageText] = {}
     waiting, seen = [*starts], set()
     while waiting and len(found) < most:
@@ -40,7 +40,7 @@ def reached(browser: Browser, *starts: str, most: int = 120) -> dict[str, PageTe
         answer = browser.get(path)
         page = PageText(answer.text)
         assert answer.status_code in (200, 410) and faults_of(page) == [], path
-        if answer.status_code == 410:  # the rows of these tests have no files
+        if answer.status_code == 410:  # no stored files
             assert "/".join(parts.path.split("/")[:3]) in page.links, path
             continue
         found[path] = page
@@ -49,8 +49,7 @@ def reached(browser: Browser, *starts: str, most: int = 120) -> dict[str, PageTe
 
 
 def test_all_that_is_linked_is_there(app: App, browser: Browser) -> None:
-    """Every page that one comes to, with its JSON beside it, and nothing in it that the policy would stop,
-    though the run is called like HTML."""
+    """Each linked page exists, with its JSON; a hostile run name adds no element that the policy forbids."""
     run = f"run {HOSTILE[0].replace('/', '|')} {HOSTILE[1]}"
     first = add_checkpoint(app.service.database, f"{run}/step-1", metrics={"loss": 2.0, "acc": 0.1})
     add_checkpoint(app.service.database, f"{run}/step-2", metrics={"loss": 1.0, "acc": 0.3})
@@ -76,8 +75,8 @@ def test_all_that_is_linked_is_there(app: App, browser: Browser) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_of_any_kind_are_text(app: App, browser: Browser, name: str) -> None:
-    """Of runs, checkpoints and tensors, and in metadata: escaped, isolated, whole in the title. What turns
-    the direction of letters is written out, but in what a form sends back."""
+    """Names of runs, checkpoints and tensors, and metadata, are escaped, isolated and complete in the title.
+    Characters that change the text direction are written as escapes, except in form fields."""
     key = f"{name.replace('/', '|')[:400]}/{name.replace('/', '|')[:400]}"
     found = add_checkpoint(
         app.service.database,
@@ -103,7 +102,7 @@ def test_names_of_any_kind_are_text(app: App, browser: Browser, name: str) -> No
 
 
 def test_filters_counts_and_pages(app: App, browser: Browser) -> None:
-    """Keeps each choice in the address; counts say the effect of others; pages follow each other."""
+    """Choices are kept in the URL; counts show the effect of other filters; pages follow each other."""
     add_checkpoint(app.service.database, "run/step-0")
     add_steps(app, "run/step", range(1, 121), mixed=True)
     first = browser.page("/runs/1?format=torch_dcp")
@@ -123,14 +122,14 @@ def test_filters_counts_and_pages(app: App, browser: Browser) -> None:
 
 
 def _steps(page: PageText) -> list[str]:
-    """Checkpoints in the list."""
+    """Return the links to checkpoints in the list."""
     places = [given.get("id") for _, given in page.elements]
     rows = page.elements[places.index("checkpoints") : places.index("retention")]
     return [given["href"] for name, given in rows if given.get("href", "").startswith("/checkpoints/")]
 
 
 def test_labels_by_forms(app: App, browser: Browser) -> None:
-    """Tags and pins are given and taken; a word that is no alias is refused."""
+    """Tags and pins are added and removed with forms; an invalid alias gets 422."""
     one = add_checkpoint(app.service.database, "run/step-1")
 
     def send(action: str, **fields: str) -> str:
@@ -148,7 +147,7 @@ def test_labels_by_forms(app: App, browser: Browser) -> None:
 
 
 def test_what_is_done_to_an_alias_is_undone(app: App, browser: Browser) -> None:
-    """It is moved after asking, and back by the page that says so, unless others have changed it since."""
+    """A moved alias is confirmed and can be moved back, unless another change came between."""
     one, two, three = (add_checkpoint(app.service.database, f"run/step-{n}") for n in (1, 2, 3))
     stranger = add_checkpoint(app.service.database, "another/step-1")
 
@@ -183,8 +182,7 @@ def test_what_is_done_to_an_alias_is_undone(app: App, browser: Browser) -> None:
 
 
 def test_merging_and_averaging(app: App, browser: Browser) -> None:
-    """A checkpoint with others, by number or by address, and the newest steps of a run, as jobs; what cannot
-    be meant is said."""
+    """Merges by id and by URL, and averages of the newest steps, become jobs; invalid fields get 422."""
     numbers = [add_checkpoint(app.service.database, f"run/step-{step}") for step in (1, 2, 3)]
     path = f"/checkpoints/{numbers[0]}"
     form = browser.page(path).form(f"{path}/merge")
@@ -219,7 +217,7 @@ def test_merging_and_averaging(app: App, browser: Browser) -> None:
 
 
 def test_deleting_and_undoing(app: App, browser: Browser) -> None:
-    """The page that says it is deleted has the button that takes it back; what is old changes nothing."""
+    """A deletion can be undone on its page; stale forms change nothing, refused forms keep typed values."""
     number = add_checkpoint(app.service.database, "run/step-1")
     before = browser.page(f"/checkpoints/{number}")
     deleted = PageText(browser.submit(before.form(f"/checkpoints/{number}/delete")).text)
@@ -239,12 +237,12 @@ def test_deleting_and_undoing(app: App, browser: Browser) -> None:
 
 
 def good_ones(page: PageText) -> int:
-    """How many badges of a page are green."""
+    """Count the green badges of a page."""
     return sum(given.get("class") == "badge good" for _, given in page.elements)
 
 
 def test_a_checkpoint_without_its_data_is_not_green(app: App, tmp_path: Path) -> None:
-    """Verified before a file of it was lost: no box says that it loads, and the files say which is gone."""
+    """Pages of a verified checkpoint have no green badge after a file is lost, and name the missing file."""
     folder = tmp_path / "main/run/step-1"
     dcp.save({"w": torch.ones(4)}, checkpoint_id=folder, no_dist=True)
     catalog = Catalog(app, tmp_path)
@@ -269,7 +267,7 @@ def test_a_checkpoint_without_its_data_is_not_green(app: App, tmp_path: Path) ->
 
 
 def test_what_is_partial_or_not_finite_says_so(app: App, browser: Browser) -> None:
-    """A save of a part is called one; a loss that is NaN stands where the last finite one would."""
+    """A partial save is marked as partial; a NaN metric is shown instead of the last finite value."""
     for step, user in ((1, {}), (2, {"metrics": {"loss": math.nan, "lr": 0.1}, "partial": ["model"]})):
         metrics = {"loss": 0.25} if step == 1 else {"lr": 0.1}
         number = add_checkpoint(app.service.database, f"run/step-{step}", user_metadata=user, metrics=metrics)
@@ -288,14 +286,13 @@ def test_what_is_partial_or_not_finite_says_so(app: App, browser: Browser) -> No
 
 
 def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_path: Path) -> None:
-    """Its page and the list say so; the checkpoint's page has the findings where it was begun, and promises
-    nothing of loading it any more."""
+    """A job that found damage is not green; the checkpoint's page has the findings and no promise to load."""
     catalog = Catalog(app, tmp_path)
-    number = catalog.add("run/step-1")  # of which there is no data
+    number = catalog.add("run/step-1")  # without data
     assert "any number of ranks" in browser.page(f"/checkpoints/{number}").text
     browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/jobs/verify"))
     catalog.work()
-    for path, of_tasks in (("/jobs", 0), ("/jobs/1", 1)):  # its task has done what it was for
+    for path, of_tasks in (("/jobs", 0), ("/jobs/1", 1)):  # the task itself succeeded
         page = browser.page(path)
         assert "damaged" in page.text and good_ones(page) == of_tasks, path
     (finding,) = app.base.get("/api/v1/jobs/1").json()["result"]["findings"]
@@ -307,8 +304,8 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
 
 
 def test_answers_are_compressed(app: App) -> None:
-    """Of pages a fifth is sent, to whoever takes it; small ones, and those that must stay as they are, whole.
-    No two pages have the same token."""
+    """Large pages are compressed for clients that accept it; small or tagged responses are not. Each page has
+    a token of its own."""
     for step in range(40):
         add_checkpoint(app.service.database, f"run/step-{step}")
     client = app.client()
@@ -322,15 +319,14 @@ def test_answers_are_compressed(app: App) -> None:
     assert len(tokens) == 2
     for path, given in (
         ("/healthz", {}),
-        ("/api/v1/checkpoints/1", {}),  # has an entity tag
+        ("/api/v1/checkpoints/1", {}),  # has an ETag
         ("/runs/1", {"Accept": "text/html", "Accept-Encoding": "gzip;q=0"}),
     ):
         assert "content-encoding" not in client.get(path, headers=given).headers, path
 
 
 def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
-    """By the buttons of its page, which follow from its state; its log says who did it. It says what it is
-    about by its name."""
+    """A job is cancelled and retried with buttons; the page names its checkpoint, the log the actor."""
     number = add_checkpoint(app.service.database, "run/step-1")
     browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/jobs/verify"))
     queued = browser.page("/jobs/1")
@@ -338,10 +334,10 @@ def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
     followed = browser.page(f"/checkpoints/{number}")
     assert ".live > *" in {given.get("hx-select") for _, given in followed.elements}
-    for page in (queued, followed):  # what the one follows of the other has its state, which changes
+    for page in (queued, followed):  # the state changes, so that followers exclude it
         assert "its-state" in {given.get("class") for _, given in page.elements}
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200
-    assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # again is fine
+    assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # a second cancellation succeeds
     cancelled = browser.page("/jobs/1")
     assert app.base.get("/api/v1/jobs/1").json()["state"] == "cancelled"
     assert "local" in cancelled.text.partition("Log")[2]
@@ -350,7 +346,7 @@ def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
 
 
 def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
-    """A reader sees the facts and the lines that load it, no form of theirs; sent anyway it is refused."""
+    """A key that only reads sees no forms, and is refused if it submits them anyway."""
     number = add_checkpoint(keyed.service.database, "run/step-1")
     reader, writer = Browser(keyed.client()), Browser(keyed.client())
     reader.sign_in(keyed.key("read"))
@@ -372,7 +368,7 @@ def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
 
 
 def test_other_roots_do_not_show(keyed: App, of_main: Browser) -> None:
-    """Not in lists, counts, search or neighbours; by number they are not there."""
+    """Hidden roots appear in no list, count, search or neighbor; their ids get 404."""
     own = add_checkpoint(keyed.service.database, "shared-name/step-1")
     other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
     for path in (
@@ -395,7 +391,7 @@ def test_other_roots_do_not_show(keyed: App, of_main: Browser) -> None:
 def test_nothing_is_compared_with_what_is_in_other_roots(
     keyed: App, of_main: Browser, tmp_path: Path
 ) -> None:
-    """By no page below a checkpoint's own, no difference and no job: all is as if it were not there."""
+    """No page, difference or job shows a checkpoint of a hidden root: each answers as for a missing one."""
     own = add_checkpoint(keyed.service.database, "shared-name/step-1")
     other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
     dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "main/shared-name/step-1", no_dist=True)
@@ -441,7 +437,7 @@ def test_nothing_is_compared_with_what_is_in_other_roots(
 def test_large_runs_and_checkpoints_stay_small_pages(
     app: App, browser: Browser, steps: int, layers: int
 ) -> None:
-    """Thousands of steps, ten tensors a layer: each page is bounded, whatever the catalog has."""
+    """Pages stay small with thousands of steps and layers."""
     structure = structure_of([f"m.layers.{n}.{part}" for n in range(layers) for part in "abcdefghij"])
     number = add_checkpoint(app.service.database, "big/step-0", structure=structure)
     add_steps(app, "big/step", range(1, steps + 1), loss=True)

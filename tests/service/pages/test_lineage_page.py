@@ -1,4 +1,4 @@
-"""What was made of what, as a graph with its table."""
+"""Lineage as a graph and a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.pages import HOSTILE, Browser
 
 
 def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
-    """Ancestors, the one asked for, descendants, each with its link; in which way, by which job, and when."""
+    """Ancestors and descendants are shown with links, relation, job and map."""
     base, mine, export, hidden = (
         add_checkpoint(keyed.service.database, key, root=root, resumed_from=resumed_from)
         for key, root, resumed_from in (
@@ -42,7 +42,7 @@ def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
 
 
 def test_a_huge_family_is_a_small_page(keyed: App, reader: Browser) -> None:
-    """Five hundred in the table, a dozen drawn, and how many are not."""
+    """A large family has 500 rows in the table and a dozen boxes; the page says how many are left out."""
     base = add_checkpoint(keyed.service.database, "r/base", step=None)
 
     for child in add_steps(keyed, f"r/{'n' * 400}", range(1, 601)):
@@ -55,7 +55,7 @@ def test_a_huge_family_is_a_small_page(keyed: App, reader: Browser) -> None:
 
 
 def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(keyed: App, of_main: Browser) -> None:
-    """With links and hostile names as text, of what the key may see; nothing where nobody else has them."""
+    """A checkpoint's page links to visible checkpoints with the same tensors, with hostile names as text."""
     database = keyed.service.database
     one = add_checkpoint(database, "run/step-1", content_digest="d" * 32)
     names = [name.replace("/", "|") for name in HOSTILE[:2]]

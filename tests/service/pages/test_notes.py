@@ -1,4 +1,4 @@
-"""Notes on runs and checkpoints: by the API, on pages without script, and as HTML in a real browser."""
+"""Notes on runs and checkpoints: in the API, on pages without scripts, and as HTML in Chromium."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.receivers import Receiver
 
 @pytest.mark.each_database
 def test_a_note_from_its_creation_to_its_end(catalog: Catalog) -> None:
-    """It is listed with its subject and found by its text; its author edits it, the texts before are kept and
-    deleted with it; each change is audited, and a POST that is sent again creates no second one."""
+    """A note is listed, found by text, edited with its versions kept, and deleted. Each change is audited,
+    and a repeated POST creates no second note."""
     number, http = catalog.add("llama/step-10"), catalog.http
     run_id = catalog.get(f"/checkpoints/{number}")["run_id"]
     path = f"{API}/checkpoints/{number}/notes"
@@ -67,7 +67,7 @@ def test_a_note_from_its_creation_to_its_end(catalog: Catalog) -> None:
 
 
 def test_who_may_read_and_change_a_note(catalog: Catalog) -> None:
-    """Authors and admins change one; a key of the same name is no author; for others there is none."""
+    """The author and admins change a note, another key of the same name does not; hidden roots get 404."""
     number = catalog.add("a/step-1", root="main")
     create = catalog.app.client("read", "write", name="alice").post
     (key,) = (one for one in catalog.get("/keys")["items"] if one["name"] == "alice")
@@ -109,7 +109,7 @@ def test_who_may_read_and_change_a_note(catalog: Catalog) -> None:
 
 @pytest.mark.each_database
 def test_edits_at_once_lose_nothing(catalog: Catalog) -> None:
-    """Of editors who have read the same version one succeeds; all without If-Match are versions."""
+    """Of concurrent edits with the same ETag one succeeds; edits without If-Match all become versions."""
     number = catalog.add("a/step-1")
     note = catalog.http.post(f"{API}/checkpoints/{number}/notes", json={"text": "0"}).json()
     place = f"{API}/notes/{note['id']}"
@@ -127,7 +127,7 @@ def test_edits_at_once_lose_nothing(catalog: Catalog) -> None:
 
 
 def test_a_webhook_is_sent_new_notes(tmp_path: Path) -> None:
-    """The event names the note and its subject, and has none of its text."""
+    """The event has the note and its checkpoint, and no text."""
     url, allowed = f"sqlite:///{tmp_path / 'catalog.sqlite'}", ("127.0.0.1",)
     with running_app(url, tmp_path, webhook_allow_private=allowed) as app, Receiver() as receiver:
         number = add_checkpoint(app.service.database, "a/step-1")
@@ -145,7 +145,7 @@ def test_a_webhook_is_sent_new_notes(tmp_path: Path) -> None:
 
 
 def test_writing_without_script(keyed: App) -> None:
-    """Preview, save, edit and delete by forms; a text that is refused, or saved too late, is not lost."""
+    """Notes are previewed, saved, edited and deleted with forms; a refused or late text is not lost."""
     number = add_checkpoint(keyed.service.database, "a/step-1")
     alice, bob = Browser(keyed.client()), Browser(keyed.client())
     alice.sign_in(keyed.key("read", "write", name="alice"))
@@ -209,9 +209,8 @@ _TEXT: Final = (
 
 
 def test_hostile_markdown_in_a_browser(app: App, browser: Browser) -> None:
-    """In Chromium, without the content security policy that protects the page besides: no script runs, no
-    element or attribute but those of text remains, links lead to the web or into the service, and all of the
-    page is still there."""
+    """Chromium, without the content security policy, runs no script of hostile Markdown. Only elements and
+    attributes of text remain, links lead to the web or the service, and the rest of the page is intact."""
     number = add_checkpoint(app.service.database, "a/step-1")
     for text in _ATTACKS:
         answer = app.base.post(f"{API}/checkpoints/{number}/notes", json={"text": text})

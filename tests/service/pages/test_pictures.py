@@ -1,4 +1,4 @@
-"""Internal: the rules by which a tensor is dead or explodes, for values that no training gives."""
+"""Internal: rules for dead and exploding tensors, with values that no training gives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dcp.server.features.tensors import mark_of, statistics_json
 def test_what_is_dead_and_what_explodes(
     values: list[float], second: list[float] | None, kind: str | None, says: str
 ) -> None:
-    """By the rules that pages state; single numbers, such as steps, are neither."""
+    """A tensor is dead or exploding by the rules on the page; single numbers, such as steps, are neither."""
 
     def of(numbers: list[float] | None) -> Any:
         if numbers is None:

@@ -1,4 +1,4 @@
-"""The pages of a checkpoint's shards and of its save: what they say, in which part, of which checkpoints."""
+"""Pages of the shards of a checkpoint and of the phases of its save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = "<img src=x onerror='alert(1)'>\u202e{{ 7*7 }}"
 
 
 def sharded(app: App, tmp_path: Path, **provenance: Any) -> int:
-    """A checkpoint of four ranks, of which the first has half of it; one tensor is stored twice."""
+    """Save a checkpoint of four ranks, with a replicated tensor, and return its id."""
     tensors = {"layers.0.w": torch.ones(64, 64), HOSTILE: torch.ones(6, 8), "twice": torch.ones(10)}
     boxes = {
         "layers.0.w": grid((64, 64), (4, 1)),
@@ -33,13 +33,13 @@ def sharded(app: App, tmp_path: Path, **provenance: Any) -> int:
 
 
 def registered(app: App, path: Path, key: str) -> int:
-    """Its number in the catalog."""
+    """Register a checkpoint, and return its id."""
     age(path)
     return note_one(app, key)
 
 
 def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -> None:
-    """In words and by rank; each rank leads to its part, which leads back; chunks are a page of their own."""
+    """The page shows bytes by rank in text and links; ranks lead to a part, chunks have a page."""
     number = sharded(app, tmp_path)
     assert f"/checkpoints/{number}/shards" in browser.page(f"/checkpoints/{number}").links
     page = browser.page(f"/checkpoints/{number}/shards")
@@ -65,7 +65,7 @@ def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -
 
 
 def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path) -> None:
-    """Tells the wait of training apart from work behind it, by phase and rank, and marks stragglers."""
+    """The page separates blocked time from background work, by phase and rank, and marks stragglers."""
     ranks = [
         {"blocked": 0.5, "staging": 0.4, "local_plan": 0.01, "plan": 0.2, "write": 2.0 + 3 * (rank == 70)}
         for rank in range(128)
@@ -90,7 +90,7 @@ def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path)
 
 
 def test_what_has_no_ranks_or_phases(app: App, browser: Browser, tmp_path: Path) -> None:
-    """Files of other formats tell neither; what is not there is an error that says so."""
+    """Other formats have no ranks and phases; missing files get 410 and an unknown id 404."""
     path = tmp_path / "main" / "weights.pt"
     torch.save({"w": torch.ones(4, 4)}, path)
     number = registered(app, path, "weights.pt")

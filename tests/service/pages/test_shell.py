@@ -1,4 +1,4 @@
-"""What all pages have in common: who sees them, what a browser may do with them, files, errors."""
+"""Common behavior of all pages: sign-in, sessions, security headers, static files and errors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ VENDORED = {
     "uplot-1.6.32.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uplot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
 }
-"""The files as their authors released them (npm), by SHA-256."""
+"""SHA-256 of the files as released by their authors on npm."""
 
 
 def test_vendored_files_are_those_that_were_released() -> None:
-    """Each with its licence beside it; a file more, or another one, is noticed."""
+    """Vendored files equal the released files, each with a licence; an additional file is noticed."""
     found = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (STATIC / "vendor").iterdir()
     }
@@ -43,7 +43,7 @@ def test_vendored_files_are_those_that_were_released() -> None:
 
 
 def test_files_may_be_kept_for_ever(keyed: App) -> None:
-    """By the address that a page has them at, which is another one for other content; without a key."""
+    """Static files are cached forever by a URL with their digest, and need no key."""
     browser = Browser(keyed.client())
     page = browser.page("/sign-in")
     files = [given.get("src") or given["href"] for name, given in page.elements if name in ("script", "link")]
@@ -60,7 +60,7 @@ def test_files_may_be_kept_for_ever(keyed: App) -> None:
 
 
 def test_the_root_is_a_page_for_browsers_alone(app: App) -> None:
-    """Whoever names no HTML gets what has always been there."""
+    """Only clients that accept HTML get a page at /; others get JSON."""
     client = app.client()
     for accept in ({}, {"accept": "application/json"}, {"accept": "*/*"}):
         assert client.get("/", headers=accept).json()["service"] == "dcphub"
@@ -69,7 +69,7 @@ def test_the_root_is_a_page_for_browsers_alone(app: App) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/roots", "/jobs", "/jobs/1", "/nowhere", "/sign-in"])
 def test_every_page_is_guarded(app: App, keyed: App, path: str) -> None:
-    """Nothing inline, nothing from elsewhere, and the headers that say so, on errors too."""
+    """Pages and error pages have no inline or foreign content, and the headers that forbid both."""
     for client in (app.client(), keyed.client()):
         answer = client.get(path, headers=HTML)
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -92,7 +92,7 @@ def test_every_page_is_guarded(app: App, keyed: App, path: str) -> None:
 
 
 def test_nobody_sees_a_page_without_signing_in(keyed: App) -> None:
-    """Each leads to the form, which leads back; a part of a page makes the whole of it go there."""
+    """Without a session a page leads to the form and back; a request of htmx redirects the whole page."""
     client = keyed.client()
     answer = client.get("/jobs?state=failed", headers=HTML, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in?next=%2Fjobs%3Fstate%3Dfailed")
@@ -103,14 +103,14 @@ def test_nobody_sees_a_page_without_signing_in(keyed: App) -> None:
 
 
 def test_signing_in_and_out(keyed: App) -> None:
-    """The cookie is out of reach of scripts and other sites, is no key, and ends with signing out."""
+    """The session cookie is closed to scripts and other sites, has no key, and ends on signing out."""
     browser = Browser(keyed.client())
     key = keyed.key("read")
     answer = browser.sign_in(key, "/jobs?state=failed")
     assert str(answer.url) == "http://localhost/jobs?state=failed"
     (cookie,) = [line for line in answer.history[0].headers.get_list("set-cookie") if SESSION_COOKIE in line]
     assert {"HttpOnly", "Path=/", "SameSite=lax", "Max-Age=43200"} <= set(cookie.split("; "))
-    assert "Secure" not in cookie  # over plain HTTP a browser would not take it
+    assert "Secure" not in cookie  # a browser would refuse it over plain HTTP
     assert key not in cookie
     token = browser.client.cookies[SESSION_COOKIE]
     assert browser.get(f"{API}/runs").status_code == 200
@@ -121,14 +121,14 @@ def test_signing_in_and_out(keyed: App) -> None:
 
 
 def test_over_https_the_cookies_are_for_https(keyed: App) -> None:
-    """No plain request carries them."""
+    """Cookies set over HTTPS are sent over HTTPS only."""
     client = keyed.client()
     answer = client.get("https://localhost/sign-in", headers=HTML)
     assert all("Secure" in line for line in answer.headers.get_list("set-cookie"))
 
 
 def test_a_session_ends_with_its_key_and_its_time(keyed: App) -> None:
-    """At once when the key is revoked; and when the time is over."""
+    """A session ends at once when its key is revoked, and at its expiry."""
     for end in ("revoked", "over"):
         browser = Browser(keyed.client())
         browser.sign_in(keyed.key("read", name=end))
@@ -142,7 +142,7 @@ def test_a_session_ends_with_its_key_and_its_time(keyed: App) -> None:
 
 
 def test_a_session_reads_and_changes_nothing_but_by_forms(keyed: App) -> None:
-    """Below the API a cookie is for GET, and not for pages of other sites, whatever its key may."""
+    """In the API a session may only GET, and not from pages of other sites, whatever its key may."""
     browser = Browser(keyed.client())
     browser.sign_in(keyed.key("admin"))
     assert (
@@ -155,7 +155,7 @@ def test_a_session_reads_and_changes_nothing_but_by_forms(keyed: App) -> None:
 
 
 def test_refused_keys_are_counted(tmp_path: Path) -> None:
-    """By the form as by the API; what is wrong is said on the page."""
+    """Refused keys on the form count as in the API; the page shows the reason."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(url, tmp_path, login_limit="2/hour") as keyed:
         browser = Browser(keyed.client())
@@ -183,7 +183,7 @@ def test_refused_keys_are_counted(tmp_path: Path) -> None:
     ],
 )
 def test_what_an_address_cannot_mean_is_said(app: App, address: str) -> None:
-    """As by the API, and not as an error of the service."""
+    """An invalid parameter in the URL of a page gets 422 with its name."""
     add_checkpoint(app.service.database, "run/step-1")
     browser = app.client()
     answer = browser.get(address.format(run=1), headers={"Accept": "text/html"})
@@ -205,14 +205,14 @@ def test_what_an_address_cannot_mean_is_said(app: App, address: str) -> None:
     ],
 )
 def test_signing_in_leads_nowhere_else(keyed: App, next: str) -> None:
-    """A link to the form is no way to another site."""
+    """Signing in does not redirect to other sites."""
     browser = Browser(keyed.client())
     answer = browser.sign_in(keyed.key("read"), next)
     assert (answer.url.host, answer.url.path) == ("localhost", "/")
 
 
 def test_every_form_needs_its_token(keyed: App) -> None:
-    """Refuses any change without it, and with that of another browser."""
+    """Each form needs the token of its browser."""
     browser, other = Browser(keyed.client()), Browser(keyed.client())
     browser.sign_in(keyed.key("admin"))
     token = other.page("/sign-in").form("/sign-in").fields["token"]
@@ -227,7 +227,7 @@ def test_every_form_needs_its_token(keyed: App) -> None:
 
 
 def test_forms_of_other_sites(app: App, browser: Browser) -> None:
-    """Refused before anything is looked at, also where nobody signs in."""
+    """Forms from other sites are refused first, also without sign-in."""
     form = browser.page("/roots").form("/roots/main/scan")
     for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
         browser.client.headers.update(headers)
@@ -238,7 +238,7 @@ def test_forms_of_other_sites(app: App, browser: Browser) -> None:
 
 @pytest.mark.parametrize("body", [b"\xff", b"a=%ff", b"&".join(b"a=1" for _ in range(300))])
 def test_forms_that_are_none(app: App, body: bytes) -> None:
-    """Refuses them without an error of the service."""
+    """Malformed forms get 400 or 415."""
     client = app.client()
     form = {"content-type": "application/x-www-form-urlencoded", **HTML}
     assert client.post("/theme", content=body, headers=form).status_code == 400
@@ -247,7 +247,7 @@ def test_forms_that_are_none(app: App, body: bytes) -> None:
 
 
 def test_the_colours_stay(app: App, browser: Browser) -> None:
-    """In a cookie, also without a script; what is no theme changes nothing."""
+    """The color scheme is kept in a cookie, without scripts; an invalid cookie is ignored."""
     assert '<html lang="en" data-theme="system">' in browser.get("/jobs?state=failed").text
     for expected in ("light", "dark", "system"):
         form = browser.page("/jobs?state=failed").form("/theme")
@@ -260,13 +260,13 @@ def test_the_colours_stay(app: App, browser: Browser) -> None:
 
 
 def test_empty_fields_are_no_part_of_an_address(app: App) -> None:
-    """Makes the address that people would write of a form without script."""
+    """Empty fields of a form without scripts are removed from the URL."""
     answer = app.client().get("/jobs?state=&kind=scan&scans=", headers=HTML)
     assert str(answer.url) == "http://localhost/jobs?kind=scan"
 
 
 def test_errors_are_pages(app: App, tmp_path: Path) -> None:
-    """404, 422 and 503 say what to do and which request it was; others get documents as ever."""
+    """Browsers get 404, 422 and 503 as pages with the request id; other clients get problem documents."""
     client = app.client()
     missing = client.get("/jobs/7", headers=HTML)
     assert missing.status_code == 404

@@ -1,4 +1,4 @@
-"""Pages of tensors and layers, without script: values, pictures with their tables, optimizers, changes."""
+"""Pages of tensors and layers, without scripts: values, pictures with tables, optimizers, changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOSTILE = (
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
-    """Of a small model; at step 2 one is not finite, and one has not changed."""
+    """Return weights of a small model; at step 2 one is not finite, and one is unchanged."""
     generator = torch.Generator().manual_seed(7)
     made = {
         "layers.0.weight": torch.randn(32, 48, generator=generator) * (1 + 0.01 * step),
@@ -50,7 +50,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def state(step: int) -> dict[str, Any]:
-    """With what Adam keeps, by names, as torch's own functions have it."""
+    """Return a state with Adam's states by name, as torch's functions for distributed checkpoints save."""
     model = weights(step)
     names = [name for name in model if name != "conv"]
     kept = {
@@ -78,7 +78,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[App, Browser, Path]]:
-    """Two steps of a run, and a checkpoint in shards."""
+    """Start the application over two steps of a run and a sharded checkpoint."""
     folder = tmp_path_factory.mktemp("tensors")
     keys = ["run/step-1", "run/step-2", "sharded"]
     for step in (1, 2):
@@ -96,12 +96,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[App, Browse
 
 
 def tensor(number: int, fqn: str, path: str = "", **query: str) -> str:
-    """The address of its page."""
+    """Return the URL of a tensor's page."""
     return f"/checkpoints/{number}/tensors{path}?{urlencode({'fqn': fqn, **query})}"
 
 
 def test_the_page_of_a_tensor(site: Any) -> None:
-    """Shows its values as read now, the place of its bytes and the way to read it; links work."""
+    """The page shows current values, the place of the bytes, and code to read the tensor; links work."""
     _, browser, folder = site
     page = browser.page(tensor(1, "model.layers.0.weight"))
     expected = weights(1)["layers.0.weight"].double()
@@ -124,7 +124,7 @@ def test_the_page_of_a_tensor(site: Any) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_of_any_kind(site: Any, name: str) -> None:
-    """A tensor is found from the list by whatever it is called: slashes, globs, 10,000 characters, NUL."""
+    """A tensor is found in the list by any name: slashes, globs, 10,000 characters, NUL."""
     _, browser, _ = site
     listed = browser.page("/checkpoints/1?view=list")
     links = [link for link in listed.links if "/tensors?fqn=names" in link]
@@ -150,7 +150,7 @@ def test_names_of_any_kind(site: Any, name: str) -> None:
     ],
 )
 def test_tensors_of_every_kind(site: Any, name: str, says: str) -> None:
-    """Has pages for tensors without elements, dimensions or order, which say so."""
+    """Tensors without elements, dimensions or ordered values have pages that say this."""
     _, browser, _ = site
     page = browser.page(tensor(1, f"odd.{name}"))
     assert says in browser.page(tensor(1, f"odd.{name}", "/slice")).text + page.text
@@ -159,7 +159,7 @@ def test_tensors_of_every_kind(site: Any, name: str, says: str) -> None:
 
 
 def test_chunks_as_boxes(site: Any) -> None:
-    """Over the two dimensions that are cut, each where it is; where more are cut there is the table alone."""
+    """Chunks are drawn over the two split dimensions; with more dimensions only the table is shown."""
     _, browser, _ = site
 
     def boxes(fqn: str) -> list[tuple[str, ...]]:
@@ -182,7 +182,7 @@ def test_chunks_as_boxes(site: Any) -> None:
 
 
 def test_what_an_optimizer_keeps(site: Any) -> None:
-    """Beside the weight by its name, from the weight's page and from the states'; what they say together."""
+    """Optimizer states are shown with their weight, from both pages, with derived gradients."""
     _, browser, _ = site
     for fqn in ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"):
         page = browser.page(tensor(1, fqn))
@@ -196,9 +196,9 @@ def test_what_an_optimizer_keeps(site: Any) -> None:
 
 
 def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
-    """Shows a large tensor without its values, and has them come; still larger ones are left to a job."""
+    """Values of a large tensor are loaded on request; a larger tensor needs a job."""
     app, browser, folder = site
-    huge = torch.from_numpy(np.zeros((1 << 24) + 1, np.float32))  # which takes no memory
+    huge = torch.from_numpy(np.zeros((1 << 24) + 1, np.float32))  # allocates no memory
     sizes = {"large": torch.ones(600, 512), "huge": huge}
     dcp.save(sizes, checkpoint_id=folder / "main/sizes")
     age(folder / "main/sizes")
@@ -216,7 +216,7 @@ def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
 
 @pytest.mark.parametrize("case", ["order", "named", "twice", "buffers"])
 def test_numbers_stand_for_names_only_where_that_is_known(site: Any, case: str) -> None:
-    """Shows states beside a weight by names in the groups, or by order where one part of it fits."""
+    """Numbered optimizer states are matched to weights by names in the groups, or by an unambiguous order."""
     app, browser, folder = site
     model: Any = torch.nn.BatchNorm1d(4) if case == "buffers" else torch.nn.Linear(3, 5)
     parameters: Any = list(model.named_parameters() if case == "named" else model.parameters())
@@ -232,7 +232,7 @@ def test_numbers_stand_for_names_only_where_that_is_known(site: Any, case: str) 
 
 
 def test_layers_dead_and_exploding(site: Any) -> None:
-    """Offered to be computed; then by layer, with the reasons; filtered by marks."""
+    """Statistics of layers are computed on request, then shown with marks and reasons, and filtered."""
     app, browser, folder = site
     before = browser.page("/checkpoints/2/layers")
     assert "not been computed yet" in before.text

@@ -1,4 +1,4 @@
-"""Will it load? The page and the API, over real checkpoints and states that people paste."""
+"""Pages and API that answer if a checkpoint loads into a given state."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ CONFIG: dict[str, Any] = {
 
 
 def model() -> torch.nn.Module:
-    """Two layers."""
+    """Return a model of two layers."""
     return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a model as most save it, and one of its state alone."""
+    """Save a checkpoint with the model below a key, and one with the bare state."""
     folder = tmp_path_factory.mktemp("saved")
     dcp.save({"model": model(), "step": 1}, checkpoint_id=folder / "run/step-1", no_dist=True)
     bare = {**model().state_dict(), HOSTILE: torch.ones(2)}
@@ -51,19 +51,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(saved: Path, app: App, tmp_path: Path) -> App:
-    """Without keys; checkpoint 1 is the bare state, 2 the model."""
+    """Start the application without keys over both checkpoints."""
     shutil.copytree(saved, tmp_path / "main", dirs_exist_ok=True)
     scan(app)
     return app
 
 
 def number(app: App, key: str) -> int:
-    """Of a checkpoint."""
+    """Return the id of a checkpoint."""
     return int(app.base.get("/api/v1/checkpoints/lookup", params={"root": "main", "key": key}).json()["id"])
 
 
 def pasted(app: App, key: str, text: str, status: int = 200) -> PageText:
-    """What the page answers."""
+    """Submit a pasted state, and return the resulting page."""
     path = f"/checkpoints/{number(app, key)}/will-it-load"
     browser = Browser(app.client())
     (form,) = [form for form in browser.page(path).forms if form.action == path and form.method == "post"]
@@ -75,13 +75,13 @@ def pasted(app: App, key: str, text: str, status: int = 200) -> PageText:
 
 
 def shapes(**changes: Any) -> dict[str, Any]:
-    """Those of the model, as people print them."""
+    """Return the shapes of the model, as users print them."""
     state = {n: {"dtype": str(t.dtype), "shape": list(t.shape)} for n, t in model().state_dict().items()}
     return {name: one for name, one in {**state, **changes}.items() if one is not None}
 
 
 def test_a_state_that_fits_under_other_names(here: App, tmp_path: Path) -> None:
-    """The answer has the rename, and the lines of Python that it gives load the checkpoint."""
+    """A state with other names gets a rename, and code that loads the checkpoint."""
     page = pasted(here, "run/step-1", json.dumps(shapes()))
     assert "Yes, with a rename." in page.text and "4 of 4 names match" in page.text
     code = page.text.partition("In Python")[2].partition("Choose a state")[0]
@@ -98,7 +98,7 @@ def test_a_state_that_fits_under_other_names(here: App, tmp_path: Path) -> None:
 
 
 def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
-    """Names and shapes are those behind it; what is missing then is named, and the lines of Python load."""
+    """A weight map is applied first: missing names are listed, and the code loads."""
     name = "model.layers.0.mlp.experts.{}.gate_proj.weight"
     experts = {name.format(n): torch.full((3, 2), n + 1.0) for n in (0, 1)}
     stored = {"model": {"model.norm.weight": torch.ones(4), **experts}, "step": 1}
@@ -153,7 +153,7 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_listed(here: App) -> None:
-    """Missing, unexpected, of another shape and dtype: each with both sides; no answer promises too much."""
+    """Missing and unexpected names, and other shapes and dtypes, are listed with both sides."""
     given = shapes(
         **{
             "0.weight": {"dtype": "bfloat16", "shape": [3, 4]},
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_listed(here: App) -> None:
 
 
 def test_another_checkpoint(here: App) -> None:
-    """By its number, in the address, with its JSON."""
+    """Another checkpoint is chosen by its id in the URL, with JSON."""
     one, two = number(here, "bare/step-1"), number(here, "run/step-1")
     browser = Browser(here.client())
     path = f"/checkpoints/{two}/will-it-load"
@@ -207,7 +207,7 @@ HOSTILE_TEXTS = [
 
 
 def test_hostile_text_is_refused(here: App) -> None:
-    """Says on the page what may be pasted, and has the text as text, whatever it is."""
+    """Invalid text gets 422 and is shown as text."""
     for text in HOSTILE_TEXTS:
         page = pasted(here, "run/step-1", text, status=422)
         assert page.text and not [
@@ -216,7 +216,7 @@ def test_hostile_text_is_refused(here: App) -> None:
 
 
 def test_what_people_have_of_a_state(here: App) -> None:
-    """Takes dcp show --json, a safetensors header or index, and plain shapes alike."""
+    """Output of dcp show --json, safetensors headers and indexes, and plain shapes are accepted."""
     shown = [{"fqn": name, **one} for name, one in shapes().items()]
     short = {"torch.float32": "F32", "float32": "F32"}
     header = {name: {"dtype": short[one["dtype"]], "shape": one["shape"]} for name, one in shapes().items()}
@@ -230,7 +230,7 @@ def test_what_people_have_of_a_state(here: App) -> None:
 
 
 def test_a_config_is_a_job(here: App) -> None:
-    """Pasted, it becomes a job that the page follows; nothing is compared before that has ended."""
+    """A pasted config becomes a job that the page follows; results before its end get 409."""
     two = number(here, "run/step-1")
     page = pasted(here, "run/step-1", json.dumps(CONFIG))
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in page.elements)
@@ -255,7 +255,7 @@ def _made(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Path) -> None:
-    """Makes known types as transformers does, and refuses those that ask for code or for too much."""
+    """Known models are built as in transformers; configs that need code or too much memory are refused."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     expected = LlamaForCausalLM(
@@ -294,7 +294,7 @@ def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Pat
 
 @pytest.mark.exhaustive
 def test_a_model_of_a_config_from_end_to_end(here: App, tmp_path: Path) -> None:
-    """The program itself, in the job."""
+    """A job runs the real program on a config, and the page shows its result."""
     pasted(here, "run/step-1", json.dumps({**CONFIG, "hidden_size": "nonsense"}))
     pasted(here, "run/step-1", json.dumps(CONFIG))
     Catalog(here, tmp_path).work()

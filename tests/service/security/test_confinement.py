@@ -1,4 +1,4 @@
-"""Nothing outside of the roots is read, written or named, whatever keys, links and checkpoints say."""
+"""Confinement to roots: no key, link or checkpoint makes the service touch or name an outside file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GOOD_KEYS = [*_GOOD.split(), "a b/c", "ü/日本", "x" * 255]
 
 
 class Outside:
-    """What lies beside a root, which nobody may touch: checkpoints and secrets in ``folder``."""
+    """Checkpoints and secrets in ``folder``, beside a root."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,13 +67,13 @@ class Outside:
         self.before = self.files()
 
     def files(self) -> dict[str, bytes]:
-        """All of it."""
+        """Return the content of all files."""
         return {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[Catalog]:
-    """A catalog on SQLite, with the checkpoint run/step-1."""
+    """Start a catalog on SQLite, with the checkpoint run/step-1."""
     with running_app(
         f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, rate_limit="1000000/minute"
     ) as app:
@@ -83,7 +83,7 @@ def local(tmp_path: Path) -> Iterator[Catalog]:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Outside]:
-    """At the end it is as it was."""
+    """Create outside files, and check at the end that they are unchanged."""
     found = Outside(tmp_path / "outside")
     yield found
     assert found.files() == found.before
@@ -91,7 +91,7 @@ def outside(tmp_path: Path) -> Iterator[Outside]:
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
-    """A catalog with nothing in its first root, and a checkpoint in the other."""
+    """Start a catalog with an empty first root and a checkpoint in the other root."""
     folder = tmp_path_factory.mktemp("empty")
     with running_app(f"sqlite:///{folder / 'catalog.sqlite'}", folder, rate_limit="1000000/minute") as app:
         catalog = Catalog(app, folder)
@@ -100,27 +100,27 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
 
 
 def say(catalog: Catalog, key: str, **place: Any) -> int:
-    """The status of a registration."""
+    """Register a checkpoint, and return the status."""
     body = json.dumps({"key": key, **(place or {"root": "main"})})
     return catalog.status("POST", "/checkpoints", content=body, headers={"Content-Type": "application/json"})
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)
 def test_keys_that_are_refused(empty: Catalog, key: str) -> None:
-    """By every way in: of a checkpoint, below a URL, of a folder to be scanned, as a target."""
+    """Unsafe keys get 422 as a checkpoint, below a URL, as a folder to scan and as a target."""
     assert say(empty, key) == say(empty, key, root_url=str(empty.place(""))) == 422
     for kind, params in (
         ("scan", {"root": "main", "below": key}),
         ("convert", {"checkpoint_id": 1, "to": "dcp", "target_root": "main", "target_key": key}),
     ):
-        if key or kind == "convert":  # a scan below nothing is one of all
+        if key or kind == "convert":  # an empty key scans the whole root
             body = json.dumps({"kind": kind, "params": params})
             headers = {"Content-Type": "application/json"}
             assert empty.status("POST", "/jobs", content=body, headers=headers) == 422, kind
 
 
 def test_keys_that_are_plain_names(local: Catalog) -> None:
-    """They mean the very folder of that name, decoded nowhere on the way."""
+    """A safe key means the folder of this exact name, and is decoded nowhere."""
     for number, key in enumerate(GOOD_KEYS):
         local.save(key, save_id=f"{number:08x}")
         assert say(local, key) == 201, key
@@ -135,7 +135,7 @@ def test_keys_that_are_plain_names(local: Catalog) -> None:
     ).map("".join)
 )
 def test_whatever_is_accepted_stays_inside(empty: Catalog, key: str) -> None:
-    """An accepted key is a path below the root, also for somebody who normalises or decodes it."""
+    """An accepted key stays below the root, also after normalizing and repeated URL decoding."""
     if say(empty, key) == 422:
         return
     for _ in range(10):
@@ -157,7 +157,7 @@ LINKS = {
 
 @pytest.fixture
 def linked(local: Catalog, outside: Outside) -> Catalog:
-    """With links out of the root, and one that stays inside."""
+    """Add links out of the root, and one that stays inside."""
     for name, target in LINKS.items():
         local.place(name).symlink_to(target.format(outside=outside.folder))
     local.place("run/latest").symlink_to("step-1")
@@ -165,7 +165,7 @@ def linked(local: Catalog, outside: Outside) -> Catalog:
 
 
 def test_links_that_lead_out(linked: Catalog) -> None:
-    """They are refused and not scanned; those that stay inside are followed."""
+    """Links out of the root are refused and not scanned; links inside are followed."""
     for key in (*LINKS, "folder/step-9", "up/outside/step-9", "folder/new"):
         answer = linked.http.post(f"{API}/checkpoints", json={"root": "main", "key": key})
         assert (answer.status_code, "leads out" in answer.json()["detail"]) == (422, True), key
@@ -188,7 +188,7 @@ def test_links_that_lead_out(linked: Catalog) -> None:
     ],
 )
 def test_a_conversion_writes_nothing_outside(linked: Catalog, to: str, key: str) -> None:
-    """A target behind a link out of the root fails the job, and leaves nothing there."""
+    """A conversion to a target behind a link out of the root fails and writes nothing."""
     number = linked.register("run/step-1")
     job = linked.do("convert", checkpoint_id=number, to=to, target_key=key)
     assert job["state"] == "failed" and "outside" not in str(job["error"]).replace(key, "")
@@ -196,7 +196,7 @@ def test_a_conversion_writes_nothing_outside(linked: Catalog, to: str, key: str)
 
 
 def test_a_checkpoint_that_became_a_link(linked: Catalog, outside: Outside) -> None:
-    """What was found as a folder and is a link now is neither read nor deleted by any job."""
+    """A checkpoint replaced by a link is neither read nor deleted by any job."""
     number = linked.register("run/step-1")
     shutil.rmtree(linked.place("run/step-1"))
     linked.place("run/step-1").symlink_to(outside.folder / "step-9")
@@ -214,7 +214,7 @@ def test_a_checkpoint_that_became_a_link(linked: Catalog, outside: Outside) -> N
     linked.do("purge", checkpoint_id=number, now=True)
 
 
-# -- names inside of checkpoints -----------------------------------------------------------------------------
+# -- names inside checkpoints --------------------------------------------------------------------------------
 
 
 def _links_to_files(folder: Path, outside: Path) -> None:
@@ -274,7 +274,7 @@ ROUTES = (
 def test_names_inside_of_checkpoints(
     local: Catalog, outside: Outside, make: Callable[[Path, Path], None]
 ) -> None:
-    """What metadata names cannot be read through any route or job, and not be deleted."""
+    """Outside files named by metadata are not read through any route or job, and not deleted."""
     number, folder = local.register("run/step-1"), local.place("run/step-1")
     make(folder, outside.folder)
     files = (f"files/{quote(path.name)}" for path in folder.iterdir())
@@ -282,7 +282,7 @@ def test_names_inside_of_checkpoints(
         answer = local.http.get(f"{API}/checkpoints/{number}/{path.format(number=number)}")
         assert answer.status_code < 500, (path, answer.text)
         assert SECRET not in answer.content, path
-        if make not in (_names_an_absolute_file, _bin_weight_map):  # these say it themselves
+        if make not in (_names_an_absolute_file, _bin_weight_map):  # the checkpoint itself has the path
             assert str(outside.folder) not in answer.text, path
     say(local, "run/step-1")
     for kind, params in (
@@ -303,7 +303,7 @@ NAMES = (
 
 
 def test_names_of_files_over_http(local: Catalog, outside: Outside) -> None:
-    """A checkpoint's files are those in its folder, however the name is written."""
+    """Only files directly in the checkpoint's folder are served, however the name is encoded."""
     folder, number = local.place("run/step-1"), local.register("run/step-1")
     (folder / "folder").mkdir()
     for path in (folder.parent / "beside.bin", folder / "folder" / "inner.bin"):
@@ -316,7 +316,7 @@ def test_names_of_files_over_http(local: Catalog, outside: Outside) -> None:
 
 
 def test_s3_keys_stay_below_the_prefix(tmp_path: Path, s3_server: S3Server, s3_root: str) -> None:
-    """A root is a prefix: what begins alike beside it is no part of it."""
+    """A root on S3 ends at its prefix: a bucket path that only begins alike is outside."""
     options = s3_server.storage_options
     for place, count in ((f"{s3_root}-beside", 2), (s3_root, 3)):
         dcp.save({"w": torch.ones(count)}, checkpoint_id=f"{place}/step-1", storage_options=options)
@@ -334,7 +334,7 @@ def test_s3_keys_stay_below_the_prefix(tmp_path: Path, s3_server: S3Server, s3_r
 
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_a_link_that_is_exchanged_meanwhile(local: Catalog, outside: Outside, what: str) -> None:
-    """However often and whenever it is pointed elsewhere, nothing outside is read."""
+    """A link that is switched during requests never leads to an outside file."""
     number, folder = local.register("run/step-1"), local.place("run/step-1")
     (folder / "data.bin").write_bytes(b"inside")
     if what == "folder":

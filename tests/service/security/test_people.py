@@ -1,4 +1,4 @@
-"""People: sign-in by OpenID Connect, roles by root, and the administration of a root by its own admins."""
+"""People: sign-in with OpenID Connect, roles for roots, accounts, keys and admins of single roots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALICE = {
 
 @pytest.fixture
 def provider() -> Iterator[Provider]:
-    """A provider on loopback, at which Alice is signed in."""
+    """Start a provider on loopback, with Alice signed in."""
     later[0] = 0.0
     with Provider() as made:
         made.person = dict(ALICE)
@@ -51,24 +51,24 @@ def provider() -> Iterator[Provider]:
 
 @contextmanager
 def site(url: str, folder: Path, issuer: str, **people: Any) -> Iterator[Catalog]:
-    """The service with this provider, and a checkpoint in each of two roots."""
+    """Start the service with this provider, and return its catalog."""
     with served(url, folder, issuer, **people) as app:
         yield Catalog(app, folder)
 
 
 def served(url: str, folder: Path, issuer: str, **people: Any) -> AbstractContextManager[App]:
-    """A process of the service."""
+    """Start a process of the service."""
     given = {"issuer": issuer, "client_id": CLIENT, "client_secret": SECRET, "roles": ROLES, **people}
     return running_app(url, folder, features={"people": given}, clock=lambda: time.time() + later[0])
 
 
 later = [0.0]
-"""Seconds that the service is ahead."""
+"""Seconds by which the clock of the service is ahead."""
 
 
 @pytest.fixture
 def catalog(tmp_path: Path, provider: Provider) -> Iterator[Catalog]:
-    """The service on SQLite, with a checkpoint in "main" and one in "other"."""
+    """Start the service on SQLite, with a checkpoint in "main" and one in "other"."""
     with site(f"sqlite:///{tmp_path / 'catalog.sqlite'}", tmp_path, provider.url) as made:
         made.add("run/step-1")
         made.add("run/step-2", "other")
@@ -76,7 +76,7 @@ def catalog(tmp_path: Path, provider: Provider) -> Iterator[Catalog]:
 
 
 def go(browser: Browser, start: str = "/sign-in/provider", **change: str) -> Any:
-    """Sign in at the provider, and come back with what it says, or ``change`` of that."""
+    """Sign in at the provider, and return with its parameters, overridden by ``change``."""
     client = browser.client
     begun = client.get(start, follow_redirects=False)
     assert begun.status_code == 303, begun.text
@@ -86,14 +86,14 @@ def go(browser: Browser, start: str = "/sign-in/provider", **change: str) -> Any
 
 
 def person(app: App) -> Browser:
-    """A browser in which the provider's person is signed in."""
+    """Return a browser in which the provider's person is signed in."""
     browser = Browser(app.client())
     assert go(browser).status_code == 303
     return browser
 
 
 def own_key(browser: Browser, name: str = "laptop", **fields: Any) -> str:
-    """A key that the person makes on the page of the account."""
+    """Create a key of the person on the account page, and return the secret."""
     form = browser.page("/account").form("/account/keys")
     answer = browser.client.post("/account/keys", data={**form.fields, "name": name, **fields})
     assert answer.status_code == 201, answer.text
@@ -102,7 +102,7 @@ def own_key(browser: Browser, name: str = "laptop", **fields: Any) -> str:
 
 
 def with_key(app: App, key: str) -> Any:
-    """A client with this key."""
+    """Return a client with this key."""
     client = app.client()
     client.headers["authorization"] = f"Bearer {key}"
     return client
@@ -115,17 +115,17 @@ def grant(catalog: Catalog, role: str, root: str | None, client: Any = None, **g
 
 
 def account_of(catalog: Catalog, name: str) -> Any:
-    """The account of this name."""
+    """Return the account with this name."""
     return next(one for one in catalog.get("/accounts")["items"] if one["name"] == name)
 
 
 def seen(catalog: Catalog, client: Any) -> set[str]:
-    """The keys of the checkpoints that a client lists."""
+    """Return the keys of the checkpoints that a client lists."""
     return {one["key"] for one in catalog.get("/checkpoints", client)["items"]}
 
 
 def test_sign_in_at_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oidc-provider-mock: from the button of the page to who one is, and out again; the next page is kept."""
+    """With oidc-provider-mock a person signs in from the page, arrives at the next page, and signs out."""
     monkeypatch.setenv("AUTHLIB_INSECURE_TRANSPORT", "1")
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with oidc_provider_mock.run_server_in_thread() as server:
@@ -150,7 +150,7 @@ def test_sign_in_at_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.each_database
 def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, provider: Provider) -> None:
-    """By root; a key shrinks with its owner, and ends with the owner's disablement; the log names both."""
+    """Rights come from groups and end with them; a key has no more rights than its owner."""
     url = database.url.render_as_string(hide_password=False)
     with site(url, tmp_path, provider.url) as catalog:
         mine, other = catalog.add("run/step-1"), catalog.add("run/step-2", "other")
@@ -173,13 +173,13 @@ def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, p
         assert [catalog.status("POST", notes, client, **noted) for _ in range(2)] == [201, 201]
         change = {"role": "viewer"}
         assert catalog.status("PATCH", f"/grants/{elsewhere['id']}", json=change) == 200
-        replayed = client.post(f"{API}{notes}", **noted)  # its answer is kept, but for other rights
+        replayed = client.post(f"{API}{notes}", **noted)  # stored with other rights
         assert replayed.status_code == 422 and "secret" not in replayed.text
         assert len(catalog.get(notes)["items"]) == 1
         assert seen(catalog, client) == {"run/step-1", "run/step-2"}
-        refused = client.put(f"{API}/checkpoints/{other}/tags/good")  # seen, but not to be changed
+        refused = client.put(f"{API}/checkpoints/{other}/tags/good")  # may be read, not changed
         assert refused.status_code == 404 and "your role" in refused.json()["detail"]
-        provider.person["groups"] = []  # taken out of the group: acts at the next sign-in
+        provider.person["groups"] = []  # removed from the group: takes effect at the next sign-in
         person(catalog.app)
         assert seen(catalog, client) == seen(catalog, browser.client) == {"run/step-2"}
         (own,) = catalog.get("/grants", account_id=alice["id"])["items"]
@@ -195,7 +195,7 @@ def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, p
         assert refused.status_code == 403 and "disabled" in refused.text
         assert catalog.status("PATCH", place, json={"is_disabled": False}) == 200
         assert catalog.status("GET", "/checkpoints", client) == 200
-        assert catalog.status("GET", "/checkpoints", browser.client) == 401  # its sessions are over
+        assert catalog.status("GET", "/checkpoints", browser.client) == 401  # the sessions have ended
         actions = [one["action"] for one in catalog.get("/audit", target=f"account:{alice['id']}")["items"]]
         assert {"account.create", "session.begin", "session.refuse", "account.disable"} <= set(actions)
 
@@ -231,7 +231,7 @@ FORGED: dict[str, Callable[[dict[str, Any], dict[str, Any]], str | None]] = {
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_token_signs_nobody_in(catalog: Catalog, provider: Provider, what: str) -> None:
-    """Whatever is wrong with it: 403, no session and no account; an honest one passes afterwards."""
+    """A forged token gets 403, without session and account; a valid token is accepted afterwards."""
     provider.forge = FORGED[what]
     browser = Browser(catalog.app.client())
     answer = go(browser)
@@ -245,7 +245,7 @@ def test_a_forged_token_signs_nobody_in(catalog: Catalog, provider: Provider, wh
 def test_a_sign_in_ends_once_and_in_its_own_browser(
     catalog: Catalog, tmp_path: Path, provider: Provider
 ) -> None:
-    """A forged state, another browser, a replay and a refusal fail; another process ends what one began."""
+    """A forged state, another browser, a replay and a refusal fail; another process may end a sign-in."""
     mine, other = Browser(catalog.app.client()), Browser(catalog.app.client())
     other.page("/sign-in")
     begun = mine.client.get("/sign-in/provider?next=/jobs", follow_redirects=False)
@@ -269,14 +269,14 @@ def test_a_sign_in_ends_once_and_in_its_own_browser(
 
 
 def test_a_provider_with_new_keys_one_that_is_away_and_bad_ones(catalog: Catalog, provider: Provider) -> None:
-    """Keys are read again when they rotate; while it is away, a page says so, and keys work."""
+    """Rotated keys are read again; during an outage a page says so, and keys of the service work."""
     provider.replies["/jwks"] = (503, "")
     assert go(Browser(catalog.app.client())).status_code == 503
     del provider.replies["/jwks"]
     browser = person(catalog.app)
     key = own_key(browser)
     provider.rotate()
-    later[0] += 11  # keys are not read more often than every ten seconds
+    later[0] += 11  # keys are read every ten seconds at most
     person(catalog.app)
     for path, reply in {
         "/token": (200, "x" * (2 << 20)),
@@ -284,7 +284,7 @@ def test_a_provider_with_new_keys_one_that_is_away_and_bad_ones(catalog: Catalog
         "/jwks": {"keys": [{"kty": "oct", "k": "c2VjcmV0"}]},
     }.items():
         provider.replies = {path: reply}
-        provider.person.pop("groups", None)  # so that userinfo is asked for them
+        provider.person.pop("groups", None)  # so that the service asks userinfo
         provider.rotate()
         later[0] += 11
         assert go(Browser(catalog.app.client())).status_code in (403, 503), path
@@ -294,18 +294,18 @@ def test_a_provider_with_new_keys_one_that_is_away_and_bad_ones(catalog: Catalog
     provider.person = {"sub": "a1"}
     person(catalog.app)
     assert account_of(catalog, "alice@example.org")["groups"] == ["all-readers"]
-    later[0] += 4000  # what is known of it is old, and it is gone
+    later[0] += 4000  # the cached configuration has expired, and the provider is down
     provider.replies = dict.fromkeys(("/.well-known/openid-configuration", "/token"), (500, ""))
     failed = go(Browser(catalog.app.client()))
     assert failed.status_code == 503 and "does not answer" in PageText(failed.text).text
     assert seen(catalog, with_key(catalog.app, key)) == {"run/step-1", "run/step-2"}
-    later[0] += 91 * 86_400  # a person who has not signed in for long
+    later[0] += 91 * 86_400  # a person without sign-in for long
     assert catalog.status("GET", "/whoami", with_key(catalog.app, key)) == 401
 
 
 @pytest.mark.parametrize("change", [{"groups_claim": "realm.roles"}, {"allowed_groups": ["vision"]}, {}])
 def test_names_are_of_one_person_alone(tmp_path: Path, provider: Provider, change: dict[str, Any]) -> None:
-    """By the same address another person has another name; one that is not verified names nobody."""
+    """A second person with the same address gets another name; an unverified address names no account."""
     people = [
         ALICE | {"realm": {"roles": ["vision"]}},
         ALICE | {"sub": "a2", "name": "<script>alert(1)</script>"},
@@ -346,7 +346,7 @@ def test_names_are_of_one_person_alone(tmp_path: Path, provider: Provider, chang
 
 
 def test_an_address_is_verified_by_the_document_that_has_it(catalog: Catalog, provider: Provider) -> None:
-    """Not by userinfo that has another one; and a person in very many groups has their rights."""
+    """An address counts as verified only by its own document; thousands of groups keep a person's rights."""
     provider.person = {"sub": "a9", "email": "boss@example.org"}
     groups = ["vision", *(f"z{number}" for number in range(3000))]
     provider.userinfo = {"email": "own@example.org", "email_verified": True, "groups": groups}
@@ -360,7 +360,7 @@ def test_an_address_is_verified_by_the_document_that_has_it(catalog: Catalog, pr
 
 
 def test_a_provider_that_hangs_holds_few_threads(catalog: Catalog, provider: Provider) -> None:
-    """More sign-ins than may wait for it are refused at once, and the others pass once it answers."""
+    """Sign-ins beyond a limit are refused while the provider hangs; the others succeed later."""
     person(catalog.app)
     has_answer = threading.Event()
     provider.forge = lambda header, claims: None if has_answer.wait(30) else "x.y.z"
@@ -375,7 +375,7 @@ def test_a_provider_that_hangs_holds_few_threads(catalog: Catalog, provider: Pro
 
 
 def test_an_admin_of_a_root_rules_it_alone(catalog: Catalog, provider: Provider) -> None:
-    """Grants, keys, rules and the log of that root; nothing of others, and no more rights."""
+    """An admin of a root manages grants, keys, rules and the log of this root, and nothing else."""
     provider.person = ALICE | {"sub": "r1", "email": "root@example.org", "groups": ["vision-admins"]}
     browser = person(catalog.app)
     client = with_key(catalog.app, own_key(browser, scope=["admin"]))
@@ -409,7 +409,7 @@ def test_an_admin_of_a_root_rules_it_alone(catalog: Catalog, provider: Provider)
     made = client.post(f"{API}/keys", json={"name": "bot", "scopes": ["admin"], "roots": ["main"]})
     assert made.status_code == 201
     names = [one["name"] for one in catalog.get("/keys", client)["items"]]
-    assert names == ["bot"]  # neither of all roots, nor of persons for all of theirs
+    assert names == ["bot"]  # no keys for all roots, and none of persons
     boss = catalog.get("/keys")["items"][0]
     assert catalog.status("DELETE", f"/keys/{boss['id']}", client) == 404
     convert = {"kind": "convert", "to": "safetensors", "target_key": "x.safetensors", "target_root": "other"}
@@ -433,7 +433,7 @@ def test_an_admin_of_a_root_rules_it_alone(catalog: Catalog, provider: Provider)
     catalog.http.post(f"{API}/jobs", json={"kind": "verify", "params": {"checkpoint_id": 1}})
     seen_jobs = catalog.get("/audit", client, action="job.submit")["items"]
     jobs = {one["target"]: one["detail"] for one in seen_jobs}
-    # those of the jobs of its own root alone: the parameters of the other one name what is elsewhere
+    # details are shown for jobs of this root alone: parameters may name other roots
     assert [job for job, detail in jobs.items() if detail is None] == [f"job:{made.json()['id']}"]
     (entry,) = catalog.get("/audit", action="job.submit", target=f"job:{made.json()['id']}")["items"]
     assert entry["detail"]["params"]["checkpoint_id"] == 2
@@ -446,7 +446,7 @@ def test_an_admin_of_a_root_rules_it_alone(catalog: Catalog, provider: Provider)
 
 
 def test_keys_of_accounts(catalog: Catalog, provider: Provider) -> None:
-    """Of a service account by admins of all roots; of a person by the person alone, with a session."""
+    """Admins of all roots create keys of service accounts; a person creates own keys, with a session."""
     ci = catalog.http.post(f"{API}/accounts", json={"name": "ci"}).json()
     assert catalog.status("POST", "/accounts", json={"name": "ci"}) == 409
     body = {"name": "k", "scopes": ["admin"], "account_id": ci["id"]}
@@ -486,7 +486,7 @@ def test_keys_of_accounts(catalog: Catalog, provider: Provider) -> None:
         assert sent.status_code == status, fields
     key = own_key(browser, "once")
     with_session = Browser(catalog.app.client())
-    with_session.sign_in(key)  # a key makes no others, since it may have fewer rights
+    with_session.sign_in(key)  # a key creates no keys, because it may have fewer rights than its owner
     token = with_session.page("/account").form("/theme").fields["token"]
     assert with_session.client.post("/account/keys", data={"token": token, "name": "b"}).status_code == 403
     (mine,) = catalog.get("/account/keys", with_key(catalog.app, key))["items"]
@@ -498,7 +498,7 @@ def test_keys_of_accounts(catalog: Catalog, provider: Provider) -> None:
 
 
 def test_admins_do_it_all_by_pages(catalog: Catalog, provider: Provider) -> None:
-    """Create a service account with a key, grant and revoke roles, disable, enable, sign out."""
+    """Admins manage accounts, keys and roles with forms: create, grant, disable, enable, sign out, revoke."""
     browser = person(catalog.app)
     boss = Browser(catalog.app.client())
     boss.sign_in(catalog.app.key("admin", name="page"))
@@ -535,7 +535,7 @@ def test_admins_do_it_all_by_pages(catalog: Catalog, provider: Provider) -> None
 
 
 def test_without_settings_nothing_is_offered_and_wrong_ones_are_refused(tmp_path: Path) -> None:
-    """No provider: no button and no route; what would be unsafe does not start, and says why."""
+    """Without a provider there is no button and no route; unsafe settings stop the start with the reason."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(url, tmp_path) as app:
         browser = Browser(app.client())

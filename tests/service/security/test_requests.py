@@ -1,4 +1,4 @@
-"""What every request goes through: keys, hosts, origins, limits, headers; what the service says of itself."""
+"""Requests: keys, hosts, origins, limits and headers; documentation and readiness of the service."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WRONG = f"dcp_abcdefgh_{'x' * 43}"
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """One for all that changes nothing: what is tested here does not differ between the databases."""
+    """Start a shared application for tests that change nothing and do not depend on the database."""
     folder = tmp_path_factory.mktemp("requests")
     with running_app(f"sqlite:///{folder / 'catalog.sqlite'}", folder, **MANY) as running:
         yield running
@@ -46,17 +46,17 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A database for an application with other settings."""
+    """Return the URL of a database for an application with other settings."""
     return f"sqlite:///{tmp_path / 'catalog.sqlite'}"
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header of a key."""
+    """Return the header with a key."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def routes(app: App) -> dict[str, set[str]]:
-    """The methods of each path."""
+    """Return the methods of each path."""
     found: dict[str, set[str]] = {}
     for route in app.app.routes:
         found.setdefault(route.path, set()).update(route.methods)  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def routes(app: App) -> dict[str, set[str]]:
 
 
 def test_nobody_without_a_key(app: App) -> None:
-    """Each route but a short list answers 401, or leads to where one signs in; so does what is no path."""
+    """Except for public paths, each route and unknown path gets 401 or leads to the sign-in."""
     client, public = app.client(), set()
     for path, methods in routes(app).items():
         place = re.sub(r"{.*?}", "1", path)
@@ -82,7 +82,7 @@ def test_nobody_without_a_key(app: App) -> None:
 
 @pytest.mark.parametrize("value", ["Basic YTpi", "Bearer", "bearer  ", "dcp_x", "Bearer a, Bearer b"])
 def test_authorization_of_another_kind(app: App, value: str) -> None:
-    """What is no bearer key is refused, wherever it is sent."""
+    """An Authorization header without a bearer key is refused on each path."""
     assert app.client().get("/healthz", headers={"Authorization": value}).status_code == 401
 
 
@@ -94,7 +94,7 @@ HOSTS = {
 
 
 def test_hosts(app: App) -> None:
-    """Only by the names of the settings, with or without a port, of which there is exactly one."""
+    """Only hosts of the settings are accepted, with or without a port."""
     for status, hosts in HOSTS.items():
         for host in hosts:
             answer = app.client().get("/healthz", headers={"Host": host})
@@ -103,7 +103,7 @@ def test_hosts(app: App) -> None:
 
 
 def test_two_lengths_of_one_body(app: App) -> None:
-    """A request that is chunked and has a Content-Length is refused, and its connection closed."""
+    """A chunked request with a Content-Length gets 400, and its connection is closed."""
     with (
         listening(app.app) as place,
         socket.create_connection(("127.0.0.1", int(place.rpartition(":")[2])), 30) as connection,
@@ -120,7 +120,7 @@ def test_two_lengths_of_one_body(app: App) -> None:
 
 
 def test_large_bodies_are_taken_a_few_at_a_time(tmp_path: Path, url: str) -> None:
-    """One key has two at a time, more are 429 with Retry-After; others have their own, and are answered."""
+    """A key may send two large bodies at a time, more get 429; other keys and requests are not affected."""
     with (
         running_app(url, tmp_path, **MANY) as app,
         listening(app.app) as place,
@@ -134,7 +134,7 @@ def test_large_bodies_are_taken_a_few_at_a_time(tmp_path: Path, url: str) -> Non
             body = json.dumps({"name": name, "scopes": ["read"]}).ljust(300_000)
             return http.post(f"{place}{API}/keys", content=body, headers=headers | JSON)
 
-        writer.execute("BEGIN IMMEDIATE")  # whoever is let in waits for the database
+        writer.execute("BEGIN IMMEDIATE")  # accepted requests wait for the database
         sent = [pool.submit(post, f"one-{number}", one) for number in range(8)]
         mine = pool.submit(post, "two-0", other)
         refused = [each.result() for _, each in zip(range(6), as_completed(sent), strict=False)]
@@ -146,7 +146,7 @@ def test_large_bodies_are_taken_a_few_at_a_time(tmp_path: Path, url: str) -> Non
 
 
 def test_pages_of_other_sites_read_nothing_without_keys(tmp_path: Path, url: str) -> None:
-    """An image on another site's page has no download made; links lead to pages, and other clients ask."""
+    """Without keys, pages of other sites cannot start downloads; links to pages and other clients work."""
     place = f"{API}/checkpoints/1/download"
     with running_app(url, tmp_path, auth="off") as app:
         client = app.client()
@@ -162,7 +162,7 @@ def test_pages_of_other_sites_read_nothing_without_keys(tmp_path: Path, url: str
 
 
 def test_pages_of_other_sites(app: App) -> None:
-    """A browser that comes from elsewhere changes nothing; CORS allows nothing."""
+    """Requests from pages of other sites change nothing, and CORS allows nothing."""
     client, body = app.client("admin", name="sites"), {"name": "new"}
     for origin in ("http://evil.example", "null", "http://["):
         assert client.post(f"{API}/keys", json=body, headers={"Origin": origin}).status_code == 403
@@ -175,7 +175,7 @@ def test_pages_of_other_sites(app: App) -> None:
 
 
 def test_headers_of_every_answer(app: App) -> None:
-    """Fine answers, errors and pages have the same guards; a caller's request id goes on if it is tame."""
+    """Each response has the security headers; a well-formed request id of the caller is kept."""
     client = app.client("admin", name="headers")
     for path in ("/healthz", f"{API}/roots", f"{API}/nowhere", "/docs", "/metrics"):
         headers = client.get(path, headers={"X-Request-ID": "a b\tc"}).headers
@@ -208,7 +208,7 @@ def test_headers_of_every_answer(app: App) -> None:
     ],
 )
 def test_bodies_that_are_none(app: App, content: bytes, content_type: str, status: int) -> None:
-    """Each is refused with a problem document, none is an error of the service."""
+    """Malformed bodies get problem documents, and never 5xx."""
     headers = bearer(app.key("admin", name=f"b{time.time_ns()}"))
     headers |= {"Content-Type": content_type} if content_type else {}
     answer = app.base.post(f"{API}/keys", content=content, headers=headers)
@@ -218,7 +218,7 @@ def test_bodies_that_are_none(app: App, content: bytes, content_type: str, statu
 
 
 def test_large_bodies(tmp_path: Path, url: str) -> None:
-    """One byte too many is 413, whether the length is told beforehand or not."""
+    """A body over the limit gets 413, with and without a Content-Length."""
     with running_app(url, tmp_path, max_body_bytes=2048) as app:
         body, headers = b'{"name": "x", "scopes": ["read"]}', {"Content-Type": "application/json"}
         client = app.client("admin")
@@ -229,7 +229,7 @@ def test_large_bodies(tmp_path: Path, url: str) -> None:
 
 
 def test_slow_answers_are_given_up(tmp_path: Path, url: str) -> None:
-    """One that does not begin in time is 503, while the next request is answered as ever."""
+    """A response that does not begin in time gets 503; the next request is answered."""
     with running_app(url, tmp_path, request_seconds=0.3) as app:
         client = app.client("admin")
         other = sqlite3.connect(tmp_path / "catalog.sqlite", isolation_level=None)
@@ -242,11 +242,11 @@ def test_slow_answers_are_given_up(tmp_path: Path, url: str) -> None:
         other.close()
 
 
-# -- how often one may ask -----------------------------------------------------------------------------------
+# -- rate limits ---------------------------------------------------------------------------------------------
 
 
 def test_rates(tmp_path: Path, url: str) -> None:
-    """So many requests of a key in a window, which begins with the first; health is not counted."""
+    """A key has a number of requests in a window, which begins with the first; /healthz does not count."""
     with running_app(url, tmp_path, rate_limit="5 per 2seconds") as app:
         client = app.client("read", name="a")
         assert [client.get(f"{API}/roots").status_code for _ in range(6)] == [200] * 5 + [429]
@@ -258,8 +258,8 @@ def test_rates(tmp_path: Path, url: str) -> None:
 
 
 def test_a_wrong_key_locks_nobody_out(tmp_path: Path, url: str) -> None:
-    """Refused keys are counted by prefix and network, of IPv6 the /64: others of the same address pass, be it
-    with a key of the same prefix; whoever tries many prefixes is stopped as one who asks without a key."""
+    """Refused keys count by prefix and network, /64 in IPv6, and lock no valid key out, also one with the
+    same prefix. Many prefixes from one address count as requests without a key."""
     limits: dict[str, Any] = {
         "rate_limit": "8/hour",
         "login_limit": "3/hour",
@@ -282,18 +282,18 @@ def test_a_wrong_key_locks_nobody_out(tmp_path: Path, url: str) -> None:
 
 
 def test_addresses_behind_a_proxy(tmp_path: Path, url: str) -> None:
-    """Only a trusted proxy says for whom it asks."""
+    """X-Forwarded-For counts only from a trusted proxy."""
     for trusted, expected in (((), [200, 200, 429]), (("testclient",), [200, 200, 200])):
         with running_app(url, tmp_path, auth="off", rate_limit="2/hour", trusted_proxies=trusted) as app:
             headers = [{"X-Forwarded-For": f"10.0.0.{number}"} for number in (1, 2, 3)]
             assert [app.base.get(f"{API}/roots", headers=one).status_code for one in headers] == expected
 
 
-# -- what it says of itself ----------------------------------------------------------------------------------
+# -- documentation and readiness -----------------------------------------------------------------------------
 
 
 def test_the_description_is_complete() -> None:
-    """OpenAPI names each operation once, with the scope it needs and how it can fail."""
+    """OpenAPI has each operation once, with its scope and error statuses."""
     operations = [operation for path in document()["paths"].values() for operation in path.values()]
     names = [operation["operationId"] for operation in operations]
     assert len({*names}) == len(names)
@@ -305,7 +305,7 @@ def test_the_description_is_complete() -> None:
 
 
 def test_documentation_is_offline(app: App) -> None:
-    """The pages name no other host, their scripts are ours, and the policy lets no other one run."""
+    """Documentation pages use no other host, and their policy allows only their own scripts."""
     client = app.client()
     for path in ("/docs", "/redoc"):
         page = client.get(path)
@@ -321,7 +321,7 @@ def test_documentation_is_offline(app: App) -> None:
 
 
 def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Ready with the database, whatever roots do; a key sees the checks of its roots."""
+    """Readiness depends on the database alone; checks of roots are shown to keys for these roots."""
     with running_app(make_database(), tmp_path) as app:
         (tmp_path / "main").rmdir()
         answer = app.client().get("/readyz")
@@ -334,7 +334,7 @@ def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
 
 
 def test_a_root_that_hangs_is_waited_for_once(tmp_path: Path, url: str) -> None:
-    """Who asks later is answered at once, metrics as well; nothing is said of where the root is."""
+    """A hanging root is waited for once; later checks and metrics answer at once, without its address."""
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         port = hanging.getsockname()[1]
         options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s"}
@@ -349,7 +349,7 @@ def test_a_root_that_hangs_is_waited_for_once(tmp_path: Path, url: str) -> None:
 
 
 def test_not_ready_without_the_schema(tmp_path: Path, url: str) -> None:
-    """Without migrations an empty database is told of, and `dcp db upgrade` named."""
+    """Without migrations the service is not ready, and names `dcp db upgrade`."""
     with running_app(url, tmp_path, auth="off", migrate=False) as app:
         answer = app.base.get("/readyz")
         assert answer.status_code == 503
@@ -357,8 +357,8 @@ def test_not_ready_without_the_schema(tmp_path: Path, url: str) -> None:
 
 
 def test_a_path_that_is_spelled_out_has_its_own_methods_alone(app: App) -> None:
-    """Of paths that other templates fit as well: what is no method of theirs is 405, and never an id that is
-    wrong; what is no path of its own stays an id."""
+    """A fixed path that also fits a template has only its own methods, and others get 405; other words in the
+    same place are ids."""
     client, methods = app.client("admin", name="paths"), routes(app)
     assert methods[f"{API}/checkpoints/facets"] == {"GET"} < methods[f"{API}/checkpoints/{{checkpoint_id}}"]
     for path, own in methods.items():
@@ -374,7 +374,7 @@ def test_a_path_that_is_spelled_out_has_its_own_methods_alone(app: App) -> None:
 
 
 def test_keys_end_at_their_time(tmp_path: Path, url: str) -> None:
-    """An hour after it was made, if it was made so; when it was last used is known to the minute."""
+    """A key with an expiry ends on time; its last use is recorded to the minute."""
     now = [time.time()]
     with running_app(url, tmp_path, clock=lambda: now[0]) as app:
         client = app.client("admin", name="boss")

@@ -1,4 +1,4 @@
-"""Deliveries, on both databases and to real receivers: what is sent, to whom, how often, and what is kept."""
+"""Deliveries to real receivers, on both databases: content, recipients, retries and recorded outcomes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAY = 86_400.0
 
 @pytest.fixture
 def bench(make_database: MakeDatabase, tmp_path: Path) -> Iterator[Bench]:
-    """On each database."""
+    """Start the application on each database."""
     given = {"webhook_allow_private": ["127.0.0.0/8"], "webhook_seconds": 20.0, "auth": "off"}
     with running_app(make_database(), tmp_path, clock=lambda: NOW, **given) as app:
         yield Bench(app)
@@ -28,18 +28,18 @@ def bench(make_database: MakeDatabase, tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    """One that takes everything, unless told."""
+    """Start a receiver that accepts each request by default."""
     with Receiver() as started:
         yield started
 
 
 def types(receiver: Receiver) -> list[str]:
-    """Of what was received, in order."""
+    """Return the types of the received events, in order."""
     return [json.loads(request.body)["type"] for request in receiver.requests]
 
 
 def test_an_event_arrives_signed_and_says_what_happened(bench: Bench, receiver: Receiver) -> None:
-    """Type, time, checkpoint and the event's own data; the signature is of the hook's secret."""
+    """A delivery has type, time, checkpoint and data of the event, signed with the webhook's secret."""
     hook = bench.hook(receiver.url)
     bench.emit(mode="full", at=NOW + 0.25)
     assert bench.round(NOW + 1) == 1
@@ -71,7 +71,7 @@ def test_an_event_arrives_signed_and_says_what_happened(bench: Bench, receiver: 
 
 
 def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
-    """By kind, by root, not of what was before them, and not while they are disabled."""
+    """A webhook gets later events of its kinds and roots, and none while disabled."""
     with Receiver() as one, Receiver() as two, Receiver() as three, Receiver() as four:
         bench.emit(at=NOW - 1)
         bench.hook(one.url)
@@ -82,7 +82,7 @@ def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
         bench.emit("checkpoint.committed", "main")
         bench.emit("checkpoint.verified", "other")
         bench.emit("something.else", "other")
-        bench.emit("checkpoint.deleted", "")  # not for those who were told which roots
+        bench.emit("checkpoint.deleted", "")  # not for webhooks with given roots
         bench.round()
         bench.change(disabled, is_enabled=True)
         bench.round(NOW + 1)
@@ -95,7 +95,7 @@ def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
 def test_failed_deliveries_are_repeated_with_growing_pauses_then_given_up(
     bench: Bench, receiver: Receiver
 ) -> None:
-    """The same identifier and body each time, a new signature; after the last attempt it has failed."""
+    """A retry has the same id and body and a new signature; the last attempt fails the delivery."""
     hook = bench.hook(receiver.url)
     bench.emit()
     now = NOW
@@ -118,7 +118,7 @@ def test_failed_deliveries_are_repeated_with_growing_pauses_then_given_up(
 
 
 def test_redirects_are_failures(bench: Bench, receiver: Receiver) -> None:
-    """A public URL that redirects into the network leads nowhere."""
+    """A redirect is not followed and counts as a failure."""
     with Receiver() as inner:
         hook = bench.hook(receiver.url)
         bench.emit()
@@ -130,7 +130,7 @@ def test_redirects_are_failures(bench: Bench, receiver: Receiver) -> None:
 
 
 def test_gone_disables_at_once_and_long_failure_in_the_end(bench: Bench, receiver: Receiver) -> None:
-    """The reason is shown, the audit log has it, what waits stays; enabling takes the reason back."""
+    """410 disables a webhook at once, other failures after days; enabling clears the reason and sends."""
     gone, failing = bench.hook(receiver.url), bench.hook(receiver.url)
     bench.change(failing, is_enabled=False)
     bench.emit()
@@ -154,7 +154,7 @@ def test_gone_disables_at_once_and_long_failure_in_the_end(bench: Bench, receive
 
 
 def test_a_sender_that_is_killed_is_followed_by_another(bench: Bench, receiver: Receiver) -> None:
-    """Sends nothing claimed before the lease ends, and records no outcome of the dead sender later."""
+    """Deliveries of a killed sender are sent after its lease ends; its late outcome is not recorded."""
     hook = bench.hook(receiver.url)
     bench.emit()
     record = bench.claim(hook, 80.0)
@@ -167,7 +167,7 @@ def test_a_sender_that_is_killed_is_followed_by_another(bench: Bench, receiver: 
 
 
 def test_several_senders_at_once_send_each_event_once(bench: Bench, receiver: Receiver) -> None:
-    """Four rounds at the same moment, as of several workers: 40 events for two webhooks, 80 requests."""
+    """Four concurrent senders send 40 events to two webhooks once each."""
     with Receiver() as other:
         bench.hook(receiver.url)
         bench.hook(other.url)
@@ -183,7 +183,7 @@ def test_several_senders_at_once_send_each_event_once(bench: Bench, receiver: Re
 
 
 def test_a_dead_receiver_holds_nobody_up(bench: Bench, receiver: Receiver) -> None:
-    """One that never answers costs one attempt a round; the other one gets all of its events."""
+    """A receiver that never answers costs one attempt a round and does not delay other receivers."""
 
     def silent(connection: socket.socket) -> None:
         while connection.recv(65536):
@@ -197,7 +197,7 @@ def test_a_dead_receiver_holds_nobody_up(bench: Bench, receiver: Receiver) -> No
             bench.emit()
         bench.round()
         bench.allow("127.0.0.0/8")
-        bench.round(NOW + 1)  # a busy machine may have left some for the next round
+        bench.round(NOW + 1)  # on a busy machine some may be left for the next round
     assert len(receiver.requests) == len(bench.deliveries(alive)) == 5
     assert [delivery.attempt for delivery in bench.deliveries(dead)] == [1, 0, 0, 0, 0]
     assert bench.deliveries(dead)[0].error == "no answer within 0.5 s"
@@ -207,7 +207,7 @@ def test_a_dead_receiver_holds_nobody_up(bench: Bench, receiver: Receiver) -> No
 def test_names_are_resolved_once_for_each_delivery_and_the_answer_is_what_counts(
     bench: Bench, receiver: Receiver, later: list[str]
 ) -> None:
-    """A name that turns to another address afterwards (DNS rebinding) reaches what was judged, or nothing."""
+    """A host is resolved once for each delivery, and the checked address is used (no DNS rebinding)."""
     answers = iter([["127.0.0.1"], later])
     bench.allow("127.0.0.1/32")
     hook = bench.hook(f"http://hooks.example.com:{receiver.port}/hook")
@@ -220,7 +220,7 @@ def test_names_are_resolved_once_for_each_delivery_and_the_answer_is_what_counts
     error = bench.deliveries(hook)[1].error or ""
     assert error.startswith("refused: hooks.example.com is not a public address")
     assert next(answers, None) is None
-    direct = bench.hook(receiver.url)  # judged again when it is sent: settings have changed since
+    direct = bench.hook(receiver.url)  # checked again when sent: the settings have changed
     bench.allow()
     bench.emit()
     bench.round(NOW, lambda host, port: ["127.0.0.1"])
@@ -229,7 +229,7 @@ def test_names_are_resolved_once_for_each_delivery_and_the_answer_is_what_counts
 
 
 def test_rotated_secrets_sign_both_until_the_overlap_ends(bench: Bench, receiver: Receiver) -> None:
-    """A receiver that has not heard of the new one verifies in the meantime, and no longer."""
+    """After a rotation both secrets sign until the overlap ends."""
     hook = bench.hook(receiver.url)
     old = hook.secret
     new = bench.rotate(hook, 3600.0)

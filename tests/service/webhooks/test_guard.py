@@ -1,4 +1,4 @@
-"""Where a webhook may go, and what signs it. Internal: addresses and answers that no test can come from."""
+"""Webhook URLs and signatures. Internal: addresses and responses that a test cannot get from a network."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ NOT_PUBLIC = """
 2001::1 2002:7f00:1::1 2002:0808:0808::1 2606:4700::5efe:10.0.0.1 2606:4700::200:5efe:127.0.0.1
 fc00::1 fe80::1 febf::1 fec0::1 ff02::1
 """
-"""Private, reserved and multicast ones; in the third line where clouds have metadata and own services;
-then those of IPv6, also with one of IPv4 inside (mapped, NAT64, Teredo, 6to4, ISATAP)."""
+"""Private, reserved and multicast addresses; on the third line, metadata and other services of clouds; then
+IPv6, also with IPv4 inside (mapped, NAT64, Teredo, 6to4, ISATAP)."""
 
 PUBLIC = "1.1.1.1 8.8.8.8 172.32.0.1 100.128.0.1 192.0.1.1 223.255.255.255 2606:4700::1111"
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC.split())
 def test_addresses_that_are_not_public_are_refused_written_and_resolved(address: str) -> None:
-    """As the host of the URL, and as what a name resolves to, also as the last of several addresses."""
+    """Addresses that are not public are refused as the host and as any result of a resolution."""
     host = f"[{address}]" if ":" in address else address
     with pytest.raises(RefusedUrlError, match="webhook_allow_private"):
         parse_url(f"https://{host}/hook", NOTHING)
@@ -64,7 +64,7 @@ def test_addresses_that_are_not_public_are_refused_written_and_resolved(address:
 
 @pytest.mark.parametrize("address", [*PUBLIC.split(), "64:ff9b::1.1.1.1", "::ffff:8.8.8.8"])
 def test_public_addresses_are_taken(address: str) -> None:
-    """The guard does not refuse what is everybody's, nor that in the clothes of IPv6."""
+    """Public addresses are accepted, also as IPv4 in IPv6."""
     host = f"[{address}]" if ":" in address else address
     parse_url(f"https://{host}/hook", NOTHING)
     target = parse_url("https://hooks.example.com/hook", NOTHING)
@@ -77,13 +77,13 @@ HOSTS = """
 localhost LocalHost. a.localhost ex%61mple.com %31%32%37.0.0.1 -a.example.com a..example.com .example.com
 """
 LOOK_ALIKES = ["\uff11\uff12\uff17.0.0.1", "\u2460\u2461\u2466.0.0.1", "127\u30020\u30020\u30021"]
-"""Digits of full width, in circles, and full stops of another script."""
+"""Full-width and circled digits, and full stops of another script."""
 UNUSUAL = ["a" * 64 + ".example.com", "exa mple.com", "exa\tmple.com", "example.com\x00", ""]
 
 
 @pytest.mark.parametrize("host", [*HOSTS.split(), *LOOK_ALIKES, *UNUSUAL])
 def test_hosts_in_other_forms_are_refused(host: str) -> None:
-    """Numbers, half addresses, zones, escapes, look-alikes and names of this machine: nothing is guessed."""
+    """Numbers, partial addresses, zones, escapes, look-alikes and local names are refused as hosts."""
     for port in ("", ":8443"):
         with pytest.raises(RefusedUrlError):
             parse_url(f"https://{host}{port}/hook", NOTHING)
@@ -104,7 +104,7 @@ SPACED = [
     "https://example.com/\n",
 ]
 PORTS = [f"https://example.com:{port}/" for port in (0, 1, 22, 25, 53, 110, 444, 1023, 2049, 6667, 65536)]
-"""Of other protocols: a webhook is not a way to speak to mail servers and the like."""
+"""Ports of other protocols, such as mail: a webhook must not reach them."""
 BROKEN = ["https://1.1.1.1 @127.0.0.1/", "https://example.com/\r\nX-Injected: 1", ""]
 
 
@@ -112,13 +112,13 @@ BROKEN = ["https://1.1.1.1 @127.0.0.1/", "https://example.com/\r\nX-Injected: 1"
     "url", [*URLS.split(), *SPACED, *BROKEN, "https://example.com/" + "a" * 2048, *PORTS]
 )
 def test_urls_in_other_forms_are_refused(url: str) -> None:
-    """Credentials, fragments, other schemes, white space, line breaks, and what parsers disagree on."""
+    """Credentials, fragments, other schemes, white space and ambiguous URLs are refused."""
     with pytest.raises(RefusedUrlError):
         parse_url(url, Allowed.parse(["127.0.0.0/8", "example.com"]))
 
 
 def test_urls_are_taken_apart() -> None:
-    """Host in lower case and without its last dot, the port of the scheme, path and query as they are."""
+    """The host is lowercase without a final dot, the port that of the scheme, path and query unchanged."""
     assert parse_url("https://Hooks.Example.com/a/%2e?b=c@d", NOTHING) == WebhookUrl(
         "https", "hooks.example.com", 443, "/a/%2e?b=c@d"
     )
@@ -131,7 +131,7 @@ def test_urls_are_taken_apart() -> None:
 
 
 def test_http_is_for_what_the_operator_names_only() -> None:
-    """Plain text goes to allowed networks and hosts; a name that leads elsewhere is refused when sent to."""
+    """Plain HTTP is for allowed networks and hosts; a name with another address is refused when sent."""
     with pytest.raises(RefusedUrlError, match="https"):
         parse_url("http://hooks.example.com/", NOTHING)
     with pytest.raises(RefusedUrlError, match="https"):
@@ -144,7 +144,7 @@ def test_http_is_for_what_the_operator_names_only() -> None:
 
 
 def test_allowed_networks_and_hosts_open_no_more_than_they_say() -> None:
-    """10.1.0.0/16 allows just that, in IPv6's clothes too; a host's name allows whatever it resolves to."""
+    """An allowed network has exactly its addresses, also as IPv4 in IPv6; an allowed host any address."""
     entries = ("10.1.0.0/16", "fd12::/16", "192.168.7.7", "Hooks.Internal.")
     allowed = Allowed.parse(Settings(webhook_allow_private=entries).webhook_allow_private)
     for url in ("https://10.1.2.3", "https://[::ffff:10.1.2.3]", "https://[fd12::1]", "http://192.168.7.7"):
@@ -161,7 +161,7 @@ def test_allowed_networks_and_hosts_open_no_more_than_they_say() -> None:
 
 @pytest.mark.parametrize("entry", ["10.0.0.1/8", "10.0.0.0/33", "fe80::/129", "not a host", "a/b", ""])
 def test_entries_that_mean_nothing_are_refused(entry: str) -> None:
-    """A mistake in the settings does not silently allow nothing, or something else."""
+    """Invalid entries of webhook_allow_private stop the start."""
     with pytest.raises(ValueError):
         Allowed.parse([entry])
     with pytest.raises(ValueError, match="webhook_allow_private"):
@@ -169,7 +169,7 @@ def test_entries_that_mean_nothing_are_refused(entry: str) -> None:
 
 
 def test_what_resolves_to_nothing_or_to_no_address_is_no_target() -> None:
-    """An empty answer and a scoped address are not connected to."""
+    """A name without an address, or with a scoped address, is refused."""
     target = parse_url("https://hooks.example.com/", NOTHING)
     with pytest.raises(OSError, match="no address"):
         permitted_addresses(target, NOTHING, lambda host, port: [])
@@ -185,7 +185,7 @@ BODY = b'{"test": 2432232314}'
 
 
 def test_the_example_of_the_standard_comes_out() -> None:
-    """The identifier, time, body and secret of Standard Webhooks' own example give its signature."""
+    """The example of the Standard Webhooks specification gives its signature."""
     assert headers_for([SECRET], "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330.0, BODY) == {
         "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
         "webhook-timestamp": "1614265330",
@@ -194,7 +194,7 @@ def test_the_example_of_the_standard_comes_out() -> None:
 
 
 def test_new_secrets_differ_and_sign() -> None:
-    """Have 32 random bytes, in the form that receivers' libraries take; weak ones are refused."""
+    """New secrets have 32 random bytes in the format of receivers' libraries; weak secrets are refused."""
     secrets = {new_secret() for _ in range(20)}
     assert len(secrets) == 20
     for secret in secrets:
@@ -207,7 +207,7 @@ def test_new_secrets_differ_and_sign() -> None:
             check_secret(weak)
 
 
-# -- one request ---------------------------------------------------------------------------------------------
+# -- single requests -----------------------------------------------------------------------------------------
 
 TRUSTING = ssl.create_default_context(cafile=CERTIFICATES / "authority.pem")
 HANG_SECONDS = 60.0
@@ -220,12 +220,12 @@ def send(
     timeout_seconds: float = 30.0,
     context: ssl.SSLContext = TRUSTING,
 ) -> ReceiverAnswer:
-    """`post` with a header of its own."""
+    """Call `post` with an additional header."""
     return post(target, addresses, {"X-Mine": "1"}, body, timeout_seconds=timeout_seconds, context=context)
 
 
 def test_a_request_goes_to_the_address_under_the_name_of_the_url() -> None:
-    """Nobody resolves the name: hooks.example.com is reached at the address given, and proves to be it."""
+    """The request goes to the given address without a resolution, and the certificate must fit the URL."""
     with Receiver(tls=True) as receiver:
         target = WebhookUrl("https", "hooks.example.com", receiver.port, "/a?b=c")
         assert send(target, "127.0.0.1", body=b'{"x":1}') == ReceiverAnswer(204, None)
@@ -236,7 +236,7 @@ def test_a_request_goes_to_the_address_under_the_name_of_the_url() -> None:
 
 
 def test_certificates_of_others_and_of_nobody_are_refused() -> None:
-    """A certificate for another name, and one that nobody trusted has signed; nothing is sent."""
+    """A certificate for another name or of an unknown authority is refused before sending."""
     with Receiver(tls=True) as receiver:
         with pytest.raises(SendError, match="certificate"):
             send(WebhookUrl("https", "other.example.com", receiver.port, "/"), "127.0.0.1")
@@ -247,7 +247,7 @@ def test_certificates_of_others_and_of_nobody_are_refused() -> None:
 
 
 def test_the_next_address_is_tried_where_one_takes_no_connection() -> None:
-    """A host with two addresses, one of which is dead, is reached; with none it is an error that says so."""
+    """If an address refuses the connection, the next one is tried; without a next one an error is raised."""
     with Receiver() as receiver:
         target = WebhookUrl("http", "hooks.example.com", receiver.port, "/")
         assert send(target, "127.0.0.2", "127.0.0.1").status == 204
@@ -256,7 +256,7 @@ def test_the_next_address_is_tried_where_one_takes_no_connection() -> None:
 
 
 def test_retry_after_is_read_as_seconds_within_bounds() -> None:
-    """Lets a receiver ask for a day at most."""
+    """Retry-After is read as seconds, a day at most."""
     asked = {"120": 120.0, "999999999999": 86_400.0, "-1": None, "soon": None, "": None}
     with Receiver(answers=[(503, {"Retry-After": value}) for value in asked]) as receiver:
         for seconds in asked.values():
@@ -282,12 +282,12 @@ def _continues(connection: socket.socket) -> None:
     ("act", "scheme"), [(_silent, "https"), (_drips_headers, "http"), (_continues, "http")]
 )
 def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], scheme: str) -> None:
-    """Silence, a byte now and then, interim answers without end, also where TLS should begin: cut off."""
+    """Silence, slow bytes and endless interim responses end at the timeout, also during TLS."""
     with raw_server(act) as port:
         began = time.monotonic()
         with pytest.raises(SendError):
             send(WebhookUrl(scheme, "127.0.0.1", port, "/"), "127.0.0.1", timeout_seconds=0.4)
-        assert time.monotonic() - began < HANG_SECONDS / 6  # of the 20 seconds that the server would go on
+        assert time.monotonic() - began < HANG_SECONDS / 6  # the server would continue for 20 seconds
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], sc
     ids=["nothing", "zeros", "ssh", "status", "many-headers", "long-header"],
 )
 def test_what_is_no_answer_is_an_error(answer: bytes) -> None:
-    """Other protocols, and heads without end: an error, and bounded memory."""
+    """Other protocols and endless heads raise an error, with bounded memory."""
 
     def act(connection: socket.socket) -> None:
         connection.recv(65536)
@@ -310,7 +310,7 @@ def test_what_is_no_answer_is_an_error(answer: bytes) -> None:
 
 
 def test_bodies_are_not_read() -> None:
-    """An endless body costs nothing: the status is what counts."""
+    """The body of a response is not read: only the status counts."""
 
     def act(connection: socket.socket) -> None:
         connection.recv(65536)
@@ -328,7 +328,7 @@ KEY = "first key of the operator, long enough"
 
 
 def test_what_was_changed_is_not_opened() -> None:
-    """Each byte counts, and so does the length."""
+    """A changed byte or length of a sealed secret is detected."""
     sealer = Sealer((KEY.encode(),))
     data = base64.urlsafe_b64decode(sealer.seal(new_secret()).removeprefix(SEALED_PREFIX))
     changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
@@ -341,6 +341,6 @@ def test_what_was_changed_is_not_opened() -> None:
 
 @pytest.mark.parametrize("wrong", [{"webhook_key": "short"}, {"webhook_key_before": KEY}])
 def test_keys_that_cannot_be_meant(wrong: dict[str, str]) -> None:
-    """Too short to be one, or one to open with and none to seal with: the service does not start."""
+    """A short key, or a previous key without a current key, stops the start."""
     with pytest.raises(ValidationError, match="webhook_key"):
         Settings.model_validate(wrong)

@@ -1,4 +1,4 @@
-"""Webhooks over HTTP: who may, what is shown and what never is, sealed and rotated secrets, deliveries."""
+"""Webhooks over HTTP: access, secrets never shown again, sealing, rotation and deliveries."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ KEY, OTHER = "first key of the operator, long enough", "second key of the operat
 
 
 def app_with(url: str, folder: Path, **settings: Any) -> Any:
-    """The application; loopback is allowed to receive."""
+    """Start the application with loopback as an allowed receiver."""
     return running_app(url, folder, webhook_allow_private=["127.0.0.0/8"], **settings)
 
 
 @pytest.fixture
 def app(make_database: MakeDatabase, tmp_path: Path) -> Iterator[App]:
-    """On each database."""
+    """Start the application on each database."""
     with app_with(make_database(), tmp_path) as running:
         yield running
 
 
 @pytest.fixture
 def admin(app: App) -> TestClient:
-    """With a key that may all."""
+    """Return a client with a key of an admin."""
     return app.client("admin")
 
 
 def make(client: TestClient, **values: Any) -> dict[str, Any]:
-    """A new webhook, as it is answered."""
+    """Create a webhook, and return it."""
     answer = client.post(HOOKS, json={"url": URL} | values)
     assert answer.status_code == 201, answer.text
     found: dict[str, Any] = answer.json()
@@ -49,7 +49,7 @@ def make(client: TestClient, **values: Any) -> dict[str, Any]:
 
 
 def test_admins_of_some_roots_may_for_these_only(app: App, admin: TestClient) -> None:
-    """Makes, shows and changes webhooks of a key's own roots alone."""
+    """Admins of some roots create, see and change webhooks of these roots only."""
     everything, main, both = (make(admin, roots=roots) for roots in (None, ["main"], ["main", "other"]))
     limited = app.client("admin", roots=["main"])
     assert [item["id"] for item in limited.get(HOOKS).json()["items"]] == [main["id"]]
@@ -66,7 +66,7 @@ def test_admins_of_some_roots_may_for_these_only(app: App, admin: TestClient) ->
 
 
 def test_a_delivery_is_tested_listed_and_sent_again(app: App, admin: TestClient) -> None:
-    """Tells state, status and attempts, by state and by page."""
+    """A test delivery is sent, listed with state and attempts, filtered, and sent again."""
     with Receiver() as receiver:
         made = make(admin, url=receiver.url, events=list(ALL_EVENTS))
         one = f"{HOOKS}/{made['id']}"
@@ -98,7 +98,7 @@ def test_a_delivery_is_tested_listed_and_sent_again(app: App, admin: TestClient)
 
 
 def test_nobody_is_shown_them(app: App, admin: TestClient, capfd: pytest.CaptureFixture[str]) -> None:
-    """Shows a secret once, and leaves it out of all other answers, logs, kept answers and deliveries."""
+    """A secret is shown once, and is in no other response, log, stored response or delivery."""
     refused = f"{FIRST}*"
     with Receiver(answers=[500]) as receiver:
         body, once = {"url": receiver.url, "secret": FIRST}, {"Idempotency-Key": "once"}
@@ -126,7 +126,7 @@ def test_nobody_is_shown_them(app: App, admin: TestClient, capfd: pytest.Capture
 
 
 def signed_with(app: App, receiver: Receiver, webhook: int, secrets: list[str]) -> bool:
-    """Whether the request that a test of the webhook makes is signed with each of these."""
+    """Send a test delivery, and return if it is signed with each of these secrets."""
     assert app.base.post(f"{HOOKS}/{webhook}/test").status_code == 202
     deliver(app)
     request = receiver.requests.pop()
@@ -134,7 +134,7 @@ def signed_with(app: App, receiver: Receiver, webhook: int, secrets: list[str]) 
 
 
 def test_with_a_key_the_database_has_no_secret(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Seals those that are made, given and rotated; all sign all the same, the one before as well."""
+    """With webhook_key all secrets are sealed in the database, and sign, also the rotated one."""
     with Receiver() as receiver, app_with(make_database(), tmp_path, webhook_key=KEY, auth="off") as app:
         admin = app.base
         first, second = make(admin, url=receiver.url, secret=FIRST), make(admin, url=receiver.url)
@@ -148,7 +148,7 @@ def test_with_a_key_the_database_has_no_secret(make_database: MakeDatabase, tmp_
 
 
 def test_a_key_that_comes_later_or_changes(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Seals by the clean-up what is there, anew with another key; for clients nothing changes."""
+    """The clean-up seals existing secrets, and seals them again with a new key; clients see no change."""
     url = make_database()
     with Receiver() as receiver:
         with app_with(url, tmp_path, auth="off") as app:
@@ -173,7 +173,7 @@ def test_a_key_that_comes_later_or_changes(make_database: MakeDatabase, tmp_path
 
 
 def test_a_key_that_is_lost(make_database: MakeDatabase, tmp_path: Path) -> None:
-    """Sends nothing unsigned; the delivery says why, and a new secret is the way out."""
+    """With a lost key nothing is sent unsigned; the delivery says why, and a new secret repairs it."""
     url = make_database()
     with Receiver() as receiver:
         with app_with(url, tmp_path, webhook_key=KEY, auth="off") as app:
@@ -182,7 +182,7 @@ def test_a_key_that_is_lost(make_database: MakeDatabase, tmp_path: Path) -> None
         with app_with(url, tmp_path, webhook_key=OTHER, auth="off") as app:
             admin, sealed = app.base, stored_secrets(app)
             app.work(time.time(), "webhooks-clean-up")
-            assert stored_secrets(app) == sealed  # it may be found again
+            assert stored_secrets(app) == sealed  # the key may be found again
             admin.post(f"{one}/test")
             assert deliver(app) == 1 and receiver.requests == []
             (delivery,) = admin.get(f"{one}/deliveries").json()["items"]

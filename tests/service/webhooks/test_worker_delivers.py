@@ -1,4 +1,4 @@
-"""From a checkpoint on disk to a receiver, by a service and its worker."""
+"""Delivery from a checkpoint on disk to a receiver, by a service and its worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.service import wait_until
 def test_what_is_registered_and_verified_is_told_by_the_worker(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Sends both events to a webhook, signed and in order; their deliveries are listed."""
+    """A registration and a verification are sent in order and signed; the deliveries are listed."""
     (tmp_path / "runs").mkdir()
     save_file({"weight": np.arange(6, dtype=np.float32)}, tmp_path / "runs/model-7.safetensors")
     roots = {"runs": {"url": str(tmp_path / "runs"), "scan_seconds": 0}}
@@ -46,7 +46,7 @@ def test_what_is_registered_and_verified_is_told_by_the_worker(
                 lambda: [one for one in listed() if one["status_code"] == 503], "a failure"
             )
             assert (failed["state"], failed["attempts"]) == ("waiting", 1)
-            client.post(f"{deliveries}/{failed['id']}/redeliver")  # instead of ten seconds of waiting
+            client.post(f"{deliveries}/{failed['id']}/redeliver")  # instead of waiting ten seconds
             wait_until(lambda: len(receiver.requests) >= 2, "it was taken")
             client.post(f"/api/v1/checkpoints/{number}/verifications")
             wait_until(lambda: len(receiver.requests) >= 3, "the verification is told")
