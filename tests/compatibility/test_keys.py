@@ -1,4 +1,4 @@
-"""Keys of dicts that are no strings, and containers without entries: given back as they were saved."""
+"""Dict keys other than strings, and empty containers: loaded as they were saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def shape(value: Any) -> Any:
-    """A nested value with the types of its keys, in order, and its tensors as lists."""
+    """Return a nested value with types and order of keys, and tensors as lists."""
     if isinstance(value, Mapping):
         return [(type(key).__name__, str(key), shape(item)) for key, item in value.items()]
     if isinstance(value, list):
@@ -66,7 +66,8 @@ def _stepped(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[torch.nn.Mod
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_survives_the_way_to_a_torch_file(name: str, tmp_path: Path) -> None:
-    """Saved, converted, and loaded by torch alone, its state belongs to the parameters that had it."""
+    """An optimizer state that is saved, converted, and loaded by torch alone has the right state per
+    parameter."""
     model, optimizer = _stepped(OPTIMIZERS[name])
     dcp.save({"o": optimizer.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
     dcp.convert(tmp_path / "c", tmp_path / "o.pt", to="torch")
@@ -81,7 +82,7 @@ def test_an_optimizer_survives_the_way_to_a_torch_file(name: str, tmp_path: Path
 
 
 def test_every_kind_of_key_and_empty_containers_on_every_way(tmp_path: Path) -> None:
-    """Read without a template, and converted to all formats and back, keys have their types and order."""
+    """Read without a template, and converted to all formats and back, keys keep their types and order."""
     expected = shape(_mixed())
     dcp.save(_mixed(), checkpoint_id=tmp_path / "c", no_dist=True)
     assert shape(read_all(checkpoint_id=tmp_path / "c")) == expected
@@ -109,7 +110,7 @@ def test_every_kind_of_key_and_empty_containers_on_every_way(tmp_path: Path) -> 
     ],
 )
 def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> None:
-    """A checkpoint has one name for both, so one would be lost, or both become one dict."""
+    """Two keys with the same flat name are refused: one would be lost, or both would become one dict."""
     with pytest.raises(dcp.errors.PlanError, match="duplicated flatten key"):
         dcp.save(clash, checkpoint_id=tmp_path / "c", no_dist=True)
     torch.save(clash, tmp_path / "c.pt")
@@ -118,7 +119,8 @@ def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> 
 
 
 def test_stock_torch_reads_what_has_such_keys(tmp_path: Path) -> None:
-    """Into a template that has them, and without one, with strings as of its own saves."""
+    """Stock torch loads into a template with such keys, and without a template as strings, as from its own
+    saves."""
     _, optimizer = _stepped(OPTIMIZERS["AdamW"])
     state = {"o": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
@@ -139,7 +141,7 @@ def test_stock_torch_reads_what_has_such_keys(tmp_path: Path) -> None:
 
 
 def keys_of_ranks(rank: int, world: int, root: str) -> dict[str, Any]:
-    """Ranks have different keys in one dict, and one of their own; what the checkpoints give."""
+    """Save different keys of one dict on each rank, and a key that only one rank has. Return the results."""
     shard = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (world,)), [Shard(0)])
     state = {
         "stage": {rank: {"w": torch.full((1,), float(rank))}, "shared": 1},
@@ -160,7 +162,7 @@ def keys_of_ranks(rank: int, world: int, root: str) -> dict[str, Any]:
 
 
 def test_ranks_with_different_keys(tmp_path: Path) -> None:
-    """All ranks' keys are kept; one name for two of different types is an error on all ranks."""
+    """All ranks' keys are kept; keys of different types with one name are an error on all ranks."""
     results = run_ranks(2, keys_of_ranks, str(tmp_path))
     for rank, result in enumerate(results):
         assert "'0' below 'x' is a key of type str on one rank and int on another" in result["clash"]
@@ -193,7 +195,8 @@ def _as_text(state: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_whole_checkpoint_or_parts_of_it(package: str, tmp_path: Path) -> None:
-    """Without keys all of it, with one or a set what is at or below them, as torch's function has it."""
+    """Without keys the whole checkpoint is loaded, with one or a set all entries at or below them, as in
+    torch."""
     PACKAGES[package].save(_a_state(), checkpoint_id=tmp_path, no_dist=True)
     assert _as_text(_load_state_dict_from_keys(checkpoint_id=tmp_path)) == _as_text(_a_state())
     for keys in ("model", {"step", "optimizer"}, {"model.weight", "optimizer.lr"}, "step"):

@@ -1,4 +1,4 @@
-"""Tensors that are made of others: subclasses, torchao's among them, and block-quantized weights of files."""
+"""Tensors composed of other tensors: subclasses such as torchao's, and block-quantized weights in files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 7
 
 
 class Quantised(torch.Tensor):
-    """Rows of bytes with a scale each, as torchao's."""
+    """Rows of bytes with a scale each, as in torchao."""
 
     data_: torch.Tensor
     scale: torch.Tensor
@@ -32,7 +32,7 @@ class Quantised(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor, settings: Any = None) -> Quantised:
-        """A tensor without memory of its own."""
+        """Make a tensor without memory of its own."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: Quantised = make(cls, data.shape, dtype=torch.float32, device=data.device)
         made.data_, made.scale, made.settings = data, scale, settings
@@ -47,7 +47,7 @@ class Quantised(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # of the same shape
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # a view of equal shape
             return cls(args[0].data_, args[0].scale, args[0].settings)
         raise NotImplementedError(func)
 
@@ -67,7 +67,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("how", ["save", "thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_parts_come_back(tmp_path: Path, how: str) -> None:
-    """Into the tensor that is there; stock torch and `dcp.read` see the parts."""
+    """A load fills the existing tensor; stock torch and `dcp.read` see the parts."""
     state: dict[str, Any] = {"model": {"w": _weight()}, "n": 1}
     if how == "save":
         dcp.save(state, checkpoint_id=tmp_path / "c")
@@ -87,7 +87,8 @@ def test_parts_come_back(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("planner", [None, "protocol"])
 def test_one_of_other_settings_is_an_error(tmp_path: Path, planner: str | None) -> None:
-    """Its parts fit, and would mean other values; a plain tensor is no such tensor, nor the reverse."""
+    """A target with other settings is an error, though its parts fit. So is a plain tensor for a subclass,
+    and the reverse."""
     dcp.save({"w": _weight(), "v": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path)
 
     class Own(dcp.DefaultLoadPlanner):
@@ -124,7 +125,7 @@ def _load_sharded(rank: int, world_size: int, path: str) -> list[Any]:
 
 
 def test_parts_of_dtensors_are_resharded(tmp_path: Path) -> None:
-    """2 ranks save, 3 load, unevenly; one loads it whole."""
+    """2 ranks save; 3 ranks load unevenly; a single process loads the whole tensor."""
     run_ranks(2, _save_sharded, str(tmp_path))
     whole = _weight()
     for at, rows in ((0, whole.data_), (1, whole.scale)):
@@ -136,7 +137,7 @@ def test_parts_of_dtensors_are_resharded(tmp_path: Path) -> None:
 
 
 def test_torchaos_quantised_weights(tmp_path: Path) -> None:
-    """Of a model, as a `Stateful` of the user: what it computes is what it computed, bit for bit."""
+    """A quantized model, as a `Stateful` of the user, has bit for bit the same outputs after a load."""
     quantization = pytest.importorskip("torchao.quantization")
 
     def model(seed: int, config: Any) -> torch.nn.Module:
@@ -162,7 +163,8 @@ BLOCK = 4
 
 
 def write_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """A folder with an fp8 weight in blocks, an MXFP4 weight and a plain one; what they stand for."""
+    """Write a folder with an fp8 weight in blocks, an MXFP4 weight and a plain weight. Return their
+    values."""
     generator = torch.Generator().manual_seed(1)
     quantized = torch.randn(6, 9, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3, generator=generator) + 0.5
@@ -201,6 +203,6 @@ def _load_dequantized(rank: int, world: int, folder: str, expected: dict[str, to
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_arrive_dequantized(world: int, tmp_path: Path) -> None:
-    """fp8 in blocks and MXFP4, into float32 by default, whatever the sharding."""
+    """fp8 in blocks and MXFP4 are loaded as float32 by default, with any sharding."""
     expected = write_folder(tmp_path)
     run_ranks(world, _load_dequantized, str(tmp_path), expected)

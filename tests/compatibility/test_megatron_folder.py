@@ -1,4 +1,4 @@
-"""A folder as Megatron-LM's ``torch_dist`` lays it out: stock DCP beside ``common.pt``, ``metadata.json``."""
+"""Folder layout of Megatron-LM's ``torch_dist``: stock DCP beside ``common.pt`` and ``metadata.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.command_line.cli_support import run
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Tensors by stock torch; what is not sharded in a torch.save file; the backend's name."""
+    """Save tensors with stock torch, other state with torch.save, and the name of the backend."""
     state = {
         "model.decoder.weight": torch.arange(12.0).reshape(3, 4),
         "optimizer.state.exp_avg": torch.ones(5),
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_dcp_in_it_loads_and_converts(folder: Path, tmp_path: Path) -> None:
-    """The sharded part is the checkpoint; the rest is a file of its own, that loads as such."""
+    """The folder loads and converts as the sharded checkpoint, and common.pt as a file of torch.save."""
     state = {"model.decoder.weight": torch.zeros(3, 4)}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert torch.equal(state["model.decoder.weight"], torch.arange(12.0).reshape(3, 4))
@@ -43,7 +43,7 @@ def test_what_is_dcp_in_it_loads_and_converts(folder: Path, tmp_path: Path) -> N
 
 
 def test_it_is_shown_and_verified(folder: Path) -> None:
-    """The two other files are nothing that keeps it from loading."""
+    """show and verify work with the two other files in the folder."""
     assert "model.decoder.weight" in run("show", folder).out
     verified = run("verify", folder, "--json")
     assert {finding["kind"] for finding in verified.json[0]["findings"]} <= {"stray-file"}

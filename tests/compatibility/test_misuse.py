@@ -1,4 +1,4 @@
-"""What is easily given in the wrong place is an error that says where it belongs."""
+"""Arguments in the wrong place: errors that name the right place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import dcp
 
 
 def test_a_module_is_no_state_dict(tmp_path: Path) -> None:
-    """Save, asynchronous save and load say so, and what to do."""
+    """save, async_save and load refuse a module, and say what to pass."""
     module = torch.nn.Linear(2, 2)
     with pytest.raises(dcp.errors.PlanError, match="not a Linear: put the Linear into one"):
         dcp.save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def test_a_path_is_no_storage(tmp_path: Path) -> None:
 
 
 def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
-    """A writer to load by, or a class, is refused before anything is done."""
+    """A writer as storage_reader, the reverse, or a class is refused before any access."""
     writer, reader = dcp.FileSystemWriter(tmp_path), dcp.FileSystemReader(tmp_path)
     with pytest.raises(dcp.CheckpointError, match="FileSystemWriter is not a storage_reader"):
         dcp.load({"a": torch.ones(2)}, storage_reader=writer, no_dist=True)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
 
 
 def test_text_is_no_flag_and_a_wrong_name_has_a_suggestion(tmp_path: Path) -> None:
-    """Whatever is called: "no" would count as True."""
+    """A text for a flag is refused by each function, since "no" would count as True."""
     state = {"a": torch.ones(2)}
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     manager = dcp.CheckpointManager(tmp_path / "run", no_dist=True)
@@ -79,7 +79,7 @@ def test_text_is_no_flag_and_a_wrong_name_has_a_suggestion(tmp_path: Path) -> No
 
 
 def test_options_that_match_nothing_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, in a warning; a dict in the place of a value is refused."""
+    """Options that match no entry are warned of once; a dict in place of a value is refused."""
     dcp.save({"a": torch.ones(2), "d": 1}, checkpoint_id=tmp_path, apart="x.*", no_dist=True)
     state: dict[str, Any] = {"a": torch.zeros(2), "d": 0}
     dcp.load(state, checkpoint_id=tmp_path, rename={"^x": "", "^y": ""}, no_dist=True)
@@ -91,7 +91,7 @@ def test_options_that_match_nothing_are_told(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_without_torch_the_extra_is_named() -> None:
-    """`dcp.save` without the extra says what to install; the names that need no torch are there."""
+    """`dcp.save` without the extra says what to install; names that do not need torch can be used."""
     program = """
         import sys
 
@@ -123,8 +123,8 @@ def _nested(levels: int, value: float) -> dict[str, Any]:
 
 
 def test_state_dicts_that_contain_themselves(tmp_path: Path) -> None:
-    """Dicts and lists, saved, loaded and saved behind the loop: an error that names the place, at once; 200
-    levels are unusual, and kept."""
+    """Self-referring dicts and lists are an error that names the limit, at once, in save, async_save and
+    load; 200 levels are accepted."""
     ring: dict[str, Any] = {"t": torch.ones(1)}
     ring["self"] = ring
     loop: list[Any] = [torch.ones(1)]
@@ -143,9 +143,9 @@ def test_state_dicts_that_contain_themselves(tmp_path: Path) -> None:
 
 
 def test_one_of_several_processes_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun, before ``init_process_group()``, each process would save all of it to one id; a load
-    gets what it should, as rank 0, and says so. ``no_dist=True`` is how to mean it. `dcp.read` gives each of
-    them the same, so that there is nothing to say."""
+    """Under torchrun, before ``init_process_group()``, saves are refused, because each process would save all
+    of the state to one id. A load works as rank 0, with a warning. ``no_dist=True`` allows both. `dcp.read`
+    gives each process the same, without a warning."""
     state = {"a": torch.ones(2)}
     dcp.save(state, checkpoint_id=tmp_path / "alone")
     monkeypatch.setenv("WORLD_SIZE", "2")

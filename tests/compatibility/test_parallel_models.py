@@ -1,4 +1,4 @@
-"""Models and optimizers under every parallelism, between this package, stock torch and other worlds."""
+"""Models and optimizers under each parallelism, between dcp, stock torch and other world sizes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.values import differences, fill, scrub
 SAVE = {"ours": dcp.save, "stock": stock.save}
 LOAD = {"ours": dcp.load, "stock": stock.load}
 OWN_NAMES = ("pipeline", "frozen", "data_parallel")
-"""Recipes whose state does not have the names of the others."""
+"""Recipes with other names of entries than the rest."""
 STOCK_CANNOT = ("fsdp1-8",)
-"""Stock does not load its own checkpoints of these either: FSDP1 where ranks are left without any rows."""
+"""Cases of checkpoints that stock cannot load itself: FSDP1 with ranks without rows."""
 
 Found = dict[str, list[str]]
 
@@ -52,7 +52,7 @@ def _save_one(training: Training, path: str, name: str, savers: list[str]) -> No
 def load_all(
     rank: int, world: int, root: str, names: list[str], sources: list[str], loaders: list[str]
 ) -> Found:
-    """Load each of the folders ``sources`` into each recipe's zeroed state; what differed, by case."""
+    """Load each folder of ``sources`` into each recipe's zeroed state. Return the differences by case."""
     found: Found = {}
     for name in names:
         training = RECIPES[name][0](world)
@@ -72,7 +72,8 @@ def _load_one(training: Training, root: str, case: str, source: str, loaders: li
 
 
 def same_topology(rank: int, world: int, root: str, names: list[str]) -> Found:
-    """Ours by ours, ours by stock and stock's by ours, in the model that was saved."""
+    """Save with dcp and stock. Load dcp's by both and stock's by dcp, in the same model. Return the
+    differences."""
     found: Found = {}
     for name in names:
         training, case = RECIPES[name][0](world), f"{name}-{world}"
@@ -91,7 +92,7 @@ def _assert_none_differ(results: list[Found], cases: int) -> None:
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 8))])
 def test_every_parallelism_round_trips_between_ours_and_stock(world: int, tmp_path: Path) -> None:
-    """Model and optimizer of every recipe: ours by ours, ours by stock, stock's by ours give equal bytes."""
+    """Model and optimizer of each recipe are equal: dcp's loaded by dcp and stock, stock's loaded by dcp."""
     names = _recipes(world)
     cases = sum(2 if f"{name}-{world}" in STOCK_CANNOT else 3 for name in names)
     _assert_none_differ(run_ranks(world, same_topology, str(tmp_path), names), cases)
@@ -103,7 +104,7 @@ SOURCES = [
     for world in (1, 2, 3, 4)
     for name in _recipes(world, without=OWN_NAMES)[(world + turn) % 2 :: 2]
 ]
-"""Each saver saves every second recipe of each world of 1 to 4 ranks, in the next world the others."""
+"""Sources: each saver saves every second recipe of each world of 1 to 4 ranks, alternating between worlds."""
 
 TARGETS = {
     1: ["plain", "fsdp2"],
@@ -115,8 +116,8 @@ TARGETS = {
 
 @pytest.mark.parametrize("world", [2, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4))])
 def test_every_parallelism_loads_into_every_other(tmp_path: Path, world: int) -> None:
-    """A checkpoint of any parallelism and world, of ours or stock's, fills a model distributed otherwise."""
-    taken = [SOURCES[(2 * world + number) % 8 :: 8] for number in (0, 1)]  # all are in one of the worlds
+    """A checkpoint of any parallelism and world size, of dcp or stock, loads into any other."""
+    taken = [SOURCES[(2 * world + number) % 8 :: 8] for number in (0, 1)]  # all sources, over all worlds
     for ranks in (1, 2, 3, 4):
         sources = [(name, saver) for name, of, saver in taken[0] + taken[1] if of == ranks]
         run_ranks(ranks, _save_all, str(tmp_path), sources)
@@ -132,7 +133,7 @@ def _save_pipeline_by_groups(rank: int, world: int, root: str) -> None:
 
 
 def test_parameter_groups_of_pipeline_stages_are_refused(tmp_path: Path) -> None:
-    """Without flatten_optimizer_state_dict stock keeps one stage's group and drops the other; ours raises."""
+    """Without flatten_optimizer_state_dict stock keeps one stage's group and drops the other; dcp raises."""
     results = run_ranks(2, _save_pipeline_by_groups, str(tmp_path / "x"), failures=True)
     for result in results:
         assert isinstance(result, RankRaised)

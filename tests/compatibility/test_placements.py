@@ -1,4 +1,4 @@
-"""Any shape, dtype, world and placement saved, any other loaded: equal bytes, between ours and stock."""
+"""Reshaped placements: any shape, dtype, world and placement loads into any other, between dcp and stock."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Meshes = dict[tuple[int, ...], DeviceMesh]
 
 @dataclass(frozen=True)
 class Sharding:
-    """A mesh of a world and a placement for each of its dimensions: -1 replicates, n shards dimension n."""
+    """Shape of a mesh, and a placement for each mesh dimension: -1 replicates, n shards dimension n."""
 
     mesh: tuple[int, ...]
     dims: tuple[int, ...]
 
     def tensor(self, shape: tuple[int, ...], dtype: str, meshes: Meshes) -> DTensor:
-        """A DTensor of zeros; ``meshes`` keeps those that were made, because making one is a collective."""
+        """Return a DTensor of zeros. ``meshes`` caches meshes, because making a mesh is a collective."""
         if self.mesh not in meshes:
             meshes[self.mesh] = init_device_mesh("cpu", self.mesh)
         placements: list[Placement] = [Replicate() if dim < 0 else Shard(dim) for dim in self.dims]
@@ -51,7 +51,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a case: how it is sharded when saved, and how when loaded."""
+    """One tensor of a case: its sharding in the save, and its sharding in the load."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,7 +61,7 @@ class Tensor:
 
 @st.composite
 def tensors(draw: st.DrawFn, saving: int, loading: int) -> Tensor:
-    """A tensor with any shardings over two worlds."""
+    """Draw a tensor with any shardings over two worlds."""
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
 
     def sharding(world: int) -> Sharding:
@@ -74,9 +74,7 @@ def tensors(draw: st.DrawFn, saving: int, loading: int) -> Tensor:
 BOUNDED = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
-    phases=[
-        Phase.generate
-    ],  # a case has many tensors and the failure names its own, so shrinking is not worth it
+    phases=[Phase.generate],  # no shrinking: a case has many tensors, and the failure names one
     derandomize=True,
 )
 
@@ -92,7 +90,7 @@ def _save_case(rank: int, world: int, root: str, case: list[Tensor]) -> None:
 
 
 def load_case(rank: int, world: int, root: str, case: list[Tensor]) -> list[str]:
-    """Load them into the other sharding: ours by both, stock's by ours; what differs."""
+    """Load into the other sharding, dcp's by both and stock's by dcp. Return the differences."""
     meshes: Meshes = {}
     found = []
     for saver, loader in (("ours", "ours"), ("stock", "ours"), ("ours", "stock")):
@@ -119,8 +117,8 @@ _ALL = [*((2, 3), (4, 1), (1, 4), (3, 2), (2, 2), (4, 4)), *((8, 4), (3, 8), (8,
     [(2, 3, 2), *(pytest.param(*pair, 4, marks=pytest.mark.exhaustive) for pair in _ALL)],
 )
 def test_any_placement_loads_into_any_other(saving: int, loading: int, count: int) -> None:
-    """Tensors of random shapes, dtypes, meshes and placements, forty at a time; eight ranks have meshes of
-    three dimensions."""
+    """Tensors of random shapes, dtypes, meshes and placements load correctly, forty at a time; eight ranks
+    have meshes of three dimensions."""
 
     @examples(count, quick=2, parent=BOUNDED)
     @given(st.lists(tensors(saving, loading), min_size=40, max_size=60))

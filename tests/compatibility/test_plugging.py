@@ -1,4 +1,4 @@
-"""Planners and storages of ours, of torch and of users, in `_save` and `load` of ours and of torch.
+"""Planners and storages of dcp, torch and users, in `save` and `load` of dcp and of torch.
 
 The users' classes are those of torch's documentation, and a storage written from the interface alone.
 """
@@ -23,10 +23,10 @@ from tests.support.values import differences, fill, scrub
 PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
 State = dict[str, Any]
 Way = tuple[str, str, str]
-"""Whose engine, planner and storage."""
+"""Package of engine, planner and storage."""
 ALL: list[Way] = list(product(PACKAGES, PACKAGES, PACKAGES))
 PAIRS: list[Way] = [way for way in ALL if way.count("stock") % 2 == 0]
-"""In which any two of the three come together in each of the four ways."""
+"""Subset in which any two of the three positions have all four combinations."""
 
 
 def _save(way: Way, folder: str, state: State, planner: Any = None) -> None:
@@ -36,7 +36,7 @@ def _save(way: Way, folder: str, state: State, planner: Any = None) -> None:
 
 
 def misread(way: Way, folder: str, target: State, planner: Any = None, **values: Any) -> list[str]:
-    """Load likewise into ``target``; what differs, and the values that are others."""
+    """Load into ``target`` with the parts of ``way``. Return the differences, also of ``values``."""
     engine, base, storage = (PACKAGES[name] for name in way)
     planner = base.DefaultLoadPlanner() if planner is None else planner
     engine.load(target, storage_reader=storage.FileSystemReader(folder), planner=planner)
@@ -64,7 +64,8 @@ def _state_of(world: int) -> State:
 
 
 def every_save(rank: int, world: int, root: str, ways: list[Way]) -> list[str]:
-    """Each of save, planner and storage from either package; then loaded by each likewise; what differs."""
+    """Save with each combination of engine, planner and storage, and load with each. Return the
+    differences."""
     found = []
     for way in ways:
         folder = f"{root}/{'-'.join(way)}"
@@ -80,7 +81,7 @@ def every_save(rank: int, world: int, root: str, ways: list[Way]) -> list[str]:
     [(1, ALL), (3, PAIRS), *(pytest.param(world, ALL, marks=pytest.mark.exhaustive) for world in (2, 3))],
 )
 def test_engines_planners_and_storages_combine_freely(world: int, ways: list[Way], tmp_path: Path) -> None:
-    """Eight ways to save times eight to load, of ours and stock's parts: equal bytes and values in all."""
+    """Each of eight combinations saves, and each of eight loads equal bytes and values."""
     assert run_ranks(world, every_save, str(tmp_path), ways) == [[]] * world
 
 
@@ -105,7 +106,7 @@ def _plain_tensors() -> State:
 
 
 def own_parts(rank: int, world: int, root: str) -> list[str]:
-    """A user's storage with each package's planner, a user's planners with each package's storage."""
+    """Use a user's storage with each package's planner, and a user's planners with each package's storage."""
     wrong: list[str] = []
     for engine, planner in product(PACKAGES.values(), repeat=2):
         folder = f"{root}/items-{engine.__name__}-{planner.__name__}"
@@ -121,7 +122,8 @@ def own_parts(rank: int, world: int, root: str) -> list[str]:
             wrong += [f"{folder} lr"] if target["lr"] != 0.25 else []
     for engine, storage in product(PACKAGES, repeat=2):
         folder = f"{root}/plain-{engine}-{storage}"
-        # torch's helpers repeat replicated tensors in every rank's plan, which stock's own planner removes
+        # torch's helpers repeat replicated tensors in each rank's plan; stock's own planner removes the
+        # repetitions
         sharded = {"rows": _flat_state(world)["rows"]} | ({"lr": 0.5} if rank == 0 else {})
         _save((engine, engine, storage), folder, fill(sharded), PlainSavePlanner())
         for load_engine, load_storage in product(PACKAGES, repeat=2):
@@ -133,7 +135,8 @@ def own_parts(rank: int, world: int, root: str) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_parts_written_from_the_interface_alone_work(world: int, tmp_path: Path) -> None:
-    """A storage that pickles each item, and planners without any default, with the parts of both packages."""
+    """A storage that pickles each item, and planners without defaults, work with the parts of both
+    packages."""
     assert run_ranks(world, own_parts, str(tmp_path)) == [[]] * world
 
 
@@ -161,7 +164,7 @@ def _counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_step_that_a_planner_overrides_is_called(package: str, tmp_path: Path) -> None:
-    """Alone, on a planner of either package: what it returns is what is saved and loaded."""
+    """A single overridden step of either package's planner is called, and its result is saved or loaded."""
     for step in SAVE_STEPS:
         planner, calls = _counting(PACKAGES[package].DefaultSavePlanner, step)
         state = fill(_plain_tensors()) | {"lr": 0.5}
@@ -177,7 +180,7 @@ def test_each_step_that_a_planner_overrides_is_called(package: str, tmp_path: Pa
 
 
 class _WithoutY(dcp.DefaultLoadPlanner):
-    """Leaves an entry out of what torch's interface has set up."""
+    """Planner that leaves out an entry after torch's set_up_planner."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -191,7 +194,7 @@ class _ByProtocol(_WithoutY):
 
 @pytest.mark.parametrize("kind", [_WithoutY, _ByProtocol])
 def test_a_planner_may_leave_entries_out_where_others_share_memory(kind: Any, tmp_path: Path) -> None:
-    """On columns and by torch's protocol: what is left out stays, tied entries are loaded."""
+    """With both load paths an entry that a planner leaves out is unchanged, and tied entries are loaded."""
     weight = torch.arange(6.0)
     dcp.save({"w": weight, "tied": weight, "y": weight}, checkpoint_id=tmp_path, no_dist=True)
     own, y = torch.zeros(6), torch.zeros(6)

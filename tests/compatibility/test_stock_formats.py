@@ -1,4 +1,4 @@
-"""Every way to save and load of stock torch."""
+"""Each way to save and load in stock torch, between stock and dcp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAFETENSORS = [
     *(torch.int8, torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
 ]
-"""What the safetensors library writes for torch tensors."""
+"""dtypes that the safetensors library can write."""
 
 PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
 ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
@@ -75,7 +75,7 @@ WRITERS = [
 def test_options_of_the_writers_do_not_show_in_what_is_loaded(
     package: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Safetensors payloads, several threads, a file a tensor: equal bytes on 2 ranks and on another world."""
+    """Safetensors payloads, several threads or a file a tensor give equal bytes on any number of ranks."""
     folder = str(tmp_path / "x")
     run_ranks(2, _save_with, folder, package, options)
     for world in (1, 3):
@@ -87,7 +87,8 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
 
 
 def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
-    """Smaller, without .metadata, loaded by ours; stock finds no checkpoint."""
+    """torch_compatible=False saves fewer bytes and no `.metadata`. dcp loads it; stock finds no
+    checkpoint."""
     small, large = str(tmp_path / "small"), str(tmp_path / "large")
     run_ranks(2, _save_with, small, "ours", {"torch_compatible": False})
     run_ranks(2, _save_with, large, "ours", {})
@@ -103,7 +104,7 @@ def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
 
 
 def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
-    """What stock stores as safetensors, of every dtype that format has, 0-d and empty."""
+    """dcp loads stock's safetensors payloads of each supported dtype, also 0-d and empty tensors."""
 
     shapes: dict[str, tuple[int, ...]] = {"some": (3, 700), "scalar": (), "empty": (0, 2)}
 
@@ -121,7 +122,8 @@ def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
 
 
 def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
-    """Save with use_collectives=False, and load again on the same world by the other package and ours."""
+    """Save with use_collectives=False, and load on the same ranks, dcp's by both packages and stock's by
+    dcp."""
     PACKAGES[package].save(fill(_sharded_state(world)), checkpoint_id=folder, use_collectives=False)
     dist.barrier()
     found = _load_sharded(rank, world, folder, "ours")
@@ -130,7 +132,8 @@ def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
 
 @pytest.mark.parametrize("package", ["ours", "stock"])
 def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path) -> None:
-    """use_collectives=False of either package: loaded on the same world by both, by ours on any other."""
+    """Saves of either package with use_collectives=False load on the same ranks, and by dcp on any other
+    number."""
     folder = str(tmp_path / package)
     assert run_ranks(3, save_alone, folder, package) == [[]] * 3
     assert {file.name for file in Path(folder).glob("*.metadata")} == {f"__{r}.metadata" for r in range(3)}
@@ -140,7 +143,7 @@ def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path
 
 
 def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str]:
-    """Some ranks save and load in a group of their own, while the others do something else; what differs."""
+    """Save and load in a group of some ranks, while the other ranks skip it. Return the differences."""
     group = dist.new_group(members)
     found = []
     for saver, loader in ROUTES:
@@ -157,7 +160,7 @@ def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str
 
 
 def test_some_of_the_ranks_save_and_load(tmp_path: Path) -> None:
-    """A process group whose first rank is not rank 0 coordinates itself."""
+    """A process group whose first rank is not rank 0 has its own coordinator."""
     for members in ([2, 3], [1, 3], [3]):
         root = str(tmp_path / "".join(map(str, members)))
         assert run_ranks(4, in_a_group, root, members) == [[]] * 4
@@ -167,7 +170,8 @@ def test_some_of_the_ranks_save_and_load(tmp_path: Path) -> None:
 
 
 def overwritten(rank: int, world: int, folder: str) -> list[str]:
-    """Each package overwrites the other's checkpoint, and its own, with other values; what is misread."""
+    """Overwrite the other package's and the own checkpoint with other values. Return the loads that
+    differ."""
     found = []
     for number, saver in enumerate(("ours", "stock", "ours", "ours", "stock", "stock", "ours")):
         state = _sharded_state(world)
@@ -184,7 +188,7 @@ def overwritten(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_each_overwrites_the_others_checkpoints(tmp_path: Path) -> None:
-    """After any save, ours or stock's, both load what was saved last; ours leaves no other file behind."""
+    """After each save of dcp or stock both load the last save; a save by dcp leaves no other data file."""
     assert run_ranks(2, overwritten, str(tmp_path)) == [[], []]
     index = dcp.open_index(str(tmp_path))
     assert sorted(file.name for file in tmp_path.glob("*.distcp")) == sorted(index.files)
@@ -194,7 +198,7 @@ def test_each_overwrites_the_others_checkpoints(tmp_path: Path) -> None:
 
 
 def test_deprecated_functions_and_positional_storages_work(tmp_path: Path) -> None:
-    """save_state_dict and load_state_dict, and a storage as second argument, as code from torch 2.0 calls."""
+    """save_state_dict and load_state_dict, and a storage as second argument, work as in torch 2.0."""
     for number, saver in enumerate(PACKAGES.values()):
         for loader in PACKAGES.values():
             folder = str(tmp_path / str(number))

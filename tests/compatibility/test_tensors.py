@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout, with stock torch."""
+"""Tensors of each dtype and layout, between dcp and stock torch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ State = dict[str, torch.Tensor]
 
 
 STOCK_CANNOT_SAVE = {"bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"}
-"""dtypes whose size stock's planner cannot tell; it loads them from checkpoints of ours."""
+"""dtypes of unknown size for stock's planner; stock loads them from dcp checkpoints."""
 NOT_KEPT = re.compile(r"u?int[1-7]|q.*")
-"""Names of dtypes that neither keeps."""
+"""Names of dtypes that neither package can save."""
 DTYPES = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
 }
 
 
 def every_dtype(saver: str = "ours") -> State:
-    """A tensor of each dtype: large enough for an aligned payload, small, 0-d, empty."""
+    """Return a tensor of each dtype: large enough for an aligned payload, small, 0-d, empty."""
     shapes: dict[str, tuple[int, ...]] = {
         "large": (5, 1024),
         "small": (3, 2),
@@ -53,8 +53,8 @@ def every_dtype(saver: str = "ours") -> State:
 
 
 def layouts(*, lazy: bool = True) -> State:
-    """Views of other strides than C order, each with the contents that stand for its name; ``lazy``: also
-    conjugated and negated ones."""
+    """Return views with strides other than C order, with contents by name; ``lazy``: also conjugated and
+    negated views."""
 
     def full(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return full_tensor(name, shape, dtype)
@@ -84,7 +84,7 @@ def layouts(*, lazy: bool = True) -> State:
 
 
 def test_every_dtype_round_trips_between_ours_and_stock(tmp_path: Path) -> None:
-    """Every dtype of the format, large, small, 0-d and of no elements, has equal bytes on every way."""
+    """Tensors of each dtype, large, small, 0-d and empty, have equal bytes on each route."""
     for saver, loader in ROUTES:
         folder = str(tmp_path / f"{saver}-{loader}")
         SAVE[saver](fill(every_dtype(saver)), checkpoint_id=folder)
@@ -95,7 +95,7 @@ def test_every_dtype_round_trips_between_ours_and_stock(tmp_path: Path) -> None:
 
 
 def test_views_of_any_strides_are_saved_by_value(tmp_path: Path) -> None:
-    """Strided, channels-last, conjugate and negative views hold what they showed, loaded into C order."""
+    """Strided, channels-last, conjugate and negative views are saved by value, and load into C order."""
     for saver, loader in ROUTES:
         folder = str(tmp_path / f"{saver}-{loader}")
         state = layouts(lazy=saver == "ours")
@@ -106,14 +106,14 @@ def test_views_of_any_strides_are_saved_by_value(tmp_path: Path) -> None:
 
 
 def test_lazily_conjugated_records_of_stock_are_refused(tmp_path: Path) -> None:
-    """Stock stores the memory below such a view and a flag: that is told, and never loaded as the values."""
+    """A lazily conjugated tensor of stock, stored as its base and a flag, is refused."""
     stock.save({"x": layouts()["conj"]}, checkpoint_id=str(tmp_path))
     with pytest.raises(dcp.errors.UnsupportedFormatError, match=r"'x'.*resolve_conj"):
         dcp.load({"x": torch.zeros(6, 7, dtype=torch.complex64)}, checkpoint_id=str(tmp_path))
 
 
 def test_views_of_any_strides_are_loaded_into(tmp_path: Path) -> None:
-    """Strided, channels-last, conjugate and negative views are filled in place, and nothing beside them."""
+    """Strided, channels-last, conjugate and negative views are filled in place, without other changes."""
     for saver, loader in ROUTES:
         folder = str(tmp_path / f"{saver}-{loader}")
         wanted = layouts()
@@ -132,7 +132,7 @@ def test_views_of_any_strides_are_loaded_into(tmp_path: Path) -> None:
 
 
 class Tied(nn.Module):
-    """Input and output embeddings are one parameter."""
+    """Module with one parameter as input and output embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_are_stored_once_and_loaded_to_both(tmp_path: Path) -> None:
-    """The file holds one copy; ours and stock load both names, into tied or into separate tensors."""
+    """The file holds one copy; dcp and stock load both names, into tied or separate tensors."""
     state = Tied().state_dict()
     dcp.save(state, checkpoint_id=str(tmp_path))
     stored = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
@@ -158,7 +158,8 @@ def test_tied_weights_are_stored_once_and_loaded_to_both(tmp_path: Path) -> None
 
 
 def into_meta(rank: int, world: int, root: str) -> list[str]:
-    """Load into a model on the meta device, plain and sharded; what differs or is still without memory."""
+    """Load into a model on the meta device, plain and sharded. Return differences and tensors still on
+    meta."""
     mesh = init_device_mesh("cpu", (world,))
     found = []
 
@@ -180,7 +181,7 @@ def into_meta(rank: int, world: int, root: str) -> list[str]:
 
 
 def test_meta_tensors_of_the_target_are_materialised(tmp_path: Path) -> None:
-    """Tensors on the meta device, plain and DTensors with empty shards, become real ones that are filled."""
+    """Tensors on the meta device, plain and DTensors with empty shards, are replaced by filled tensors."""
     assert run_ranks(3, into_meta, str(tmp_path)) == [[]] * 3
 
 
@@ -196,7 +197,7 @@ def _quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Nothing is written; the error names what would keep the values."""
+    """The error says how to keep the values, and no file is written."""
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
     said = r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
     for one in (_quantized(dtype), torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, dtype)):
@@ -211,7 +212,7 @@ def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype, tmp_path: Path) -> None:
-    """It forgets the scale, so that loading into another one gives other numbers; here it is refused."""
+    """Stock drops the scale, so a load into another scale gives other numbers; dcp refuses."""
     stock.save({"q": _quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
     target = {"q": _quantized(dtype, scale=0.5)}
     stock.load(target, checkpoint_id=tmp_path, no_dist=True)
@@ -237,8 +238,8 @@ ROADS: dict[str, Any] = {
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path, road: str, strided: bool) -> None:
-    """The gradient would be that of other values than the loss was of; torch refuses, as after its own
-    load."""
+    """A load between forward and backward would give a gradient of other values; backward raises, as after
+    stock's load."""
     dcp.save({"w": torch.full((4, 3), 5.0)}, checkpoint_id=tmp_path)
     weight = torch.ones(3, 4).T if strided else torch.ones(4, 3)
     weight = torch.nn.Parameter(weight)
@@ -267,7 +268,7 @@ def _dtensors(rank: int, world_size: int, path: str) -> list[str]:
 
 
 def test_dtensors_are_noticed(tmp_path: Path) -> None:
-    """Their local tensors are filled, which torch does not see at the DTensor: stock's load gives the wrong
-    gradient here."""
+    """A load into the local tensor of a DTensor is detected by backward; stock's load gives a wrong
+    gradient."""
     for caught in run_ranks(2, _dtensors, str(tmp_path)):
         assert [CHANGED in text for text in caught] == [True] * 4

@@ -1,5 +1,5 @@
-"""Values that are no tensors, nested states, Stateful objects and state that differs by rank, between this
-package and stock torch; none needs trust that is harmless."""
+"""Values other than tensors, nested states, Stateful objects and state that differs by rank, between dcp and
+stock torch. Harmless values load without weights_only=False."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
 
 
 class Color(enum.Enum):
-    """An enumeration of the user's program, equal to nothing but itself."""
+    """Enumeration of the user's program, with values equal to no plain data."""
 
     RED = 1
 
 
 @dataclasses.dataclass
 class Settings:
-    """A class of the user's program."""
+    """Class of the user's program."""
 
     width: int
     names: list[str]
@@ -56,10 +56,10 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
 class Lr(float):
-    """A number that its class cannot be called for."""
+    """Subclass of float with another signature than float."""
 
     def __new__(cls, value: float, unit: str) -> Lr:
-        """Two arguments."""
+        """Require two arguments."""
         return super().__new__(cls, value)
 
 
@@ -109,13 +109,13 @@ EQUAL: dict[str, tuple[Any, Any]] = {
     "ellipsis": ((..., 1), (..., 1)),
     "not implemented": (NotImplemented, NotImplemented),
 }
-"""Values of classes that equal plain data, and that data."""
+"""Values of classes that equal plain data, with their plain data."""
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_harmless_values_keep_their_types(kind: str, tmp_path: Path) -> None:
-    """Plain data, what torch counts as safe, numpy's and the standard library's come back equal, of the same
-    types and writable, without trust; stock loads ours where its own load takes such values."""
+    """Plain data, torch's safe classes, and values of numpy and the standard library are loaded equal, with
+    equal types and writable, by default. Stock loads dcp's save if its own load accepts such values."""
     values = HARMLESS[kind]
     for saver, loader in ROUTES if kind == "plain" else ROUTES[::2]:
         folder = tmp_path / f"{saver}-{loader}"
@@ -130,18 +130,18 @@ def test_harmless_values_keep_their_types(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["arrays", "scalars", "stdlib"])
 def test_harmless_values_are_converted_and_back(kind: str, tmp_path: Path) -> None:
-    """To torch.save and back, and a torch.save file is loaded directly."""
+    """Such values are converted to torch.save and back, and loaded from a torch.save file."""
     values = HARMLESS[kind]
     dcp.save({"w": torch.ones(2), **values}, checkpoint_id=tmp_path / "c")
     dcp.convert(tmp_path / "c", tmp_path / "file.pt", to="torch", executor="inline")
     loaded = torch.load(tmp_path / "file.pt", weights_only=False)
     native = {
         name: pickle.loads(pickle.dumps(value)) for name, value in values.items()
-    }  # as numpy makes them
+    }  # as numpy's own pickles make them
     assert [name for name, value in native.items() if not same(loaded[name], value)] == []
     torch.save({"w": torch.ones(2), **values}, tmp_path / "stock.pt")
     dcp.convert(tmp_path / "stock.pt", tmp_path / "back", to="dcp", executor="inline")
-    flat = [name for name in values if name != "defaults"]  # opened, as all dicts of a file are
+    flat = [name for name in values if name != "defaults"]  # a dict becomes several entries
     for source in ("stock.pt", "back"):
         target: dict[str, Any] = dict.fromkeys(flat)
         dcp.load(target, checkpoint_id=tmp_path / source)
@@ -149,7 +149,8 @@ def test_harmless_values_are_converted_and_back(kind: str, tmp_path: Path) -> No
 
 
 def test_pickles_of_numpy_1_and_newer_protocols_load(tmp_path: Path) -> None:
-    """numpy 1 names its modules otherwise, and protocol 5 makes arrays another way."""
+    """Pickles of numpy 1, with other module names, and of protocols 3 to 5, with other array functions,
+    load."""
     value = (np.arange(4.0).reshape(2, 2), np.float32(3), {"a"}, frozenset({1}), bytearray(b"x"))
     first = pickle.dumps({"x": value}, protocol=2).replace(b"numpy._core.", b"numpy.core.")
     for pickled in (first, *(pickle.dumps({"x": value}, protocol=protocol) for protocol in (3, 4, 5))):
@@ -163,11 +164,12 @@ def test_pickles_of_numpy_1_and_newer_protocols_load(tmp_path: Path) -> None:
 
 
 def test_objects_of_the_users_classes_need_trust(tmp_path: Path) -> None:
-    """They are refused by name by default, whoever saved them, and load when the caller trusts the file."""
+    """Objects of user classes are refused by name, whichever package saved them, and load with
+    weights_only=False."""
     for saver, loader in ROUTES:
         for name, value in UNSAFE.items():
             if (saver, name) == ("ours", "named tuple"):
-                continue  # which is saved as a tuple
+                continue  # saved as a tuple
             folder = tmp_path / f"{saver}-{loader}-{name}"
             SAVE[saver]({"x": value}, checkpoint_id=folder)
             target: dict[str, Any] = {"x": None}
@@ -190,7 +192,8 @@ def _equal() -> dict[str, Any]:
 
 
 def _check_equal(root: Path) -> None:
-    """What was saved comes back as plain data, and of its class in a state dict that has it."""
+    """Assert that a read returns plain data, and that a load into values of the classes returns the
+    classes."""
     found = dcp.read(root)
     assert [name for name, (_, plain) in EQUAL.items() if not same(found[name], plain)] == []
     target = _equal() | {"int enum": Level.LOW, "int flag": Access.READ}
@@ -202,16 +205,16 @@ def _check_equal(root: Path) -> None:
 
 
 class Overriding(dcp.DefaultSavePlanner):
-    """Overrides a step, so that plans are torch's objects."""
+    """Planner that overrides a step, so plans are torch's objects."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As it is."""
+        """Return the plan of the base class."""
         return super().create_global_plan([dataclasses.replace(plan) for plan in all_plans])
 
 
 def test_what_equals_plain_data_is_saved_as_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By planners of one's own and writer processes alike, and on the way to torch.save; it takes no trust,
-    which a save would warn of, and stock torch reads the same."""
+    """Values equal to plain data are saved as plain data, without a warning, also by users' planners, writer
+    processes and torch.save. They load by default, and stock torch reads the same."""
     with caplog.at_level(logging.WARNING):
         dcp.save(_equal(), checkpoint_id=tmp_path / "a", no_dist=True)
     assert not caplog.records
@@ -230,7 +233,8 @@ def test_what_equals_plain_data_is_saved_as_that(tmp_path: Path, caplog: pytest.
 
 
 def test_what_equals_no_plain_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is stored as its class, which takes trust to load, and the save says so."""
+    """A value equal to no plain data is stored as its class, needs weights_only=False, and gives a
+    warning."""
     tagged, weighed = Step(3), Weighed(0.5)
     vars(tagged)["tag"], weighed.unit = "x", "kg"
     values = {"enum": Color.RED, "tagged": tagged, "weighed": weighed}
@@ -248,7 +252,7 @@ def test_what_equals_no_plain_data_is_warned_of(tmp_path: Path, caplog: pytest.L
 
 
 def nested() -> dict[Any, Any]:
-    """Tensors and values in dicts, lists and tuples, with int keys and keys that look like paths."""
+    """Return tensors and values in dicts, lists and tuples, with int keys and keys that look like paths."""
     return {
         "state": {0: {"step": torch.tensor(3.0), "flag": True}, 1: {"step": torch.tensor(4.0), "flag": None}},
         "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": []}],
@@ -272,8 +276,8 @@ def _blanked(value: Any) -> Any:
 
 
 def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
-    """Dicts, lists, tuples and int keys of any nesting: the target gets the saved values under its keys, and
-    stock finds those of ours where its own save would have put them."""
+    """Dicts, lists, tuples and int keys of any nesting load into the target's keys. Stock finds dcp's entries
+    under the names of its own saves."""
     for saver, save in SAVE.items():
         save(nested(), checkpoint_id=tmp_path / saver)
         target = _blanked(nested()) | {"empty": {}}
@@ -281,7 +285,7 @@ def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
         wanted = {**nested(), "ordered": dict(nested()["ordered"]), "defaults": dict(nested()["defaults"])}
         assert [key for key, value in wanted.items() if not same(target.get(key), value)] == [], saver
         assert len(target) == len(wanted)
-    state = {key: value for key, value in nested().items() if key != -5}  # stock cannot sort two types
+    state = {key: value for key, value in nested().items() if key != -5}  # stock cannot sort two key types
     for saver, save in SAVE.items():
         save(state, checkpoint_id=tmp_path / f"{saver} again")
     ours, theirs = _blanked(state), _blanked(state)
@@ -294,8 +298,8 @@ def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
 
 
 def by_rank(rank: int, world: int, root: str) -> list[Any]:
-    """Save and load state that differs by rank; what the rank got back, and what values say that differ
-    unawares, of classes among them."""
+    """Save and load state that differs by rank. Return the loaded state, and the errors for values, also of
+    classes, that differ without PerRank."""
 
     def state(number: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(number)
@@ -319,7 +323,7 @@ def by_rank(rank: int, world: int, root: str) -> list[Any]:
 
 
 def test_state_that_differs_by_rank_is_kept_by_rank(tmp_path: Path) -> None:
-    """PerRank gives each rank its own back, and stock sees a dict by rank; without it, where stock would keep
-    rank 0's without a word, every rank gets the value's name."""
+    """PerRank gives each rank its own value, and stock sees a dict by rank. Without PerRank stock keeps rank
+    0's value silently, and dcp raises on each rank with the name."""
     expected = [[rank, 5, True, rank, [True, True]] for rank in range(3)]
     assert run_ranks(3, by_rank, str(tmp_path)) == expected

@@ -1,4 +1,4 @@
-"""What programs look for in torch's errors and metadata: the same words, and the writer's save id."""
+"""Messages and metadata that programs compare with torch's: equal phrases, and the save id of the writer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FAILURES: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: Path) -> None:
-    """Programs that retry, or tell their users more, find out by the message what it was."""
+    """An error has torch's phrase, by which programs decide on a retry."""
     stock.save(_state(), checkpoint_id=tmp_path, no_dist=True)
     words, fail = FAILURES[failure]
     with pytest.raises((Exception, CheckpointException)) as caught:
@@ -71,13 +71,13 @@ def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: 
 @pytest.mark.parametrize("writers", PACKAGES)
 @pytest.mark.parametrize("readers", PACKAGES)
 def test_metadata_have_the_save_id_of_their_writer(writers: str, readers: str, tmp_path: Path) -> None:
-    """In memory after a save, and read again by either package's reader."""
+    """The save id is in the metadata of a save and of each package's reader."""
     writer = PACKAGES[writers].FileSystemWriter(tmp_path)
     metadata = PACKAGES[writers].save(_state(), storage_writer=writer, no_dist=True)
     reader = PACKAGES[readers].FileSystemReader(tmp_path)
     found = reader.read_metadata().storage_meta
     assert found.save_id == writer.save_id
-    if metadata.storage_meta is None:  # stock before 2.12 has it in the file alone
+    if metadata.storage_meta is None:  # stock before 2.12 writes it to the file only
         assert writers == "stock" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
     else:
         assert metadata.storage_meta.save_id == writer.save_id

@@ -1,4 +1,4 @@
-"""Saves and loads with faults that were public: each as small as it can be, with torch's real parallelism."""
+"""Minimal saves and loads with publicly reported faults, with torch's real parallelism."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _module(state: State) -> nn.Module:
 
 
 def _write(checkpoint_id: str, values: Any) -> None:
-    """By rank 0, which then has it for all."""
+    """Write the values of rank 0 for all ranks."""
     if dist.get_rank() == 0:
         torch.save(values, f"{checkpoint_id}.pt")
     dist.barrier()
@@ -43,11 +43,11 @@ def _read(checkpoint_id: str) -> Any:
     return torch.load(f"{checkpoint_id}.pt", weights_only=True)
 
 
-# -- pytorch/pytorch#129206: shards of FSDP2 over tensor parallelism are put together in the order of the mesh
+# -- pytorch/pytorch#129206: shards of FSDP2 over tensor parallelism are joined in the order of the mesh -----
 
 
 def save_full_in_order_of_the_mesh(state: State, *, checkpoint_id: str) -> None:
-    """As if the first dimension of the mesh had cut first."""
+    """Join shards as if the first mesh dimension had sharded first."""
     full = {}
     for name, tensor in _module(state).state_dict().items():
         if isinstance(tensor, DTensor):
@@ -58,7 +58,7 @@ def save_full_in_order_of_the_mesh(state: State, *, checkpoint_id: str) -> None:
 
 
 def load_full(state: State, *, checkpoint_id: str) -> None:
-    """Right by itself."""
+    """Load correctly."""
     found = _read(checkpoint_id)
     for name, tensor in _module(state).state_dict().items():
         if isinstance(tensor, DTensor):
@@ -67,11 +67,11 @@ def load_full(state: State, *, checkpoint_id: str) -> None:
             tensor.copy_(found[name])
 
 
-# -- NVIDIA/Megatron-LM#4841: what is fused is put together by rank, and cut again by rows -------------------
+# -- NVIDIA/Megatron-LM#4841: fused weights are joined by rank, and split again by rows ----------------------
 
 
 def save_by_blocks(state: State, *, checkpoint_id: str) -> None:
-    """The ranks' parts, one below the other: gate and up projections of each in turn."""
+    """Concatenate the ranks' parts: gate and up projections of each rank in turn."""
     weight = _module(state).get_parameter("gate_up").detach()
     parts = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, weight.contiguous())
@@ -79,7 +79,7 @@ def save_by_blocks(state: State, *, checkpoint_id: str) -> None:
 
 
 def load_fused(state: State, *, checkpoint_id: str) -> None:
-    """Its rows of what is there."""
+    """Copy this rank's rows of the saved tensor."""
     weight = _module(state).get_parameter("gate_up").detach()
     weight.copy_(_read(checkpoint_id).chunk(dist.get_world_size())[dist.get_rank()])
 
@@ -88,13 +88,13 @@ def load_fused(state: State, *, checkpoint_id: str) -> None:
 
 
 def save_weights_alone(state: State, *, checkpoint_id: str) -> None:
-    """Also the optimizer's, which the load does not find again."""
+    """Save weights, and the optimizer under a name that the load does not use."""
     optimizer = state["optimizer"].optimizer.state_dict()
     _write(checkpoint_id, {"model": _module(state).state_dict(), "optimizer_states": optimizer})
 
 
 def load_weights_alone(state: State, *, checkpoint_id: str) -> None:
-    """Looks for it under another name, and lets it be if it is not there."""
+    """Load the optimizer under another name, and skip it if missing."""
     found = _read(checkpoint_id)
     _module(state).load_state_dict(found["model"])
     if "optimizer" in found:
@@ -102,25 +102,25 @@ def load_weights_alone(state: State, *, checkpoint_id: str) -> None:
 
 
 class _Later(Future[None]):
-    """Written when it is asked for."""
+    """Future that writes only when its result is requested."""
 
     def __init__(self, write: Any) -> None:
         super().__init__()
         self._write = write
 
     def result(self, timeout: float | None = None) -> None:
-        """What stands in the tensors by then."""
+        """Write the current values of the tensors."""
         self._write()
 
 
 def save_later_without_a_copy(state: State, *, checkpoint_id: str) -> Future[None]:
-    """Its copies are the tensors themselves."""
+    """Save later from the tensors themselves, without a copy."""
     values = {"model": _module(state).state_dict(), "optimizer_states": {}}
     return _Later(lambda: _write(checkpoint_id, values))
 
 
 def save_and_die(state: State, *, checkpoint_id: str) -> None:
-    """Rank 1 is killed; the others wait for it."""
+    """Kill rank 1 while the others wait for it."""
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()

@@ -1,4 +1,5 @@
-"""Models under each parallelism, as ranks of `dcp.testing.parallelism` build them; optimizers are new."""
+"""Models under each parallelism, as functions for the ranks of `dcp.testing.parallelism`, with new
+optimizers."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _PLAN: dict[str, Any] = {"first": ColwiseParallel(), "second": RowwiseParallel()
 
 
 class Block(nn.Module):
-    """Uneven for some worlds, with a buffer and a tensor of few bits."""
+    """Module with sizes uneven for some worlds, a buffer, and a bool tensor."""
 
     first: nn.Module
 
@@ -56,13 +57,13 @@ def _with_optimizer(model: nn.Module) -> Built:
 
 
 def ddp(rank: int, world: int) -> Built:
-    """DistributedDataParallel; on one rank the model as it is."""
+    """Return a DistributedDataParallel model; on one rank the plain model."""
     model = Block()
     return _with_optimizer(DistributedDataParallel(model) if world > 1 else model)
 
 
 def fsdp2(rank: int, world: int) -> Built:
-    """`fully_shard` of a layer and the root."""
+    """Return a model with `fully_shard` of a layer and the root."""
     mesh = init_device_mesh("cpu", (world,))
     model = Block()
     fully_shard(model.first, mesh=mesh)
@@ -71,21 +72,21 @@ def fsdp2(rank: int, world: int) -> Built:
 
 
 def _fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """FSDP1; on CPU it wants its device named."""
+    """Return an FSDP1 model; FSDP1 on CPU needs a device id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
 def fsdp1_flat(rank: int, world: int) -> Built:
-    """The same as it is by default: modules and optimizer have the flat parameters."""
+    """Return an FSDP1 model with defaults: modules and optimizer have flat parameters."""
     model = Block(dtype=torch.float32)
     model.first = _fully_sharded(model.first)
     return _with_optimizer(_fully_sharded(model))
 
 
 def fsdp2_tensor_parallel(rank: int, world: int) -> Built:
-    """`fully_shard` over tensor parallelism: strided shards."""
+    """Return a model with `fully_shard` over tensor parallelism, which gives strided shards."""
     mesh = init_device_mesh("cpu", (max(1, world // 2), min(2, world)), mesh_dim_names=("dp", "tp"))
     model = Block()
     parallelize_module(model, mesh["tp"], _PLAN)
@@ -95,7 +96,7 @@ def fsdp2_tensor_parallel(rank: int, world: int) -> Built:
 
 
 def pipeline(rank: int, world: int) -> Built:
-    """Four stages, of which each rank has those that are its turn."""
+    """Return this rank's stages of four, distributed in turn."""
     stages = {f"stage{n}": Block(hidden=4 + n) for n in range(4) if n % world == rank}
     return _with_optimizer(nn.ModuleDict(stages))
 
@@ -106,7 +107,7 @@ def _experts() -> list[nn.Linear]:
 
 
 def _router() -> nn.Linear:
-    """The same on all ranks, as rank 0 has it."""
+    """Return a router with rank 0's weights on all ranks."""
     router = nn.Linear(5, EXPERTS)
     for parameter in router.parameters():
         dist.broadcast(parameter.data, 0)
@@ -114,21 +115,21 @@ def _router() -> nn.Linear:
 
 
 def experts_by_number(rank: int, world: int) -> Built:
-    """Each rank has its experts, under their own numbers, and a router that all have."""
+    """Return this rank's experts under their global numbers, and a router that all ranks have."""
     count = EXPERTS // world
     own = {str(n): expert for n, expert in enumerate(_experts()) if n // count == rank}
     return _with_optimizer(nn.ModuleDict({"experts": nn.ModuleDict(own), "router": _router()}))
 
 
 def experts_renumbered(rank: int, world: int) -> Built:
-    """The same, but each rank counts its own from 0."""
+    """Return this rank's experts, numbered from 0 on each rank, and a router."""
     count = EXPERTS // world
     own = nn.ModuleList(_experts()[rank * count : (rank + 1) * count])
     return nn.ModuleDict({"experts": own, "router": _router()}), None
 
 
 def expert_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole | None:
-    """Which expert it is among those of all ranks."""
+    """Return the global name of this rank's expert."""
     head, _, rest = name.partition("experts.")
     if not rest:
         return None
@@ -139,7 +140,7 @@ def expert_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Wh
 
 
 class Tied(nn.Module):
-    """An embedding that is the output, too."""
+    """Module with one weight for embedding and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,21 +150,21 @@ class Tied(nn.Module):
 
 
 def tied(rank: int, world: int) -> Built:
-    """Tied weights, replicated."""
+    """Return a replicated model with tied weights."""
     return _with_optimizer(Tied())
 
 
 _FUSED = (24, 5)
-"""Gate and up projections, one above the other."""
+"""Shape of gate and up projections, concatenated by rows."""
 
 
 def gate_up_by_hand(rank: int, world: int) -> Built:
-    """Tensor parallelism of plain tensors: each rank has its rows of the gate, and below them of the up
-    projection."""
+    """Return a model with manual tensor parallelism of plain tensors: each rank has its rows of the gate,
+    followed by its rows of the up projection."""
     return nn.ParameterDict({"gate_up": torch.zeros(_FUSED[0] // world, _FUSED[1])}), None
 
 
 def fused_of_rank(name: str, tensor: torch.Tensor, rank: int, world: int) -> Whole:
-    """Which rows of both it has."""
+    """Return this rank's rows of both projections."""
     rows = torch.arange(_FUSED[0] * _FUSED[1]).view(2, world, -1, _FUSED[1])
     return Whole(name, _FUSED, rows[:, rank].reshape(tensor.shape))

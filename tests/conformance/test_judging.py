@@ -29,7 +29,7 @@ _DTYPES = (
 
 
 def saved(dtype: torch.dtype) -> SavedState:
-    """Two tensors of all ranks, and one of which each of two ranks has its own."""
+    """Return a saved state of two tensors of all ranks, and a tensor that differs on each of two ranks."""
     rows = [
         SavedTensor(name, name, "model", _SHAPE, dtype, rank)
         for name, rank in (("a", None), ("b", None), ("own", 0), ("own", 1))
@@ -87,8 +87,8 @@ _FAULTS: dict[str, tuple[Callable[[torch.dtype], torch.Tensor], str, str, str]] 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
-    """Its kind, places and origin; where values have few bits some are right by chance, so that places may be
-    told by their number."""
+    """A finding has kind, places and origin. In dtypes of few bits some values are right by chance, so the
+    finding may have a count of places."""
     make, kind, places, origin = _FAULTS[fault]
     (one,) = _found(make(dtype))
     assert one.kind == kind and (one.name, one.rank) == ("a", 0)
@@ -99,7 +99,7 @@ def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
 
 
 def test_garbage_and_what_nobody_had() -> None:
-    """A sample of it; and a tensor whose name or shape no rank had."""
+    """Garbage is reported with samples, and a tensor with a name or shape of no rank as never saved."""
     made = _values(torch.float32, "a")
     made[2] = float("nan")
     (one,) = _found(made)

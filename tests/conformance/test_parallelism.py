@@ -1,4 +1,4 @@
-"""`dcp.testing.parallelism`: public bugs by name, rank and position; this package has none of them."""
+"""`dcp.testing.parallelism`: finds public bugs by name, rank and position, and none in dcp."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def _told(report: Report, saved_by: int, loaded_by: int) -> list[Finding]:
 
 
 def test_experts_of_one_rank_alone() -> None:
-    """KempnerForge#202: each rank counts its experts from 0, so that one rank's are saved for all. Where the
-    whole numbers are known, those that are lost are named; where not, whose they are is."""
+    """KempnerForge#202: each rank numbers its experts from 0, so one rank's experts are saved for all. With
+    part_of= the lost experts are named, without it the rank of origin."""
     report = _tried(builds.experts_renumbered, stock.save, stock.load, worlds=(2, 1))
     same = _told(report, 2, 2)
     names = {f"experts.{n}.{which}" for n in range(3) for which in ("weight", "bias")}
     assert {(found.kind, found.name, found.places) for found in same} == {
         ("mixed up", name, "all") for name in names
     }
-    assert len(same) == len(names)  # one of both ranks has its own
+    assert len(same) == len(names)  # for each name one of both ranks has its own expert
     assert all(found.from_rank == 1 - found.rank for found in same if found.rank is not None)
     (failed,) = _told(report, 2, 1)
     assert failed.kind == "failed" and "experts.3" in failed.found
@@ -58,7 +58,7 @@ def test_experts_of_one_rank_alone() -> None:
 
 
 def test_shards_in_the_order_of_the_mesh() -> None:
-    """pytorch#129206: strided shards are put together as plain ones; each element is there, elsewhere."""
+    """pytorch#129206: strided shards are joined as plain shards; all elements are present at wrong places."""
     report = _tried(
         builds.fsdp2_tensor_parallel, faulty.save_full_in_order_of_the_mesh, faulty.load_full, worlds=(4, 1)
     )
@@ -73,7 +73,7 @@ def test_shards_in_the_order_of_the_mesh() -> None:
 
 @cache
 def fused_by_rank() -> Report:
-    """Megatron-LM#4841, of which two tests look at the report."""
+    """Return the report of Megatron-LM#4841, which two tests use."""
     return _tried(
         builds.gate_up_by_hand,
         faulty.save_by_blocks,
@@ -84,7 +84,7 @@ def fused_by_rank() -> Report:
 
 
 def test_fused_projections_put_together_by_rank() -> None:
-    """Megatron-LM#4841: on as many ranks nothing shows; on others gate and up projections are mixed."""
+    """Megatron-LM#4841: no finding on as many ranks; on others gate and up projections are mixed."""
     report = fused_by_rank()
     assert not _told(report, 2, 2)
     (found,) = _told(report, 2, 1)
@@ -93,7 +93,7 @@ def test_fused_projections_put_together_by_rank() -> None:
 
 
 def test_an_optimizer_that_nobody_finds_again() -> None:
-    """Its state is in the file and is not read: nothing of it, no moments, no rate."""
+    """All optimizer entries are findings, moments and learning rate, if the load skips them."""
     report = _tried(builds.tied, faulty.save_weights_alone, faulty.load_weights_alone, worlds=(1,))
     assert {(found.kind, found.part, found.name) for found in report.findings} == {
         ("lost", "optimizer", name)
@@ -102,7 +102,7 @@ def test_an_optimizer_that_nobody_finds_again() -> None:
 
 
 def test_a_save_behind_the_loop_that_copies_nothing() -> None:
-    """Values from after the save are found in the checkpoint, and called so."""
+    """Values from after the save in the checkpoint are reported as stale."""
     report = _tried(builds.tied, faulty.save_later_without_a_copy, faulty.load_weights_alone, worlds=(1,))
     (weight,) = [found for found in report.findings if found.part == "model"]
     assert (weight.kind, weight.name, weight.found) == ("stale", "embed.weight", "what came after the save")
@@ -127,14 +127,14 @@ _USUAL = (builds.fsdp2_tensor_parallel, builds.experts_by_number)
     [pytest.param(b, marks=() if b in _USUAL else pytest.mark.exhaustive, id=b.__name__) for b in _WORLDS],
 )
 def test_ours_keeps_every_element(build: Any) -> None:
-    """Each parallelism, saved on some ranks and loaded on others."""
+    """Each parallelism, saved on some ranks and loaded on others, has no finding."""
     report = _tried(build, worlds=_WORLDS[build])
     assert report.ok, report
     assert all(trial.tensors > 3 * trial.loaded_by for trial in report.trials)
 
 
 def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
-    """An error comes here, and stock torch drops one rank's without a word."""
+    """dcp raises an error, where stock torch silently drops one rank's experts."""
     report = _tried(builds.experts_renumbered, worlds=(2,))
     assert {found.kind for found in report.findings} == {"failed"}
     assert "ReplicaMismatchError" in str(report) and "experts.0" in str(report)
@@ -144,14 +144,15 @@ def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
 
 
 def test_a_rank_that_dies_in_a_save() -> None:
-    """It is named with its exit code, and the one that waits for it is ended."""
+    """The killed rank is reported with its exit code, and the waiting rank is ended."""
     report = _tried(builds.ddp, faulty.save_and_die, dcp.load, worlds=(2, 1))
     assert [(found.kind, found.rank) for found in report.findings] == [("failed", 0), ("failed", 1)]
     assert "exit code -9" in report.findings[1].found
 
 
 def test_what_cannot_be_sent_to_a_process() -> None:
-    """No number of ranks, and globs that match nothing, by which all would be well: errors that say so."""
+    """Functions that cannot be sent to a process, invalid numbers of ranks, and globs without a match are
+    errors."""
     with pytest.raises(OptionError, match="function of a module"):
         _tried(lambda rank, world: builds.ddp(rank, world))
     with pytest.raises(OptionError, match="function of a module"):
@@ -183,7 +184,7 @@ def make_optimizer(model):
 
 @pytest.mark.exhaustive
 def test_the_page_is_a_test_of_pytest(tmp_path: Path) -> None:
-    """As it stands, in a user's folder, with processes as they are made by default."""
+    """The example of the page passes in a user's folder, with default processes."""
     root = Path(__file__).parents[2]
     (block,) = re.findall(
         r"^```python\n(.*?)^```",
@@ -200,7 +201,7 @@ def test_the_page_is_a_test_of_pytest(tmp_path: Path) -> None:
 
 
 def test_a_report_is_a_table_and_data() -> None:
-    """Tensor, rank, position and what is there, with the meaning of each word that is used."""
+    """The report has tensor, rank, position and value found, and explains each word used."""
     report = fused_by_rank()
     lines = str(report).splitlines()
     assert lines[0] == "saved by 2 ranks, loaded by 2: 2 tensors, all of it came back"
