@@ -1,4 +1,4 @@
-"""`dcp.async_save`: what it returns, what it has saved, and what becomes of its failures."""
+"""`dcp.async_save`: the returned future, the saved values, and the errors of failed saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ save = partial(dcp.async_save, no_dist=True)
 
 
 def overwrite(state: Any) -> None:
-    """What a training step does: every tensor gets other values, every list other entries."""
+    """Overwrite all tensors, lists and values of a state, as a training step does."""
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):
             value.zero_()
@@ -38,7 +38,7 @@ def overwrite(state: Any) -> None:
 
 
 def test_one_future_serves_both_usages(tmp_path: Path) -> None:
-    """`result()` gives the Metadata; the completions of torch's AsyncSaveResponse are there too."""
+    """`result()` returns the Metadata, and both completions of torch's AsyncSaveResponse are set."""
     future = save(version_state(7), checkpoint_id=tmp_path / "x")
     assert isinstance(future, Future) and isinstance(future, AsyncSaveResponse)
     assert future.staging_completion.result(240) is None
@@ -50,8 +50,8 @@ def test_one_future_serves_both_usages(tmp_path: Path) -> None:
 
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
-    """Tensors, lists and values are as they were when the call returned, though storage gets them later; two
-    saves are under way, by one writer object that is pointed at the next id meanwhile."""
+    """A save holds the tensors, lists and values at the time of the call, although the write is later.
+    Several saves are under way, most of them by one writer object, whose checkpoint_id changes meanwhile."""
     gate = FileGate(tmp_path / "gate")
     futures = [save(version_state(1, large=1 << 18), storage_writer=gated_writer(tmp_path / "1", gate))]
     writer = dcp.FileSystemWriter(tmp_path)
@@ -71,7 +71,7 @@ class Lazy(stock_staging.BlockingAsyncStager):
     """A stager that copies nothing."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state itself."""
+        """Return the same state, without copies."""
         return dict(state_dict)
 
 
@@ -79,7 +79,7 @@ class Lazy(stock_staging.BlockingAsyncStager):
 
 
 def test_errors_are_those_of_the_future(tmp_path: Path) -> None:
-    """What fails behind the call raises at `result()`, typed and with the name; the next save is fine."""
+    """An error in the background is raised by `result()` with its type and name; the next save succeeds."""
     (tmp_path / "file").write_text("in the way")
     cases: list[tuple[dict[str, Any], Path, type[Exception], str]] = [
         ({"w": torch.ones(3)}, tmp_path / "file" / "x", StorageError, "file"),
@@ -104,7 +104,7 @@ def test_errors_are_those_of_the_future(tmp_path: Path) -> None:
 
 
 def sharded_state(rank: int, version: int) -> dict[str, Any]:
-    """A sharded and a replicated tensor, a value of the rank's own, a step."""
+    """Return a state with a sharded tensor, a replicated tensor, a value per rank and a step."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(version)
     whole = torch.randn(13, 5)
@@ -117,7 +117,7 @@ def sharded_state(rank: int, version: int) -> dict[str, Any]:
 
 
 def is_saved(rank: int, folder: Path, version: int) -> bool:
-    """Whether a checkpoint is that of a version in every bit."""
+    """Return whether a checkpoint has exactly the values of a version."""
     wanted, state = sharded_state(rank, version), sharded_state(rank, 0)
     dcp.load(state, checkpoint_id=folder)
     return (
@@ -129,7 +129,7 @@ def is_saved(rank: int, folder: Path, version: int) -> bool:
 
 
 def save_while_training(rank: int, world_size: int, root: Path) -> list[bool]:
-    """Saves while the training's own collectives run on the same group; what was staged changes at once."""
+    """Save while training runs collectives on the same group, and overwrite the state after each call."""
     for version in range(1, 5):
         state = sharded_state(rank, version)
         future = dcp.async_save(state, checkpoint_id=root / str(version))
@@ -146,22 +146,22 @@ def save_while_training(rank: int, world_size: int, root: Path) -> list[bool]:
 
 
 def test_saves_run_beside_the_trainings_collectives(tmp_path: Path) -> None:
-    """They have a group of their own: four of them, two under way at a time, each its own snapshot."""
+    """Saves use a process group of their own: each of four saves, two under way at a time, is consistent."""
     assert run_ranks(2, save_while_training, tmp_path) == [[True] * 4] * 2
 
 
 class Refusing:
-    """A `Stateful` whose state cannot be asked for."""
+    """A `Stateful` whose `state_dict` raises."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise."""
+        """Raise the error."""
         raise self.error("asked for the state")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
 
 UNSTAGED: dict[str, Any] = {
@@ -173,7 +173,7 @@ UNSTAGED: dict[str, Any] = {
 
 
 def fail_on_one_rank(rank: int, world_size: int, root: Path, how: str) -> list[Any]:
-    """How a save ends that only one rank cannot stage, and a save after it."""
+    """Save when staging fails on one rank, save again, and return how both saves ended."""
     state = sharded_state(rank, 1) | (UNSTAGED[how] if rank == 1 else {})
     stager = Lazy() if how == "changed" and rank == 1 else stock_staging.BlockingAsyncStager()
     options: dict[str, Any] = {"async_stager": stager} if how == "changed" else {}
@@ -196,7 +196,7 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path, how: str) -> list[A
     ],
 )
 def test_staging_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, how: str, text: str) -> None:
-    """Nobody waits for a rank whose state could not be staged: all get its error, the next save works."""
+    """If staging fails on one rank, all ranks raise its error without a wait, and the next save succeeds."""
     other, own, *_ = run_ranks(2, fail_on_one_rank, tmp_path, how)
     assert own[0] == ("KeyboardInterrupt" if how == "interrupted" else "RankFailedError")
     assert (other[0], other[1], own[1]) == ("RankFailedError", [1], [1])
@@ -205,7 +205,7 @@ def test_staging_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, ho
 
 
 def after_destroy(rank: int, world_size: int, root: Path) -> bool:
-    """The script's own group is gone before the save has ended."""
+    """Destroy the script's process group before a save has ended."""
     gate = FileGate(root / f"gate-{rank}")
     future = dcp.async_save(sharded_state(rank, 1), storage_writer=gated_writer(root / "x", gate))
     dist.destroy_process_group()
@@ -215,6 +215,6 @@ def after_destroy(rank: int, world_size: int, root: Path) -> bool:
 
 
 def test_destroying_the_process_group_does_not_disturb_a_save(tmp_path: Path) -> None:
-    """A script that ends with destroy_process_group() has saved nevertheless."""
+    """A script that calls destroy_process_group() at its end still completes its save."""
     assert run_ranks(2, after_destroy, tmp_path) == [True, True]
     assert {"sharded", "plain"} <= set(dcp.open_index(tmp_path / "x").fqns)

@@ -1,4 +1,4 @@
-"""`SaveFuture.cancel`: a save ends without a trace, or its commit was first, the same on all ranks."""
+"""`SaveFuture.cancel`: a save leaves nothing, or is committed because the commit had begun; ranks agree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ save = partial(dcp.async_save, no_dist=True)
 
 
 class CancelAt:
-    """A hook that has other threads cancel the save, and lets it proceed when they have begun to."""
+    """A hook that lets two threads cancel the save at one operation, and continues once they have begun."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -46,7 +46,7 @@ class CancelAt:
         self._threads = ThreadPoolExecutor(2)
 
     def __call__(self, operation: StoreCall) -> None:
-        """At the one operation."""
+        """Cancel the save before operation ``number``."""
         if operation.number != self.number:
             return
         assert self.begun.wait(240)
@@ -57,13 +57,14 @@ class CancelAt:
         assert self.future.abort_event.wait(240)
 
     def finish(self) -> list[bool]:
-        """What both have been answered; [] if the save has no such operation."""
+        """Return both answers of `cancel`; [] if the save had fewer operations."""
         self._threads.shutdown()
         return self.answers
 
 
 def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], bool]:
-    """The answers to a save cancelled, twice, before its operation ``number``; whether it was saved."""
+    """Cancel a save twice before operation ``number``; return both answers, and whether the save
+    committed."""
     hook = CancelAt(number)
     writer = FaultyWriter([Fault(onwards=True, hook=hook)])(folder)
     hook.future = save(version_state(version), storage_writer=writer)
@@ -74,7 +75,8 @@ def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], b
 
 @pytest.mark.parametrize("old", [0, 1])
 def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: int) -> None:
-    """By two threads: True, and the folder is as before; or, once the commit has begun, False."""
+    """`cancel` by two threads returns True and the folder is unchanged, or False once the commit has
+    begun."""
     seen: list[tuple[list[bool], bool]] = []
     number = 0
     while not seen or seen[-1][0]:
@@ -96,7 +98,7 @@ def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: in
 
 
 def test_after_its_end_nothing_is_cancelled(tmp_path: Path) -> None:
-    """A committed save stays, one that failed has failed, and neither counts as cancelled."""
+    """A committed save stays, a failed save stays failed, and neither counts as cancelled."""
     future = save(version_state(1), checkpoint_id=tmp_path / "x")
     future.result(240)
     assert (future.cancel(), future.cancel(), future.cancelled()) == (False, False, False)
@@ -108,12 +110,12 @@ def test_after_its_end_nothing_is_cancelled(tmp_path: Path) -> None:
 
 
 def state_of_ranks(rank: int) -> dict[str, Any]:
-    """A lot on rank 0, little on rank 1."""
+    """Return a large state on rank 0 and a small state on rank 1."""
     return {f"r{rank}.{n}": torch.full((1 << 18,), float(n)) for n in range(150 - 148 * rank)}
 
 
 def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kind: str) -> list[Any]:
-    """Rank 0 has hardly begun to write when rank 1, whose share is written, calls the save off."""
+    """Cancel by rank 1, whose files are written, when rank 0 has hardly begun to write."""
     gate = FileGate(root / f"gate-{rank}")
     if rank == 1:
         gate.open()
@@ -135,18 +137,18 @@ def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kin
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
-    """A rank that is ready ends the save while another still writes; all know by whom."""
+    """`cancel` on a rank that has finished writing ends the writes of all ranks; the error has its number."""
     alike = [True, True, [1], False, False]
     found = run_ranks(2, cancel_by_the_rank_that_is_ready, tmp_path, kind)
     assert found == [[None, *alike], [True, *alike]]
 
 
 def test_an_interrupted_save_in_the_loop_has_ended(tmp_path: Path) -> None:
-    """Ctrl-C in a save of mode "sync" ends the wait of another thread that calls it off."""
+    """Ctrl-C in a save with mode="sync" ends the wait of another thread in `cancel`."""
 
     def interrupt(_: object) -> None:
         answers.append(thread.submit(manager.cancel))
-        time.sleep(0.5)  # until that waits
+        time.sleep(0.5)  # until the thread waits in cancel()
         raise KeyboardInterrupt
 
     answers: list[Future[bool]] = []
@@ -158,7 +160,7 @@ def test_an_interrupted_save_in_the_loop_has_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
 def test_a_cancelled_save_is_no_failure(tmp_path: Path, on_failure: Any) -> None:
-    """It is an event of its own, the older step stays, and the next one is saved."""
+    """A cancelled save has its own event and is no failure; the older step stays, the next one is saved."""
     gate, seen = Gate(), Recorder()
 
     def writer(checkpoint_id: str) -> dcp.FileSystemWriter:
@@ -173,7 +175,7 @@ def test_a_cancelled_save_is_no_failure(tmp_path: Path, on_failure: Any) -> None
         future = manager.save(2, state_at(2))
         gate.wait_until_reached()
         assert future is not None
-        future.abort()  # as `cancel` does, which may have begun or not when the gate is opened
+        future.abort()  # cancel() does this too, but may not have begun when the gate is opened
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(manager.cancel)
             gate.open()

@@ -1,7 +1,7 @@
-"""Many asynchronous saves in a row: each is its own snapshot, and after the second nothing grows.
+"""Many asynchronous saves in a row: each holds its own version, and resource use does not grow.
 
-What is saved changes in every way that training changes it: in place, by other tensors in the old ones'
-places, by other memory under the same tensor. Each save begins before the one before it is looked at.
+The state changes in every way that training changes it: in place, by a new tensor under an old key, and by
+new memory of the same tensor. Each save begins before the previous checkpoint is checked.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ELEMENTS = 1 << 16
 TENSORS = 8
 
 GROWTH_BYTES = 8 << 20
-"""More than this after the second save is a leak: of a hundred saves 84 KiB each, of seven 1.6 MiB, where the
-state has 2 MiB.
+"""The most growth of memory after the second save that is no leak.
 
-Measured were 0.3 to 4.3 MiB, most of it where the machine was busy: heaps of short-lived threads, and pages
-that a process shares with the one that it was forked from until it counts a reference in them.
+A leak of 84 KiB a save exceeds this after a hundred saves, one of 1.6 MiB after seven; the state has 2 MiB.
+Measured growth is 0.3 to 4.3 MiB, most of it on a busy machine: heaps of short-lived threads, and pages of a
+forked process that are copied when a reference count in them changes.
 """
 
 RECORDED_COLLECTIVES = 2000
-"""torch keeps a record of so many, about 1 KiB each, whoever makes them."""
+"""torch keeps a record of the last 2000 collectives, about 1 KiB each."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds: resident and private dirty bytes, descriptors, threads, and what it maps or has
-    open in /dev/shm."""
+    """Resources of a process: resident and private dirty bytes, descriptors, threads, and files in /dev/shm
+    that are mapped or open."""
 
     resident_bytes: int
     dirty_bytes: int
@@ -52,7 +52,7 @@ class Footprint:
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        """Of a process of ours, now."""
+        """Measure a process now."""
         folder, opened = Path(f"/proc/{pid}"), open_files(pid)
         lines = (folder / "smaps_rollup").read_text().splitlines()[1:]
         sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
@@ -64,7 +64,7 @@ class Footprint:
 
 
 def settled(pid: int, held: Footprint) -> Footprint:
-    """What a process holds; what it has beyond ``held`` and is about to give back gets time to go."""
+    """Measure a process, after up to 60 s for threads and descriptors beyond ``held`` to be released."""
     deadline = time.monotonic() + 60.0
     while True:
         now = Footprint.of(pid)
@@ -74,7 +74,7 @@ def settled(pid: int, held: Footprint) -> Footprint:
 
 
 class Changing:
-    """A state of which every element tells the version."""
+    """A state in which every element depends on the version."""
 
     def __init__(self) -> None:
         self.whole = [torch.arange(ELEMENTS, dtype=torch.int32) * (k + 3) for k in range(TENSORS)]
@@ -82,7 +82,7 @@ class Changing:
         self.notes: list[Any] = []
 
     def become(self, version: int) -> dict[str, Any]:
-        """The state of ``version``."""
+        """Change to ``version``, and return the state."""
         for k, whole in enumerate(self.whole):
             tensor, wanted = self.tensors[f"t{k}"], whole + version
             if k % 4 == 2:
@@ -95,7 +95,7 @@ class Changing:
         return {"model": self.tensors, "notes": self.notes, "version": version}
 
     def is_saved(self, checkpoint_id: str, version: int) -> bool:
-        """Whether a checkpoint is that version in every element."""
+        """Return whether every element of a checkpoint is that of ``version``."""
         found = dcp.read(checkpoint_id, no_dist=True)
         pairs = [(found["model"][f"t{k}"], whole + version) for k, whole in enumerate(self.whole)]
         same = all(torch.equal(*pair) for pair in pairs)
@@ -105,7 +105,8 @@ class Changing:
 def endure(
     rank: int, world_size: int, root: Path, mode: Literal["thread", "process"], saves: int
 ) -> dict[str, Any]:
-    """So many saves: which were not their own snapshot, and what was held after two and at the end."""
+    """Save many times; return the versions with wrong values, and the footprints after two saves and at the
+    end."""
     for _ in range(RECORDED_COLLECTIVES):
         dist.all_reduce(torch.zeros(1))
     noted, changing, wrong = NotedPids(root.with_name(f"{root.name}-pids-{rank}")), Changing(), []
@@ -125,7 +126,7 @@ def endure(
         previous: Any = None
         for version in range(1, saves + 1):
             future = manager.save(version, changing.become(version))
-            changing.become(-version)  # what the save must not see
+            changing.become(-version)  # the save must not see these values
             if previous is not None:
                 previous.result(TIMEOUT_SECONDS)
                 look(version - 1)
@@ -148,8 +149,8 @@ _LONG = [("thread", 1, 14), ("thread", 2, 100), ("process", 1, 100)]
 def test_saves_are_their_own_snapshots_and_leave_nothing(
     tmp_path: Path, mode: str, world_size: int, saves: int
 ) -> None:
-    """Every element of each is of its version. Memory, descriptors and threads of trainers and writer are as
-    after the second save, nothing has a name in /dev/shm, and one writer process did all of it."""
+    """Each save has the values of its version, and memory, descriptors and threads do not grow. This holds
+    for trainers and for the one writer process. No file in /dev/shm has a name."""
     for result in run_ranks(world_size, endure, tmp_path / "run", mode, saves):
         assert result["wrong"] == []
         for before, after in zip(result["before"], result["after"], strict=True):

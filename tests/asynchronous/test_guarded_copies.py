@@ -1,4 +1,4 @@
-"""A state that changes while it is copied. Internal: only a copier of the test's own changes it in time."""
+"""A state that changes while it is copied. Internal: a copier of the test changes it at the right time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("model.w", "model.layers.0", "model.layers.1", "model.half", "large")
 
 
 class _MeddlingCopier(Copier):
-    """Changes something when the samples were taken, and before anything is copied."""
+    """A copier that changes a tensor after the samples are taken and before the copies begin."""
 
     change: Callable[[], object] = staticmethod(lambda: None)
 
@@ -29,7 +29,7 @@ class _MeddlingCopier(Copier):
 
 
 def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:
-    """A tensor of a state dict by its dotted name."""
+    """Return a tensor of a state dict by its dotted name."""
     value: Any = state
     for key in name.split("."):
         value = value[int(key)] if isinstance(value, list) else value[key]
@@ -39,8 +39,8 @@ def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("guard", ["sampled", "full"])
 def test_every_copy_is_guarded_not_only_the_first(guard: Guard) -> None:
-    """A tensor (or, where all bytes are compared, one element of it) changes during each second copy:
-    StagingError that names it and no other; the copy after it is whole."""
+    """A tensor that changes during any copy raises a StagingError with its name alone; the next copy is
+    right. With the full guard only one element changes."""
     stager, copier = DefaultStager(guard=guard), _MeddlingCopier(guard, 1)
     stager._copier = copier
     for number in range(2 * len(NAMES)):

@@ -1,4 +1,4 @@
-"""Saves by a process of their own: what they hold, what becomes of failures, and that nothing piles up."""
+"""Saves by a writer process: the saved values, failures of the process, and its reuse."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ by_process = partial(dcp.async_save, no_dist=True, async_checkpointer_type=PROCE
 
 
 def overwrite(state: Any) -> None:
-    """What training does next: other values in every tensor."""
+    """Overwrite every tensor, as the next training step does."""
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):
             value.zero_()
 
 
 def save(folder: Path, version: int, **options: Any) -> SaveFuture:
-    """A save of one version, whose tensors are overwritten at once."""
+    """Save one version, and overwrite its tensors at once."""
     state = version_state(version, large=LARGE)
     options.setdefault("storage_writer", dcp.FileSystemWriter(folder, sync_files=False))
     future = by_process(state, **options)
@@ -46,7 +46,7 @@ def save(folder: Path, version: int, **options: Any) -> SaveFuture:
 
 
 def saved_by(pid: int, folder: Path, version: int) -> bool:
-    """Whether a save is right, and it was that process that wrote it."""
+    """Return whether a save is right and the process ``pid`` alone wrote it."""
     noted = NotedPids(folder.with_name(f"{folder.name}-pids"))
     save(folder, version, storage_writer=noted.writer(folder)).result(240)
     return seen_by_dcp(folder, large=LARGE) == version and noted.others() == [pid]
@@ -54,7 +54,7 @@ def saved_by(pid: int, folder: Path, version: int) -> bool:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> int:
-    """The writer process of this process's saves, which lives from one test to the next."""
+    """Return the process id of the writer process, which later tests use again."""
     noted = NotedPids(tmp_path / "pids")
     save(tmp_path / "first", 1, storage_writer=noted.writer(tmp_path / "first")).result(240)
     (pid,) = noted.others()
@@ -62,7 +62,7 @@ def writer(tmp_path: Path) -> int:
 
 
 def test_two_saves_under_way_are_both_whole(tmp_path: Path, writer: int) -> None:
-    """The second is staged and sent while the first is being written; the trainer is told of progress."""
+    """A save is staged and sent while another is written; both are right, and progress is reported."""
     gate = FileGate(tmp_path / "gate")
     reports: list[Any] = []
     futures = [
@@ -79,16 +79,17 @@ def test_two_saves_under_way_are_both_whole(tmp_path: Path, writer: int) -> None
 
 
 class Negating(dcp.DefaultSavePlanner):
-    """A planner of torch's documentation, which overrides a step."""
+    """A save planner that overrides a step, as in torch's documentation."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
-        """Negate what is written."""
+        """Negate a tensor."""
         object = super().transform_object(write_item, object)
         return -object if isinstance(object, torch.Tensor) else object
 
 
 def test_planner_and_storage_of_a_user(tmp_path: Path, writer: int) -> None:
-    """Both run in the writer process, on staged copies; a foreign storage's metadata comes back."""
+    """A planner and a storage writer of a user run in the writer process; the storage's metadata comes
+    back."""
     state: dict[str, Any] = {"w": torch.arange(6.0), "step": 3}
     future = by_process(state, checkpoint_id=tmp_path / "ours", planner=Negating())
     overwrite(state)
@@ -106,8 +107,8 @@ def test_planner_and_storage_of_a_user(tmp_path: Path, writer: int) -> None:
 
 
 def test_what_the_process_cannot_rebuild_is_refused(tmp_path: Path, writer: int) -> None:
-    """A planner class of a function, one of the script itself, a lambda as store: the error says what to do,
-    and does not spoil the next save."""
+    """A planner class defined in a function or script, or a lambda as `open_store`, is refused with the
+    remedy. The next save succeeds."""
     local = type("Local", (Negating,), {})
     script = type("Script", (Negating,), {"__module__": "__main__", "__qualname__": "Script"})
     by_lambda = dcp.FileSystemWriter(tmp_path / "x", open_store=lambda path: PosixStore(path))
@@ -121,7 +122,7 @@ def test_what_the_process_cannot_rebuild_is_refused(tmp_path: Path, writer: int)
 
 
 def test_a_sigterm_to_all_processes_costs_no_save(tmp_path: Path, writer: int) -> None:
-    """Not the one under way, nor the last one, which training gives after it; nor does Ctrl-C."""
+    """SIGTERM, SIGINT and SIGHUP to the writer process stop neither the save under way nor a later one."""
     gate = FileGate(tmp_path / "gate")
     under_way = save(tmp_path / "1", 1, storage_writer=gated_writer(tmp_path / "1", gate))
     gate.wait_until_reached()
@@ -133,7 +134,7 @@ def test_a_sigterm_to_all_processes_costs_no_save(tmp_path: Path, writer: int) -
 
 
 def test_a_cancelled_save_leaves_nothing(tmp_path: Path, writer: int) -> None:
-    """The process that writes it is told, and is ready for the next one."""
+    """After `cancel` no file is left, and the same writer process makes the next save."""
     state = {str(number): torch.ones(1 << 14) for number in range(60)}
     future = by_process(state, storage_writer=slow_writer(tmp_path / "1", 0.1))
     until(lambda: [*tmp_path.glob("1/*")], "the beginning of the save")
@@ -142,14 +143,15 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path, writer: int) -> None:
 
 
 def test_a_killed_process_costs_one_save(tmp_path: Path, writer: int) -> None:
-    """The one that it has not read; one that it has committed is saved. The next has a new process."""
+    """SIGKILL of the writer process fails the save that was not read yet; a committed save stays. The next
+    save starts a new writer process."""
     is_read = threading.Event()
     first = save(tmp_path / "1", 1, progress=lambda _: is_read.wait(60))
     until(lambda: (tmp_path / "1" / ".metadata").exists(), "its commit")
-    time.sleep(1)  # its end is sent
+    time.sleep(1)  # its end has been sent
     os.kill(writer, signal.SIGSTOP)
     second = save(tmp_path / "2", 2)
-    time.sleep(1)  # it is sent, and stays unread
+    time.sleep(1)  # it has been sent, and is not read
     os.kill(writer, signal.SIGKILL)
     time.sleep(1)  # all its threads have ended
     is_read.set()

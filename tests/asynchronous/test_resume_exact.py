@@ -1,8 +1,8 @@
-"""A resumed run goes on bit for bit as if nothing had happened, although it was saved while it trained.
+"""Training resumed from an asynchronous save is bit for bit the same as uninterrupted training.
 
-Two FSDP2 ranks with AdamW, a learning rate schedule and a generator of each rank's own. The moment a staged
-copy is complete, everything that was saved is overwritten with garbage, and storage does not get a byte
-before that; then training goes on. What a save would read too late is garbage in its checkpoint.
+Two FSDP2 ranks train with AdamW, a learning rate schedule and a random generator per rank. As soon as the
+staged copy is complete, the whole state is overwritten with garbage, and only then may storage receive a
+byte. A value that a save reads too late is therefore garbage in the checkpoint.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ STEPS = 7
 
 
 class Trainer:
-    """Model, optimizer and schedule, lists as loops keep them, and what is this rank's own; a `Stateful` but
-    for the latter."""
+    """A `Stateful` with model, optimizer, schedule and lists that all ranks share. It also holds a generator
+    and losses per rank, which `saved` adds."""
 
     def __init__(self, rank: int, world_size: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -49,13 +49,13 @@ class Trainer:
         self.own_losses: list[float] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks share."""
+        """Return the state that all ranks share."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         schedule = self.schedule.state_dict()
         return {"model": model, "optimizer": optimizer, "schedule": schedule, "trail": self.trail}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what was loaded."""
+        """Take the loaded state."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -66,17 +66,17 @@ class Trainer:
         self.trail = state_dict["trail"]
 
     def saved(self) -> dict[str, Any]:
-        """What is given to a manager."""
+        """Return the state to save: the shared state and the state per rank."""
         own = {"random": self.random.get_state(), "losses": self.own_losses}
         return {"trainer": self, "own": dcp.PerRank(own)}
 
     def restored(self, own: dict[str, Any]) -> None:
-        """After a restore: take what is this rank's own."""
+        """Take the restored state of this rank."""
         self.random.set_state(own["random"])
         self.own_losses = own["losses"]
 
     def compute(self) -> float:
-        """Gradients for a batch of this rank's own; its loss."""
+        """Compute gradients for a batch of this rank, and return the loss."""
         batch = torch.randn(4, 6, generator=self.random)
         loss = F.mse_loss(self.model(batch), batch.sin().sum(1, keepdim=True))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class Trainer:
 
 
 class Vandal:
-    """Overwrites all that a trainer saves, and can bring it back."""
+    """Overwrites the saved state of a trainer, and can bring it back."""
 
     def __init__(self, trainer: Trainer, own: dict[str, Any]) -> None:
         self.lists: list[Any] = [trainer.trail, *trainer.trail, trainer.own_losses, own]
@@ -104,7 +104,7 @@ class Vandal:
         self.before = [part.clone() for part in self.parts]
 
     def strike(self) -> None:
-        """Garbage everywhere."""
+        """Fill tensors with garbage, and clear lists and dicts."""
         with torch.no_grad():
             for number, part in enumerate(self.parts):
                 part.fill_(number % 7 + 13)
@@ -112,7 +112,7 @@ class Vandal:
             entry.clear()
 
     def undo(self) -> None:
-        """As it was."""
+        """Bring back the state from before `strike`."""
         with torch.no_grad():
             for part, before in zip(self.parts, self.before, strict=True):
                 part.copy_(before)
@@ -121,12 +121,12 @@ class Vandal:
 
 
 Plan = dict[int, Literal["call", "completion", "lock"]]
-"""The steps that are saved, and when the state of each changes next; of even ones it is garbage until the
-commit."""
+"""Maps each step to save to the event after which its state may change. The state of an even step stays
+garbage until the commit."""
 
 
 class Saver:
-    """Saves the planned steps of a trainer, and overwrites its state as soon as that is allowed."""
+    """Saves the planned steps of a trainer, and overwrites the state as soon as that is allowed."""
 
     def __init__(self, root: Path, gates: Path, plan: Plan, **options: Any) -> None:
         self.gates, self.plan = gates, plan
@@ -135,15 +135,15 @@ class Saver:
         )
 
     def gate(self, checkpoint_id: str) -> FileGate:
-        """What the writer of a step waits for."""
+        """Return the gate that holds back the writer of a step."""
         return FileGate(self.gates / Path(checkpoint_id).name)
 
     def writer(self, checkpoint_id: str) -> dcp.FileSystemWriter:
-        """The manager's; it does not take a byte before `save` opens its gate."""
+        """Return a writer that receives no byte before `save` opens its gate."""
         return gated_writer(Path(checkpoint_id), self.gate(checkpoint_id))
 
     def save(self, trainer: Trainer, step: int) -> None:
-        """Save ``step`` if it is planned: garbage in the state first, then the commit."""
+        """Save ``step`` if it is planned: overwrite the state with garbage, then allow the commit."""
         how = self.plan.get(step)
         if how is None:
             return
@@ -163,7 +163,7 @@ class Saver:
 
 
 def train(trainer: Trainer, first: int, saver: Saver | None = None) -> Iterator[float]:
-    """The losses of the steps from ``first`` on."""
+    """Train from step ``first``, and yield the loss of each step."""
     for step in range(first, STEPS + 1):
         yield trainer.compute()
         trainer.update()
@@ -172,7 +172,7 @@ def train(trainer: Trainer, first: int, saver: Saver | None = None) -> Iterator[
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
-    """Every bit of the state."""
+    """Return all bytes of the state by name."""
     found: dict[str, Any] = {}
     for name, value in leaves([trainer.state_dict(), trainer.random.get_state(), trainer.own_losses]):
         found[name] = [*map(raw, local_parts(value))] if isinstance(value, torch.Tensor) else value
@@ -180,7 +180,7 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 
 
 def differing(trainer: Trainer, wanted: dict[str, Any]) -> list[str]:
-    """What is not as in a snapshot."""
+    """Return the names that differ from a snapshot."""
     found = snapshot(trainer)
     return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
 
@@ -188,11 +188,9 @@ def differing(trainer: Trainer, wanted: dict[str, Any]) -> list[str]:
 def run_and_resume(
     rank: int, world_size: int, root: Path, mode: Mode, plan: Plan, back_to: list[int]
 ) -> dict[int, Any]:
-    """Train uninterrupted; train with saves; resume each step of ``back_to`` and train on.
-
-    The losses by the step before the first of them, and what differs at the end; those of the run that saved
-    as from step -1, those of the uninterrupted one as from 0.
-    """
+    """Train without saves, train with saves, and resume from each step of ``back_to``. Return (losses, names
+    that differ at the end) by the step resumed from. The key 0 is the uninterrupted run, the key -1 the run
+    with saves."""
     alone = Trainer(rank, world_size, seed=1)
     results: dict[int, Any] = {0: (list(train(alone, 1)), [])}
     wanted = snapshot(alone)
@@ -230,8 +228,9 @@ _SOME: Plan = {2: "call", 3: "completion", 4: "lock", 6: "call"}
 def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path, mode: Mode, plan: Plan, back_to: list[int]
 ) -> None:
-    """With and without overlap, by threads, and by processes that read memory which the trainers share with
-    them: all losses that follow and the state at the end are the same bit for bit, on both ranks."""
+    """All later losses and the final state of a resumed run equal the uninterrupted run bit for bit on each
+    rank. This holds with and without overlap, for threads, and for processes that share memory with the
+    trainers."""
     for results in run_ranks(2, run_and_resume, tmp_path, mode, plan, back_to):
         uninterrupted = results[0][0]
         assert len(set(uninterrupted)) == STEPS

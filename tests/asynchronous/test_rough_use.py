@@ -1,4 +1,4 @@
-"""Asynchronous saves of programs that change folders, are interrupted, and fork."""
+"""Asynchronous saves in programs that change the working directory, are interrupted, or fork."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ THREAD, PROCESS = dcp.AsyncCheckpointerType.THREAD, dcp.AsyncCheckpointerType.PR
 
 
 def state_of(version: int) -> dict[str, Any]:
-    """A tensor and a number that give the version."""
+    """Return a state with a tensor and a number that show the version."""
     return {"w": torch.full((1000,), float(version)), "version": version}
 
 
 def version_of(folder: Path) -> int:
-    """The version that a checkpoint holds."""
+    """Return the version in a checkpoint."""
     found = dcp.read(folder)
     assert found["w"].eq(found["version"]).all()
     return int(found["version"])
@@ -34,8 +34,8 @@ def version_of(folder: Path) -> int:
 def test_a_relative_id_is_of_the_folder_where_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dcp.AsyncCheckpointerType
 ) -> None:
-    """Though the save has to wait for the one before, and the program has gone to another folder by then; its
-    metadata is read from there, too."""
+    """A relative checkpoint_id is resolved when the save is called, although a later chdir precedes the
+    write. The metadata of the result is read from the same folder."""
     here, there, gate = tmp_path / "here", tmp_path / "there", FileGate(tmp_path / "gate")
     here.mkdir()
     there.mkdir()
@@ -81,7 +81,8 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
-    """The end waits for commits, of a manager too and where Ctrl-C came, but not for a storage that hangs."""
+    """At interpreter exit saves are committed, also a manager's and after Ctrl-C; a hanging storage is not
+    awaited."""
     ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
     assert ended.returncode == 3, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1"]
@@ -91,13 +92,14 @@ def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
 
 
 def save_in_fork(root: Path, kind: dcp.AsyncCheckpointerType) -> None:
-    """A fork's own save."""
+    """Save in a fork."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
     save(state_of(3), checkpoint_id=root / "fork").result(240)
 
 
 def fork_while_saving(root: Path, kind: dcp.AsyncCheckpointerType) -> list[Any]:
-    """Exit codes of forks, one that does nothing and one that saves, and whether each outlasted the save."""
+    """Fork twice during a save, once without and once with a save in the fork. Return each fork's exit code,
+    and whether the parent's save had ended by then."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
     save(state_of(1), checkpoint_id=root / "first").result(240)
     gate = FileGate(root / "gate")
@@ -118,7 +120,8 @@ def fork_while_saving(root: Path, kind: dcp.AsyncCheckpointerType) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [THREAD, pytest.param(PROCESS, marks=pytest.mark.exhaustive)])
 def test_forks_leave_the_saves_to_their_parent(tmp_path: Path, kind: dcp.AsyncCheckpointerType) -> None:
-    """A data loader's worker ends at once, disturbs nothing, and may save by itself."""
+    """A fork, such as a data loader's worker, exits at once without harm to the parent's save, and may
+    save."""
     assert in_lab(fork_while_saving, tmp_path, kind) == [0, False, 0, False]
     found = [version_of(tmp_path / name) for name in ("first", "second", "fork", "last")]
     assert found == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Parts of the writer process. Internal: messages, meeting and verdict, whose endings no door can order."""
+"""Parts of the writer process. Internal: messages and verdicts, in orders that a public call cannot cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dcp.staging import DefaultStager
 
 
 def through(value: Any) -> Any:
-    """``value`` as the writer process gets it."""
+    """Return ``value`` as the writer process receives it."""
     staged = DefaultStager().stage_local(value, shared=True)
     arena = staged.arena
     data = transfer.pack(staged.done.result(240), "a value", arena)
@@ -33,7 +33,8 @@ def through(value: Any) -> Any:
 
 
 def test_sharded_tensors_arrive_without_their_process_groups() -> None:
-    """A DTensor keeps local tensor, placements and this rank's place in a mesh of other ranks."""
+    """A DTensor keeps its local tensor, placements, and the rank's coordinate in a mesh without process
+    groups."""
     mesh = DeviceMesh("cuda", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=2)
     spec = DTensorSpec(mesh, (Replicate(), Shard(0)), TensorMeta(torch.Size((5, 3)), (3, 1), torch.float32))
     local = torch.randn(3, 3)
@@ -69,7 +70,7 @@ UNHEARD = error_to_data(CheckpointError("late", committed=True))
 def test_all_ranks_make_the_same_of_all_endings(
     endings: list[Ending], together: bool, expected: tuple[str | None, bool]
 ) -> None:
-    """One rank that knows of the commit decides; a death comes before what followed from it."""
+    """All ranks reach the same verdict: a known commit decides, and a death precedes the errors it caused."""
     known = {rank: Ending.decode(ending.encode()) for rank, ending in enumerate(endings)}
     for rank in known:
         error, _, restart = verdict(known, rank, together=together)
@@ -84,7 +85,8 @@ def test_all_ranks_make_the_same_of_all_endings(
 def test_a_reply_that_cannot_be_understood_costs_one_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error says so; the next one has a new process."""
+    """An invalid reply of the writer process fails its save with a clear error; the next has a new
+    process."""
 
     def unpackb(data: bytes, **how: Any) -> Any:
         return msgpack.unpackb(data, **how) | {"ending": {"ended": True}}

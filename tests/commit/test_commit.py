@@ -1,4 +1,4 @@
-"""One commit: what it replaces, what it clears away, and storage that fails before, in and behind it."""
+"""A single commit: replaced files, removal of leftovers, and storage failures before, during and after it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _model(name: str) -> ObjectModel:
 
 
 def test_the_replaced_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -> None:
-    """Before the manifest is published nothing of the old one is gone; then its files and no others are."""
+    """No old file is removed before the new manifest is published; afterwards exactly the old files are
+    removed."""
     inner = PosixStore(tmp_path)
     _save(inner, 1)
     old, seen = {info.name for info in inner.list()}, list[tuple[int, bool]]()
@@ -57,15 +58,15 @@ def test_the_replaced_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -
 
 
 def test_stock_torch_reads_nothing_before_the_commit(tmp_path: Path) -> None:
-    """`.metadata` is published behind the manifest, also at an id that had none."""
+    """`.metadata` is published after the manifest, also where no checkpoint existed."""
     steps = FaultInjectingStore(PosixStore(tmp_path))
     _save(steps, 1)
     assert [step.name for step in steps.log if step.op == "publish"] == [MANIFEST, METADATA]
 
 
 def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
-    """Those of killed saves, and of a save that has been beaten; not those that begin meanwhile, nor what is
-    no data of a checkpoint."""
+    """A commit ends uploads of killed and beaten saves, but no upload that began later and no foreign
+    file."""
     model = _model("uploads")
     for name in ("__0_0.0a1b2c3d.distcp", "__7_1.0a1b2c3e.distcp", "a user's own"):
         model.create(name, durable=False)
@@ -79,7 +80,8 @@ def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, kind: str) -> None:
-    """Whatever files it lists as its data: only what can be data of a checkpoint is removed."""
+    """A predecessor may list any file as its data; only names that a checkpoint's data can have are
+    removed."""
     if kind == "ours":
         _save(tmp_path, 1)
     else:
@@ -96,7 +98,7 @@ def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, k
 
 
 def test_files_of_stock_stay_if_stock_saves_meanwhile(tmp_path: Path) -> None:
-    """They have the names of the replaced ones: after the commit they may already be those of a new save."""
+    """Stock torch uses the same file names in each save, so the replaced files may belong to a newer save."""
 
     def stock_save(value: int) -> None:
         stock.save({"w": torch.full((64,), value)}, checkpoint_id=tmp_path, no_dist=True)
@@ -111,7 +113,7 @@ def test_files_of_stock_stay_if_stock_saves_meanwhile(tmp_path: Path) -> None:
 
 
 def test_a_commit_demands_its_data_files(tmp_path: Path) -> None:
-    """A clean-up, or another save, took them for remains: nothing is committed, and it says so."""
+    """If data files were deleted before the commit, nothing is committed and the error lists them."""
     inner = PosixStore(tmp_path)
 
     def clean_up(operation: StoreCall) -> None:
@@ -129,8 +131,9 @@ def _eio() -> OSError:
 
 
 def test_what_was_replaced_stays_until_the_manifest_is_durable(tmp_path: Path) -> None:
-    """The folder's fsync fails after the manifest's rename: the error says that it is committed, and a power
-    cut that takes the rename back finds the old checkpoint whole. The next save removes it."""
+    """If the folder's fsync fails after the rename of the manifest, the error says that the save is
+    committed. A power cut that undoes the rename leaves the old checkpoint whole. The next save removes it.
+    """
     folder = tmp_path / "x"
     _save(folder, 1)
     old = {name: (folder / name).read_bytes() for name in (METADATA, MANIFEST)}
@@ -162,7 +165,7 @@ def test_what_was_replaced_stays_until_the_manifest_is_durable(tmp_path: Path) -
 def test_a_metadata_that_cannot_be_written_leaves_none_of_the_checkpoint_before(
     tmp_path: Path, faults: tuple[Any, ...], is_left: bool, said: str
 ) -> None:
-    """Stock torch would load that; what is committed loads, also where nothing can be removed."""
+    """Stock torch would load an old `.metadata`, so it is removed, or the error warns; the commit loads."""
     inner = PosixStore(tmp_path)
     _save(inner, 1)
     stale = inner.read(METADATA, limit_bytes=1 << 20)

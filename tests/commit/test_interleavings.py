@@ -1,6 +1,6 @@
-"""Commits beside each other. Internal: thousands of orders of single operations, which no door can choose.
+"""Concurrent commits. Internal: thousands of orders of single operations, which no public call can choose.
 
-The store has no lock that keeps the writers apart, as an object service.
+The store has no lock between writers, as an object store.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.support.examples import examples
 from tests.support.lockless import Stopped, by_plan
 
 LONG = ("create, create bare", "overwrite, overwrite bare", "overwrite bare with both", "overwrite stock")
-"""They have the most plans; `test_three_writers_in_any_order` and `test_a_writer_is_killed_beside_another`
-draw from their like."""
+"""Scenes with the most plans. `test_three_writers_in_any_order` and `test_a_writer_is_killed_beside_another`
+sample similar orders."""
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ draw from their like."""
     ],
 )
 def test_two_writers_interrupt_each_other_anywhere(name: str, every: int) -> None:
-    """At every instant a whole checkpoint is visible; one of those that saw the same state commits, the
-    others raise CheckpointConflictError; `.metadata` is the winner's, and no file is left over."""
+    """A whole checkpoint is visible at any time. Of writers that saw the same state one commits. The others
+    raise CheckpointConflictError; `.metadata` is the winner's, and no file is left over."""
     scene = SCENES[name]
     played = 0
     for plan in itertools.islice(two_switches(scene), 0, None, every):
@@ -53,7 +53,7 @@ def test_two_writers_interrupt_each_other_anywhere(name: str, every: int) -> Non
 
 
 def by_draws(draw: Callable[[st.SearchStrategy[int]], int]) -> Callable[[list[int]], int]:
-    """Actors that go on for a while, in an order that hypothesis looks for."""
+    """Return a scheduler whose order of actors and length of turns hypothesis draws."""
     left = [0, 0]
 
     def choose(waiting: list[int]) -> int:
@@ -69,7 +69,7 @@ def by_draws(draw: Callable[[st.SearchStrategy[int]], int]) -> Callable[[list[in
 @examples(20)
 @given(data=st.data())
 def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
-    """As two do."""
+    """The guarantees for two writers hold for three."""
     stage = Stage(THREE[name])
     check_end(stage, stage.play(by_draws(data.draw)))
 
@@ -78,7 +78,7 @@ def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
 @examples(20)
 @given(data=st.data())
 def test_a_writer_is_killed_beside_another(name: str, data: st.DataObject) -> None:
-    """Readers see whole checkpoints all the time, and the next save commits and clears all away."""
+    """Readers always see a whole checkpoint, and the next save commits and removes all leftovers."""
     scene = SCENES[name]
     stage = Stage(scene)
     outcomes = stage.play(by_draws(data.draw), {0: data.draw(st.integers(1, 24))})
