@@ -1,4 +1,4 @@
-"""Notices that a machine goes away: by the deadline each save is committed, or called off without a trace."""
+"""Preemption notices: by the deadline each save is committed, or cancelled without leftovers."""
 
 from __future__ import annotations
 
@@ -28,53 +28,53 @@ from tests.support.manager_runs import (
 from tests.support.ranks import run_ranks
 
 TENSORS = 40
-"""Of the optimizer; each is so large that it is a write of its own."""
+"""Tensors of the optimizer, each large enough for a write of its own."""
 WHOLE = [".metadata", "data", "manifest.msgpack"]
 
 
 class Weights:
-    """A training's state, as one object with parts in it."""
+    """A `Stateful` with weights and an optimizer."""
 
     def __init__(self, version: float) -> None:
         self.version = version
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights that are one write, an optimizer that is many."""
+        """Return weights that need one write, and an optimizer that needs many."""
         optimizer = {f"{number}": torch.full((196_608,), self.version) for number in range(TENSORS)}
         return {"net": {"model": {"w": torch.full((2048,), self.version)}}, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the version that all of it tells."""
+        """Take the version, which all tensors must agree on."""
         values = [state["net"]["model"]["w"], *state["optimizer"].values()]
         assert len({float(value.min()) for value in values}) == 1
         self.version = float(values[0].min())
 
 
 def state_of(version: float) -> dict[str, Any]:
-    """What the manager is given; ``app.net.model`` are the weights."""
+    """Return the state to save, whose weights are ``app.net.model``."""
     return {"app": Weights(float(version)), "epoch": int(version)}
 
 
 class Slow:
-    """A hook before each write that takes some time."""
+    """A hook that delays each write."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def __call__(self, _: object) -> None:
-        """Take it."""
+        """Sleep."""
         time.sleep(self.seconds)
 
 
 def deadline_manager(root: Path | str, slow: Slow | None = None, **options: Any) -> dcp.CheckpointManager:
-    """A manager with a second, of which a tenth is kept."""
+    """Return a manager with a grace period of 1 s by default, of which a tenth is kept in reserve."""
     settings: dict[str, Any] = {"grace_seconds": 1.0, "weights": "app.net.model", "every_steps": 100}
     settings |= {"writer": plain_writer if slow is None else writer_with(slow, "write", "*")}
     return manager_of(root, **(settings | options))
 
 
 def stop(manager: dcp.CheckpointManager, step: int) -> dcp.state_dict_saver.SaveFuture | None:
-    """SIGTERM, and the next step."""
+    """Send SIGTERM to this process, and save the next step."""
     os.kill(os.getpid(), signal.SIGTERM)
     future = manager.save(step, state_of(step))
     assert manager.stop_requested
@@ -86,8 +86,8 @@ def stop(manager: dcp.CheckpointManager, step: int) -> dcp.state_dict_saver.Save
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
 def test_what_fits_is_saved_whole(tmp_path: Path, mode: Any) -> None:
-    """By what the last saves took there is time; where none was before, the weights are committed first, and
-    then all over them."""
+    """If time remains, judged by earlier saves, the whole state is saved. Without earlier saves the weights
+    are committed first, and then replaced by the whole state."""
     for number, root in enumerate((tmp_path / "known", tmp_path / "unknown")):
         seen = Recorder()
         with deadline_manager(root, mode=mode, on_event=seen, grace_seconds=60) as manager:
@@ -109,7 +109,7 @@ PartialRun = tuple[Path, Recorder, dcp.CheckpointManager]
 
 @pytest.fixture(scope="module", params=["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
 def partial_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PartialRun:
-    """A run whose step 1 is whole, and whose step 2, before a deadline, has only the weights."""
+    """Return a run with a whole step 1, and a step 2 of the weights only, saved before a deadline."""
     root, slow, seen = tmp_path_factory.mktemp("partial"), Slow(0.03), Recorder()
     manager = deadline_manager(root, slow, mode=request.param, on_event=seen)
     manager.save(1, state_of(1), force=True)
@@ -122,7 +122,7 @@ def partial_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def test_what_does_not_fit_leaves_the_weights(partial_run: PartialRun) -> None:
-    """The whole save is called off in time, and is no failure; the checkpoint of the weights stands."""
+    """The save of the whole state is cancelled in time and is no failure; the save of the weights stays."""
     root, seen, manager = partial_run
     assert manager.failures == 0
     assert seen.kinds("saved", "save_cancelled") == [("saved", 1), ("saved", 2), ("save_cancelled", 2)]
@@ -130,7 +130,7 @@ def test_what_does_not_fit_leaves_the_weights(partial_run: PartialRun) -> None:
 
 
 def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: PartialRun) -> None:
-    """Unless it asks for what there is; the step itself says what it has."""
+    """`restore` prefers an older whole step to newer weights, unless `only=` asks for the weights."""
     state, seen = state_of(0), Recorder()
     with manager_of(partial_run[0], on_event=seen) as manager:
         assert manager.all_steps() == [1, 2]
@@ -150,7 +150,7 @@ def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: PartialRu
 
 
 def test_weights_alone_push_no_whole_step_out(partial_run: PartialRun) -> None:
-    """For retention they do not count; saved anew the step is whole."""
+    """Retention does not count a step with weights only; the step may be saved again as a whole."""
     with manager_of(partial_run[0], keep=dcp.Retention(last=1)) as manager:
         manager.save(2, state_of(22), force=True)
         assert manager.wait(PATIENCE_SECONDS)
@@ -161,7 +161,7 @@ def test_weights_alone_push_no_whole_step_out(partial_run: PartialRun) -> None:
 
 @pytest.mark.exhaustive
 def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
-    """Neither folder nor files."""
+    """Without time for the weights neither folder nor files are left."""
     slow, seen = Slow(0.03), Recorder()
     manager = deadline_manager(tmp_path, slow, on_event=seen)
     manager.save(1, state_of(1), force=True)
@@ -174,7 +174,7 @@ def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
 
 
 def test_once_the_deadline_has_passed_nothing_is_begun(tmp_path: Path) -> None:
-    """A step that comes late is not saved, and an event says why."""
+    """After the deadline no save begins, and an event gives the reason."""
     seen = Recorder()
     with deadline_manager(tmp_path, grace_seconds=0.01, on_event=seen) as manager:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -187,7 +187,7 @@ def test_once_the_deadline_has_passed_nothing_is_begun(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_weights_never_replace_a_whole_state(tmp_path: Path) -> None:
-    """A run that has gone back comes to a step that was saved whole: only the whole may replace it."""
+    """After a restore of an older step, the weights alone never replace a step that was saved whole."""
     slow = Slow(0.0)
     with deadline_manager(tmp_path, slow) as manager:
         for step in (1, 2, 3):
@@ -203,7 +203,7 @@ def test_weights_never_replace_a_whole_state(tmp_path: Path) -> None:
 
 
 def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
-    """The step returns soon after the deadline, and so does closing; nothing is committed."""
+    """A hanging storage does not delay `save` or `close` much beyond the deadline; nothing is committed."""
     gate = Gate()
     writer = writer_with(gate, "create", "*")
     manager = deadline_manager(tmp_path, writer=writer, grace_seconds=0.5)
@@ -218,14 +218,14 @@ def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mode: Any) -> None:
-    """Training is in a long step when the notice comes and when the time is over. Of several notices the one
-    counts that leaves the least time, and a file that was there before is none until it appears anew."""
+    """The deadline cancels a save even if no step is called meanwhile. The notice with the least time counts,
+    and a notice file that existed at the start counts only after it is created again."""
     writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=0.3)])
     (notice := tmp_path / "notice").touch()
     grace = {signal.SIGUSR1: 1000.0, notice: 1.0}
     with deadline_manager(tmp_path / "run", mode=mode, writer=writer, grace_seconds=grace) as manager:
         future = manager.save(1, state_of(1), force=True)
-        time.sleep(0.4)  # it looks for files four times a second
+        time.sleep(0.4)  # the manager looks for files four times a second
         assert future is not None and manager.save(2, state_of(2)) is None and not manager.stop_requested
         os.kill(os.getpid(), signal.SIGUSR1)
         notice.unlink()
@@ -248,7 +248,7 @@ def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mo
     ],
 )
 def test_what_is_no_notice_is_refused(tmp_path: Path, grace: Any, word: str) -> None:
-    """When the manager is made, with what is wrong; so is a time for a signal that is not handled."""
+    """An invalid notice, or a grace period without a handled signal, raises OptionError with the reason."""
     with pytest.raises(OptionError, match=word):
         dcp.CheckpointManager(tmp_path, grace_seconds=grace)
     with pytest.raises(OptionError, match="handle_sigterm"):
@@ -264,9 +264,9 @@ def _ranked(rank: int, version: float) -> dict[str, Any]:
 
 
 def _before_a_deadline(rank: int, world_size: int, root: str, mode: Any) -> list[Any]:
-    """Rank 1 alone is given notice, by a file; rank 0 is the slow one."""
+    """Train until stopped, with a notice file on rank 1 only and slow writes on rank 0."""
     notice, seen = Path(root) / f"notice-{rank}", Recorder()
-    grace_seconds = 16.0 if mode == "process" else 4.0  # writer processes have to start
+    grace_seconds = 16.0 if mode == "process" else 4.0  # a writer process needs time to start
     delay_seconds = grace_seconds / 20 if rank == 0 else 0.0
     writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=delay_seconds)])
     options: dict[str, Any] = {
@@ -299,8 +299,8 @@ def _resumed(rank: int, world_size: int, root: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_one_ranks_notice_is_all_ranks_deadline(tmp_path: Path, mode: str) -> None:
-    """The weights of all are committed, and the whole state, which one rank has no time for, is called off on
-    all of them."""
+    """A notice on one rank is a deadline for all: the weights of all ranks are committed, and the whole
+    state, for which one rank has no time, is cancelled on all ranks."""
     found = run_ranks(2, _before_a_deadline, str(tmp_path), mode)
     assert found == [[True, ["saved", "save_cancelled"], 0]] * 2
     (folder,) = (tmp_path / "run").iterdir()

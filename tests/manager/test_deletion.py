@@ -1,4 +1,4 @@
-"""Checkpoints that go: all of one or nothing at any failure, no file of another, and no save in the way."""
+"""Deletion of checkpoints: whole or not at all after any failure, no foreign files, no harm to saves."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ DAY = 86_400.0
 
 
 def save_alone(folder: Path, version: int) -> None:
-    """What one rank saves without the others."""
+    """Save by one rank without collectives."""
     dcp.save(version_state(version), checkpoint_id=folder, no_dist=True, use_collectives=False)
 
 
 def stock_over_dcp(folder: Path, version: int) -> None:
-    """A save of dcp, and then stock torch's in the same folder."""
+    """Save by dcp, and then by stock torch in the same folder."""
     save_version(folder, 77)
     stock_save_version(folder, version)
 
 
 def half_published(folder: Path, version: int) -> None:
-    """A save over another that ended between the manifest and `.metadata`, which is still the old one."""
+    """Replace a checkpoint, and fail between the manifest and `.metadata`, which stays the old one."""
     root = WatchedRoot(folder.parent)
     save_version(folder, 77)
     root.store(int(folder.name[-8:])).add(Fault("publish", name=".metadata", error=BROKEN))
@@ -64,7 +64,7 @@ KINDS: dict[str, Callable[[Path, int], None]] = {
 
 
 def delete(root: WatchedRoot, *steps: int) -> Recorder:
-    """Delete steps by a manager that then ends; what it said."""
+    """Delete steps by a manager that is then closed; return its events."""
     seen = Recorder()
     with manager_of(root.url, on_event=seen, handle_sigterm=False) as manager:
         for step in steps:
@@ -73,7 +73,7 @@ def delete(root: WatchedRoot, *steps: int) -> Recorder:
 
 
 def save_more(root: WatchedRoot, step: int, **options: Any) -> Recorder:
-    """Save a step by a manager that begins anew, and ends; what it said."""
+    """Save a step by a new manager that is then closed; return its events."""
     seen = Recorder()
     with manager_of(root.url, on_event=seen, handle_sigterm=False, **options) as manager:
         manager.save(step, state_at(step))
@@ -85,7 +85,7 @@ def save_more(root: WatchedRoot, step: int, **options: Any) -> Recorder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_goes_with_its_folder_and_no_other(tmp_path: Path, kind: str) -> None:
-    """Of whatever kind it is; the event says how much was freed."""
+    """A checkpoint of any kind is deleted with its folder; the event has the freed bytes."""
     root = WatchedRoot(tmp_path)
     for step in (1, 2):
         KINDS[kind](root.path(step), step)
@@ -97,8 +97,8 @@ def test_a_checkpoint_goes_with_its_folder_and_no_other(tmp_path: Path, kind: st
 
 
 def test_data_goes_after_what_refers_to_it(tmp_path: Path) -> None:
-    """A note first, `.metadata`, the manifest, and only then data, notes and folder; where stock torch's
-    `.metadata` is the newer commit the manifest goes before it, and parts of ranks before both."""
+    """Deletion order: notes with the intent, `.metadata`, manifest, data, notes, folder. If the `.metadata`
+    of stock torch is the newer commit, the manifest precedes it, and parts of ranks precede both."""
     root = WatchedRoot(tmp_path)
     save_version(root.path(1), 1, single_file_per_rank=False)
     stock_over_dcp(root.path(2), 5)
@@ -115,7 +115,8 @@ def test_data_goes_after_what_refers_to_it(tmp_path: Path) -> None:
 
 
 def test_only_what_can_be_of_it_is_deleted(tmp_path: Path) -> None:
-    """A user's files keep their folder; what killed saves left goes; what began since stays."""
+    """Files of the checkpoint and of killed saves are deleted; users' files, and files newer than that,
+    stay."""
     root = WatchedRoot(tmp_path)
     save_version(folder := root.path(1), 1)
     strays = ["__0_0.0a1b2c3d.distcp", "__1_0.distcp", ".tmp-" + "a" * 32, ".metadata.tmp"]
@@ -133,7 +134,7 @@ def test_only_what_can_be_of_it_is_deleted(tmp_path: Path) -> None:
 
 
 def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
-    """From the manager, from rm, and from a deletion that was begun before it; unpinned it goes."""
+    """A pin stops deletion by the manager, by ``dcp rm``, and by a queued deletion, until it is removed."""
     root = WatchedRoot(tmp_path)
     gate = Gate()
     with manager_of(root.url) as manager, manager_of(root.url) as other:
@@ -143,7 +144,7 @@ def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
         root.store(2).add(Fault("delete", name="*.distcp", hook=gate))
         manager.delete(2)
         gate.wait_until_reached()
-        manager.delete(1)  # waits behind the other
+        manager.delete(1)  # queued behind the deletion of step 2
         other.pin(1)
         gate.open()
         assert manager.wait(240)
@@ -161,8 +162,8 @@ def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
 
 
 def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
-    """Each attempt begins where the one before failed; after the last one an event says why, the step does
-    not count, and the next manager deletes it."""
+    """A failed deletion is retried from where it failed. After the last attempt an event gives the reason,
+    the step is no longer listed, and the next manager deletes it."""
     root = WatchedRoot(tmp_path)
     for step in (1, 2):
         save_version(root.path(step), step)
@@ -186,8 +187,8 @@ def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before_the_cut", [True, False])
 def test_a_save_that_commits_meanwhile_wins(tmp_path: Path, before_the_cut: bool) -> None:
-    """Its checkpoint stays with its notes and all of its files, whether it commits before the old one's
-    commit is removed or before the old one's data is."""
+    """A save that commits during a deletion keeps its notes and files, whether the commit precedes the
+    removal of the old commit or only the removal of the old data."""
     root = WatchedRoot(tmp_path)
     save_version(root.path(1), 1)
     seen = Recorder()
@@ -208,8 +209,8 @@ def test_a_save_that_commits_meanwhile_wins(tmp_path: Path, before_the_cut: bool
 
 
 def test_a_save_takes_its_step_from_the_queue(tmp_path: Path) -> None:
-    """A step that is to be deleted and is saved again stays whole until then; one whose deletion runs is
-    waited for."""
+    """Saving a step again takes it out of the deletion queue, or waits for its deletion if that is
+    running."""
     root, gate = WatchedRoot(tmp_path), Gate()
     for step in (1, 2):
         save_version(root.path(step), step)
@@ -231,7 +232,7 @@ def test_a_save_takes_its_step_from_the_queue(tmp_path: Path) -> None:
 
 
 def uncommitted(root: WatchedRoot, step: int, age_seconds: float, *names: str) -> None:
-    """A folder of data that no save committed, its newest file of that age."""
+    """Create a folder of uncommitted data, whose newest file has the given age."""
     root.path(step).mkdir(parents=True)
     for number, name in enumerate(names):
         (root.path(step) / name).write_bytes(b"x")
@@ -239,7 +240,8 @@ def uncommitted(root: WatchedRoot, step: int, age_seconds: float, *names: str) -
 
 
 def test_abandoned_saves_are_removed(tmp_path: Path) -> None:
-    """By the next run's first save: only what is a day old, uncommitted and data; others' files stay."""
+    """The first save of the next run removes data files of uncommitted saves older than a day, and no
+    others."""
     root = WatchedRoot(tmp_path)
     save_version(root.path(1), 1)
     for path in root.path(1).iterdir():
@@ -257,7 +259,7 @@ def test_abandoned_saves_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_late_save_keeps_its_files(tmp_path: Path) -> None:
-    """What commits between the look and the removal is not abandoned any more."""
+    """A save that commits between the search for abandoned saves and their removal is kept."""
     root = WatchedRoot(tmp_path)
     uncommitted(root, 1, 1e6, "__0_0.0a.distcp")
     root.store(1).add(Fault("lock", hook=lambda _: save_version(root.path(1), 2)))

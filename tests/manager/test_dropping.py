@@ -1,4 +1,4 @@
-"""A part of a checkpoint is dropped, by rules or by ``dcp prune``: what stays is as it was."""
+"""Dropping a part of a checkpoint, by rules or by ``dcp prune``: the rest stays unchanged."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ OPTIMIZER = dcp.Retention(optimizer=dcp.Keep(last=1))
 
 
 def prune(folder: Path | str, *options: str) -> dict[str, Any]:
-    """What ``dcp prune --yes`` says of a checkpoint."""
+    """Run ``dcp prune --yes``, and return its report."""
     (done,) = command("prune", folder, "--yes", *options, "--json").json
     assert isinstance(done, dict)
     return done
 
 
 def pruned(folder: Path, _: object) -> None:
-    """A hook that drops the optimizer."""
+    """Drop the optimizer, as a hook."""
     prune(folder)
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of the data files."""
+    """Return the size of each data file in bytes."""
     return {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
 
 
 def is_sound(folder: Path) -> bool:
-    """Whether ``dcp verify`` finds nothing, not even a file too many."""
+    """Return whether ``dcp verify`` passes and every data file belongs to the checkpoint."""
     return command("verify", folder).status == 0 and set(dcp.open_index(folder).files) == sizes(folder).keys()
 
 
 def run(root: Path | str, steps: range, keep: dcp.Retention | None, **options: Any) -> Recorder:
-    """Save these steps; what was said."""
+    """Save these steps, and return the events."""
     seen = Recorder()
     with manager_of(root, keep=keep, on_event=seen, handle_sigterm=False, **options) as manager:
         for step in steps:
@@ -60,7 +60,7 @@ def run(root: Path | str, steps: range, keep: dcp.Retention | None, **options: A
 
 
 def there(root: Path, steps: range) -> list[str]:
-    """What of each step is there."""
+    """Return which parts each step has."""
     return [parts_there(root / f"step-{step:08d}", step) for step in steps]
 
 
@@ -69,7 +69,8 @@ def there(root: Path, steps: range) -> list[str]:
 
 @pytest.mark.parametrize("torch_compatible", [True, False])
 def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compatible: bool) -> None:
-    """The weights' file is the same file; what is freed is what the other one took, as was said before."""
+    """With files of its own the optimizer is dropped by deletion alone: the weights' file is the same inode,
+    and the freed bytes are those of the preview."""
     save_apart(tmp_path, torch_compatible=torch_compatible)
     before = sizes(tmp_path)
     inodes = {path.name: path.stat().st_ino for path in tmp_path.glob("*.distcp")}
@@ -94,8 +95,8 @@ def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compat
 def test_a_file_of_both_stays_unless_it_may_be_rewritten(
     tmp_path: Path, save: Callable[[Path], None]
 ) -> None:
-    """Nothing is lost where nothing is freed; an aligned copy of what stays frees the rest, and no more is
-    claimed."""
+    """A file with both parts stays unless ``--rewrite`` is given. A rewrite keeps an aligned copy of the
+    other part, and reports exactly the freed bytes."""
     save(tmp_path)
     before = sizes(tmp_path)
     done = prune(tmp_path)
@@ -114,8 +115,8 @@ def test_a_file_of_both_stays_unless_it_may_be_rewritten(
 
 
 def test_what_was_dropped_is_said(tmp_path: Path) -> None:
-    """By show, and by the error of a load that wants it; names, digests and the save's time stay, and so
-    does a weight that is called like an optimizer."""
+    """``dcp show`` and the error of a load name the dropped part. Names, digests and commit time stay, as
+    does a weight with a name like an optimizer's."""
     save_apart(tmp_path, digests=True)
     before = dcp.open_index(tmp_path)
     digests = {name: before.digest(row) for row, name in enumerate(before.fqns)}
@@ -135,7 +136,7 @@ def test_what_was_dropped_is_said(tmp_path: Path) -> None:
 
 
 def test_any_part_by_its_names_but_not_all(tmp_path: Path) -> None:
-    """One after the other, values that are no tensors, too; a checkpoint without tensors would be none."""
+    """Any part may be dropped by a glob, also values that are no tensors; at least one tensor must stay."""
     save_mixed(tmp_path)
     for glob in ("app.model.optim_head*", "step"):
         assert prune(tmp_path, "--part", glob, "--rewrite")["outcome"] == "dropped"
@@ -148,7 +149,8 @@ def test_any_part_by_its_names_but_not_all(tmp_path: Path) -> None:
 
 
 def test_what_ranks_saved_on_their_own_and_what_is_pinned_stays_whole(tmp_path: Path) -> None:
-    """A pin is of everything; single ranks' saves have no one commit that could be replaced."""
+    """A pinned step, and a checkpoint saved without collectives, which has no single commit, are not
+    changed."""
     alone, pinned = tmp_path / "alone", tmp_path / "run"
     dcp.save(full_state(), checkpoint_id=alone, use_collectives=False, no_dist=True)
     refused = command("prune", alone, "--yes")
@@ -164,7 +166,7 @@ def test_what_ranks_saved_on_their_own_and_what_is_pinned_stays_whole(tmp_path: 
 
 
 def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
-    """The copy is read again: where it is not what was committed, the checkpoint stays as it was."""
+    """A rewrite checks the data against its checksums; if they differ, the checkpoint stays unchanged."""
     save_mixed(tmp_path)
     index = dcp.open_index(tmp_path)
     chunk = index.chunks(index.position["app.model.w"])[0]
@@ -180,7 +182,7 @@ def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
 
 
 def watched(folder: Path, *faults: Fault) -> str:
-    """The URL of a checkpoint in step-00000001 of a folder, whose storage has ``faults``."""
+    """Return the URL of the checkpoint step-00000001 in a folder, with faults in its storage."""
     root = WatchedRoot(folder)
     root.store(1).add(*faults)
     return f"{root.url}/{root.path(1).name}"
@@ -188,7 +190,8 @@ def watched(folder: Path, *faults: Fault) -> str:
 
 @pytest.mark.parametrize("rewrite", [False, True])
 def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool) -> None:
-    """The drop is compared with what it began from: the new checkpoint is whole, and nothing is left over."""
+    """If a save commits during a drop, the drop fails, the new checkpoint is whole, and no file is left
+    over."""
     folder = WatchedRoot(tmp_path).path(1)
     (save_mixed if rewrite else save_apart)(folder)
     overtaken = Fault("lock", hook=lambda _: save_apart(folder, 2))
@@ -198,7 +201,7 @@ def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool) -> None:
 
 
 def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
-    """What it has seen is not there any more; its files are gone, and what the drop left loads."""
+    """If a drop commits during a save, the save fails, its files are removed, and the weights load."""
     folder = WatchedRoot(tmp_path).path(1)
     save_apart(folder)
     url = watched(tmp_path, Fault("create", name="*.distcp", hook=partial(pruned, folder)))
@@ -208,7 +211,8 @@ def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
-    """Weights alone load, with a second look; who wants the optimizer learns that it was dropped."""
+    """If a drop commits during a load, a load of the weights succeeds; one of the optimizer says it was
+    dropped."""
     for name in ("a", "b"):
         root = WatchedRoot(tmp_path / name)
         save_apart(root.path(1))
@@ -228,7 +232,8 @@ def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
-    """The newest keep it; what is freed is an event; weights stay for ever, or as other rules say."""
+    """Only the newest steps keep their optimizer; each drop is an event; other rules decide about the
+    weights."""
     keep = dcp.Retention(last=4, optimizer=dcp.Keep(last=2))
     seen = run(tmp_path, range(1, 7), keep, mode=mode)
     assert there(tmp_path, range(3, 7)) == ["weights", "weights", "whole", "whole"]
@@ -241,7 +246,8 @@ def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
-    """A step that is asked for says where to find one; weights alone are restored from the newest."""
+    """`restore` skips a step without its optimizer. A request for the step names one that has it, and the
+    weights alone are restored from the newest step."""
     run(tmp_path, range(1, 4), None)
     prune(tmp_path / "step-00000003", "--rewrite")
     seen = Recorder()
@@ -260,8 +266,8 @@ def test_a_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
 
 
 def test_steps_from_before_the_rule_are_left_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All of a rank is in one file there, which the manager does not rewrite: logged once a step; saved anew
-    under the rule its optimizer has files, and goes."""
+    """Steps saved before the rule have one file per rank, and the manager does not rewrite it: logged once a
+    step. A step saved again under the rule has separate optimizer files, and they are dropped."""
     run(tmp_path, range(1, 3), None)
     seen = run(tmp_path, range(3, 6), OPTIMIZER)
     assert there(tmp_path, range(1, 6)) == ["whole", "whole", "weights", "weights", "whole"]
@@ -274,7 +280,8 @@ def test_steps_from_before_the_rule_are_left_whole(tmp_path: Path, caplog: pytes
 
 
 def test_a_drop_that_fails_is_tried_after_the_next_save(tmp_path: Path) -> None:
-    """It is an event, and training is not disturbed; files of a drop that was cut off go with it."""
+    """A failed drop is an event, does not disturb training, and is retried after the next save; files of an
+    interrupted drop are removed then."""
     root = WatchedRoot(tmp_path)
     run(root.url, range(1, 2), OPTIMIZER)
     left = root.path(1) / f"__0_7.{dcp.open_index(root.path(1)).provenance['save_id']}.distcp"
@@ -288,7 +295,7 @@ def test_a_drop_that_fails_is_tried_after_the_next_save(tmp_path: Path) -> None:
 
 
 def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:
-    """Saved again while its optimizer is being dropped, it comes out whole, and nothing fails."""
+    """A save of a step waits for the drop in progress, and the new checkpoint is whole."""
     root, gate, seen = WatchedRoot(tmp_path), Gate(), Recorder()
     futures: list[Any] = []
     with manager_of(root.url, keep=OPTIMIZER, on_event=seen, on_failure="raise") as manager:
@@ -300,7 +307,7 @@ def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:
         again = threading.Thread(target=lambda: futures.append(manager.save(1, full_state(7), force=True)))
         again.start()
         again.join(0.5)
-        if futures:  # it has not waited: let it come first
+        if futures:  # the save did not wait: let it end first
             futures[0].exception(240)
         gate.open()
         again.join(240)

@@ -1,4 +1,4 @@
-"""How a manager ends: closed, in a save, by an exception or a signal, with the script, by kill -9."""
+"""The end of a manager: by `close`, during a save, by an exception or signal, at exit, by SIGKILL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from tests.support.manager_runs import (
 
 
 def test_close_is_bounded(tmp_path: Path) -> None:
-    """A save that hangs is called off, nothing of it is seen, and the next manager works."""
+    """`close` cancels a hanging save after its timeout, no part of the save is visible, and a new manager
+    works."""
     gate = Gate()
     manager = dcp.CheckpointManager(tmp_path, writer=writer_with(gate))
     future = manager.save(1, state_at(1))
@@ -52,7 +53,8 @@ def test_close_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
 def test_an_exception_in_the_loop_stays_the_exception(tmp_path: Path, on_failure: Any) -> None:
-    """The save under way is committed all the same; one that failed does not hide the loop's error."""
+    """The loop's exception is raised: a save under way is committed, and a failed save does not replace
+    it."""
     with (
         pytest.raises(ZeroDivisionError),
         dcp.CheckpointManager(tmp_path, writer=plain_writer, on_failure=on_failure) as manager,
@@ -78,7 +80,7 @@ def _save_in_fork(manager: dcp.CheckpointManager, said: Path) -> None:
 
 
 def _fork_while_saving(root: str, said: Path) -> tuple[int | None, list[int]]:
-    """How a fork ends that uses the manager while its parent saves, and what is saved then."""
+    """Use a manager in a fork while the parent saves; return the fork's exit code, and the saved steps."""
     gate = Gate()
     manager = dcp.CheckpointManager(root, writer=writer_with(gate))
     manager.save(1, state_at(1))
@@ -94,7 +96,7 @@ def _fork_while_saving(root: str, said: Path) -> tuple[int | None, list[int]]:
 
 
 def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
-    """A data loader's worker that ends during a save: it would wait for threads that only the parent has."""
+    """A fork, as a data loader's worker, must not wait at exit for threads that only the parent has."""
     said = tmp_path / "said"
     assert in_lab(_fork_while_saving, str(tmp_path / "run"), said) == (0, [1])
     assert "also in a forked child" in said.read_text() and said.read_text().endswith("[] True")
@@ -105,8 +107,8 @@ def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """Numbers of the signals that a handler of the user's own was called with."""
-    gc.collect()  # what earlier tests dropped may still listen
+    """Yield the numbers of the signals received by a handler of the user."""
+    gc.collect()  # managers dropped by earlier tests may still have a handler
     numbers: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -118,13 +120,14 @@ def heard() -> Iterator[list[int]]:
 
 
 def stops(manager: dcp.CheckpointManager, step: int) -> bool:
-    """Whether a manager has noticed that it is to stop."""
+    """Save a step, and return whether the manager has noticed a stop."""
     manager.save(step, state_at(step))
     return manager.stop_requested
 
 
 def test_the_users_handler_is_called_too_and_comes_back(tmp_path: Path, heard: list[int]) -> None:
-    """SIGTERM reaches it and the managers that are open and listen, and it alone after the last is closed."""
+    """SIGTERM reaches the user's handler and all open managers that handle it. After the last manager is
+    closed the user's handler is installed again."""
     users = signal.getsignal(signal.SIGTERM)
     deaf = manager_of(tmp_path / "c", every_steps=100, handle_sigterm=False)
     with manager_of(tmp_path / "a") as one, manager_of(tmp_path / "b") as other:
@@ -142,7 +145,7 @@ def test_the_users_handler_is_called_too_and_comes_back(tmp_path: Path, heard: l
 
 
 def _elastic(root: Path) -> dict[str, Any]:
-    """A weight that grows by what each rank draws; in its first life rank 1 is killed before step 7."""
+    """Sum random draws of all ranks, with saves; on the first start rank 1 is killed before step 7."""
     dist.init_process_group("gloo")
     rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     random = torch.Generator().manual_seed(rank)
@@ -152,7 +155,7 @@ def _elastic(root: Path) -> dict[str, Any]:
         random.set_state(own.value["random"])
         for step in range(first := restored.step + 1 if restored else 1, 10):
             if (life, rank, step) == (0, 1, 7):
-                manager.wait(240)  # so that it is known what is committed
+                manager.wait(240)  # the committed steps must be known
                 os.kill(os.getpid(), signal.SIGKILL)
             drawn = torch.rand(16, generator=random)
             dist.all_reduce(drawn)
@@ -167,14 +170,14 @@ def _elastic(root: Path) -> dict[str, Any]:
 def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker is killed before step 7, torchrun's agent starts all of them again: resumed after step 6, and
-    the weights are those of a run that was never interrupted, bit for bit."""
-    # Else torch's own init_process_group may find the addresses of the workers that died (its issue 135712).
+    """After a worker is killed before step 7, torchrun restarts all workers. They resume after step 6, and
+    the weights equal those of an uninterrupted run bit for bit."""
+    # Without it torch's init_process_group may find addresses of dead workers (its issue 135712).
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "max_restarts": 1}
     options |= {"monitor_interval": 0.1, "start_method": "forkserver", "run_id": uuid.uuid4().hex}
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, **options)
-    with ThreadPoolExecutor(1) as other_thread:  # in the main one it would take the signals' handlers
+    with ThreadPoolExecutor(1) as other_thread:  # on the main thread it would replace the signal handlers
         results = other_thread.submit(elastic_launch(config, _elastic), tmp_path).result(800)
     weight = torch.zeros(16)
     generators = [torch.Generator().manual_seed(rank) for rank in range(2)]

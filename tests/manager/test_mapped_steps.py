@@ -1,4 +1,4 @@
-"""A manager with a weight map: its steps are another model definition's, and its restores lead back."""
+"""A manager with a weight map: steps are stored under the other model definition, and restores map back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.versions import TOGETHER, seen_by_dcp, version_apart, version
 
 
 def save_and_resume(rank: int, world_size: int, root: str, mode: str) -> None:
-    """Two steps in halves, one a rank, of which the newest is damaged before the run is resumed."""
+    """Save two steps, half of the model on each rank, damage the newest, and resume."""
     with manager_of(root, mode=mode, map=TOGETHER) as manager:
         for step in (1, 2):
             manager.save(step, version_apart(step, own=rank))
@@ -38,8 +38,8 @@ def save_and_resume(rank: int, world_size: int, root: str, mode: str) -> None:
     "mode", ["thread", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("sync", "process"))]
 )
 def test_steps_are_under_the_other_definition(tmp_path: Path, mode: str) -> None:
-    """Each is what a save through the map makes; a restore through the inverse falls back as ever, and
-    the run saves on."""
+    """Each step equals a save through the map; a restore through the inverse skips damage, and saves
+    continue."""
     run_ranks(2, save_and_resume, str(tmp_path), mode)
     assert [seen_by_dcp(tmp_path / f"step-{step:08d}") for step in (1, 3)] == [1, 1]
 
@@ -58,8 +58,8 @@ ALL: dict[str, Any] = {"from": "{name:*}", "to": "{name:*}"}
 def test_a_map_that_does_not_lead_back_is_refused_by_the_save(
     tmp_path: Path, weights: Any, lost: str
 ) -> None:
-    """What could not be restored is an error before it is saved: sizes that the inverse would need, what a
-    rule drops, and what the inverse takes for the model's."""
+    """A save fails before any write if the map cannot be inverted: unknown sizes, a key dropped by a rule, or
+    a key that the inverse would take for a weight."""
     with (
         manager_of(tmp_path, mode="sync", map=weights, on_failure="raise", retries=0) as manager,
         pytest.raises(PlanError, match=lost),
@@ -69,7 +69,7 @@ def test_a_map_that_does_not_lead_back_is_refused_by_the_save(
 
 
 def test_a_restore_through_a_map_of_its_own(tmp_path: Path) -> None:
-    """Steps of a model from before it was changed; and those of a manager with a map as they are stored."""
+    """`restore(map=)` reads steps of an older model; `map=None` reads a mapped step as it is stored."""
     with manager_of(tmp_path, mode="sync") as manager:
         manager.save(1, version_apart(1))
         state = version_state(0)

@@ -1,4 +1,4 @@
-"""The notes beside a checkpoint: bytes as documented, and a pin where they cannot be read."""
+"""The notes file of a checkpoint: bytes as documented, and unreadable notes count as a pin."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DOCUMENT = Path(__file__).parents[2] / "docs/reference/format.md"
 
 
 def sealed(fields: Any) -> bytes:
-    """A file of these fields with the right checksum, by msgpack and zlib alone."""
+    """Encode fields with the right checksum, by msgpack and zlib alone."""
     body = msgpack.packb({**fields, "crc32": 0xFFFFFFFF})[:-4]
     return bytes(body + struct.pack(">I", zlib.crc32(body)))
 
 
 def fields_of(data: bytes) -> dict[str, Any]:
-    """What a second reader makes of a file."""
+    """Decode a notes file by msgpack alone."""
     fields: dict[str, Any] = msgpack.unpackb(data)
     del fields["crc32"]
     return fields
@@ -37,7 +37,7 @@ def fields_of(data: bytes) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dcp.CheckpointManager, Path]]:
-    """A manager of one step, and its notes."""
+    """Yield a manager with one step, and the path of its notes."""
     root = tmp_path_factory.mktemp("notes")
     with manager_of(root, mode="sync", handle_sigterm=False) as manager:
         manager.save(1, state_at(1))
@@ -49,7 +49,7 @@ Run = tuple[dcp.CheckpointManager, Path]
 
 @pytest.fixture(scope="module")
 def whole(run: Run) -> dict[str, Any]:
-    """The fields of the notes of a step that is verified and not pinned."""
+    """Return the fields of the notes of a step that is verified and not pinned."""
     manager, path = run
     assert manager.wait(240)
     fields = fields_of(path.read_bytes())
@@ -58,7 +58,7 @@ def whole(run: Run) -> dict[str, Any]:
 
 
 def test_the_document_has_the_bytes(tmp_path: Path) -> None:
-    """docs/reference/format.md names every key, and the bytes it shows are those of a pin."""
+    """docs/reference/format.md names every key, and its example has the bytes of a pinned step."""
     with manager_of(tmp_path, mode="sync", verify_saved="off") as manager:
         manager.save(1, state_at(1))
         manager.pin(1)
@@ -71,7 +71,7 @@ def test_the_document_has_the_bytes(tmp_path: Path) -> None:
 
 
 def test_entries_of_a_later_minor_version_are_kept(run: Run, whole: dict[str, Any]) -> None:
-    """They come back with the next change, which may be of something else."""
+    """Unknown fields of a later minor version are kept by a change of another field."""
     manager, path = run
     path.write_bytes(sealed(whole | {"version": [1, 9], "tags": ["good"], "later": {"x": 1}}))
     assert manager.pinned() == []
@@ -83,7 +83,7 @@ def test_entries_of_a_later_minor_version_are_kept(run: Run, whole: dict[str, An
 
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
 def test_damage_counts_as_a_pin(run: Run, whole: dict[str, Any], position: int, bit: int, cut: bool) -> None:
-    """A flipped bit or a missing end: it may have been one."""
+    """A flipped bit or a truncation counts as a pin, because the notes may have held one."""
     manager, path = run
     data = bytearray(sealed(whole))
     position %= len(data)
@@ -95,7 +95,7 @@ def test_damage_counts_as_a_pin(run: Run, whole: dict[str, Any], position: int, 
 
 @given(data=st.binary(max_size=200))
 def test_hostile_bytes_with_a_right_checksum_count_as_a_pin(run: Run, data: bytes) -> None:
-    """Nothing else comes of them."""
+    """Arbitrary bytes with a right checksum count as a pin, and have no other effect."""
     manager, path = run
     body = data + b"\xa5crc32\xce"
     path.write_bytes(body + struct.pack(">I", zlib.crc32(body)))
@@ -115,14 +115,14 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_no_writer_makes_counts_as_a_pin(run: Run, whole: dict[str, Any], name: str) -> None:
-    """Wrong types, missing entries, what is too large."""
+    """Wrong types, missing fields and an excessive size count as a pin."""
     manager, path = run
     path.write_bytes(sealed(HOSTILE[name](whole)))
     assert manager.pinned() == [1]
 
 
 def test_notes_of_a_newer_major_version_are_not_replaced(run: Run, whole: dict[str, Any]) -> None:
-    """Neither an unpin nor a deletion touches them: what would be lost is not known."""
+    """Neither an unpin nor a deletion replaces notes of a newer major version, whose content is unknown."""
     manager, path = run
     path.write_bytes(data := sealed(whole | {"version": [2, 0]}))
     with pytest.raises(UnsupportedFormatError, match="newer dcphub"):

@@ -1,4 +1,4 @@
-"""A run whose saves do not wait for the disk, and whose machine loses power."""
+"""A run with sync_files=False on a machine that loses power."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _restored(root: Path) -> int | None:
 
 
 def test_nothing_durable_is_deleted_before_something_newer_is(tmp_path: Path) -> None:
-    """Retention keeps one step of saves that are not synced: at any instant, whatever is lost of what was
-    not, there is a step that loads with its own values."""
+    """With retention of one unsynced step, a step with its own values loads after a power cut at any time,
+    whatever unsynced data is lost."""
     root = tmp_path / "run"
     _save(root, range(1, 2), sync_files=True)
     with Recording(root) as recording:

@@ -1,4 +1,4 @@
-"""Several ranks with a manager: whatever one of them sees, all do the same at the same step."""
+"""Several ranks with a manager: all ranks act alike at the same step, even if only one sees a cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.ranks import all_are_here, run_ranks
 
 
 def ranked_state(step: int, rank: int) -> dict[str, Any]:
-    """As `state_at`, with a tensor of which each rank has its own part under its own name."""
+    """Return `state_at` with an additional tensor that only this rank has."""
     return state_at(step, rank) | {f"part{rank}": torch.full((100,), step + rank / 10)}
 
 
@@ -69,7 +69,7 @@ def _train(rank: int, world_size: int, root: str, mode: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive), "sync"])
 def test_ranks_save_the_same_steps_and_restore_their_own(tmp_path: Path, mode: str) -> None:
-    """Values are those of the step although the state changed at once; rank 0 verifies and deletes."""
+    """Each step has the values at the time of its save, and rank 0 alone verifies and deletes."""
     world_size = 2 if mode == "process" else 3
     results = run_ranks(world_size, _train, str(tmp_path), mode)
     commits = {("saved", step) for step in (2, 4, 6, 8, 10, 11)}
@@ -92,7 +92,8 @@ def test_ranks_save_the_same_steps_and_restore_their_own(tmp_path: Path, mode: s
 
 
 def _resume(rank: int, world_size: int, root: str, first: int, last: int) -> list[Any]:
-    """Train some steps from wherever the run is; what was restored, and the own value after it."""
+    """Restore, train to step ``last``, and return the restored step, its world size, and the restored
+    `PerRank`."""
     state = state_at(-1, rank)
     with manager_of(root, every_steps=2) as manager:
         restored = manager.restore(state, per_rank="keep")
@@ -104,7 +105,8 @@ def _resume(rank: int, world_size: int, root: str, first: int, last: int) -> lis
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Saved by 3, resumed by 2, then by 1 and 3: steps go on; what is each rank's own stays where it must."""
+    """A run of 3 ranks is resumed by 2, 1 and 3; per_rank="keep" leaves a state's `PerRank` if the number
+    differs."""
     fresh = {"rank": 0, "step": -1}
     assert run_ranks(3, _resume, str(tmp_path), 1, 4)[0] == [None, fresh]
     assert run_ranks(2, _resume, str(tmp_path), 1, 6) == [
@@ -147,13 +149,14 @@ def _terminated(rank: int, world_size: int, root: str, mode: str, how: str) -> t
 
 @pytest.mark.parametrize(("mode", "how"), [("thread", "signal"), ("sync", "request")])
 def test_a_stop_on_one_rank_saves_and_stops_all(tmp_path: Path, mode: str, how: str) -> None:
-    """SIGTERM reaches rank 1 of 3 before its step 5: all save step 6, wait for the commit, and stop."""
+    """After SIGTERM or request_stop() on rank 1 of 3 at step 5, all save step 6, wait for the commit, and
+    stop."""
     assert run_ranks(3, _terminated, str(tmp_path), mode, how) == [(6, [6], [6], True)] * 3
     assert loaded_step(str(tmp_path / "step-00000006")) == 6
 
 
 def _clock(rank: int, world_size: int, root: str) -> list[int]:
-    # Only the clock of rank 0 counts: the others' interval has passed at once, or never does.
+    # Only rank 0's clock counts. On the others the interval has always passed, or never passes.
     seconds = {0: 0.3, 1: 1e-9, 2: 1e9}[rank]
     saved = []
     with manager_of(root, every_seconds=seconds) as manager:
@@ -165,7 +168,7 @@ def _clock(rank: int, world_size: int, root: str) -> list[int]:
 
 
 def test_saves_by_the_clock_go_by_rank_0(tmp_path: Path) -> None:
-    """All ranks save the same steps, although by their own clocks all steps, or none, would be due."""
+    """All ranks save the steps that are due by the clock of rank 0."""
     saved = run_ranks(3, _clock, str(tmp_path))
     assert saved[0] == saved[1] == saved[2]
     assert saved[0]
@@ -207,8 +210,8 @@ def _one_rank_fails(rank: int, world_size: int, root: str, on_failure: str) -> l
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
 def test_one_ranks_failure_is_all_ranks_failure(tmp_path: Path, on_failure: str) -> None:
-    """Both attempts at step 3 fail on rank 1, and one at step 6: told by all, and training goes on; to be
-    raised it is agreed on at step 4, and raised by all at step 5."""
+    """If both attempts at step 3 and one at step 6 fail on rank 1, all ranks report it and training
+    continues. With on_failure="raise" the ranks agree at step 4, and all raise at step 5."""
     for *told, raised in run_ranks(3, _one_rank_fails, str(tmp_path), on_failure):
         assert told == [[3], [6], 1, [6, 9, 12]]
         assert [step for step, _ in raised] == ([5] if on_failure == "raise" else [])
@@ -230,7 +233,8 @@ def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
 
 
 def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
-    """``if rank == 0:`` around save(): the log says so after 30 s, or a quarter of a shorter timeout."""
+    """With ``if rank == 0:`` around save(), a warning names the mistake after 30 s, or a quarter of a shorter
+    timeout."""
     first, second = run_ranks(2, _only_rank_0_saves, str(tmp_path))
     assert second == []
     assert {text.partition(" of 2 ")[0] for text in first} == {
@@ -247,7 +251,7 @@ def _damaged(rank: int, world_size: int, root: str) -> str:
 
     seen = Recorder()
     options: dict[str, Any] = {"on_failure": "raise", "every_steps": 100, "on_event": seen}
-    options["timeout_seconds"] = 30.0  # who is left alone hears of it before `run_ranks` ends
+    options["timeout_seconds"] = 30.0  # a rank left alone must raise before `run_ranks` times out
     with manager_of(root, writer=writer_with(lose), **options) as manager:
         manager.save(1, state_at(1, rank), force=True)
         until(lambda: seen.steps("saved"), "the commit")
@@ -262,7 +266,7 @@ def _damaged(rank: int, world_size: int, root: str) -> str:
 
 
 def test_damage_that_rank_0_finds_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    """Verification runs on rank 0 alone; a policy to raise ends all ranks at the same step."""
+    """Rank 0 alone verifies a checkpoint; with on_failure="raise" all ranks raise at the same step."""
     results = run_ranks(3, _damaged, str(tmp_path))
     assert results[0].startswith("CorruptCheckpointError ")
     assert "is damaged after its commit" in results[0]
@@ -293,17 +297,17 @@ def _by_all(rank: int, world_size: int, root: str) -> list[Any]:
 
 
 def test_pins_and_deletions_may_be_called_on_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 acts, once; the others' calls are no errors."""
+    """If all ranks call pin(), unpin() or delete(), rank 0 acts once and the other calls do nothing."""
     assert run_ranks(2, _by_all, str(tmp_path)) == [[[1, 2], [2, 3]]] * 2
 
 
 def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
-    """What a manager says that is made where there is no group, and where there is one later."""
+    """Make a manager before init_process_group(), save after it, and return the errors."""
     group = torch.distributed.distributed_c10d._get_default_store()
     torch.distributed.destroy_process_group()
     messages = []
     try:
-        manager_of(f"{root}/early")  # as torchrun started it
+        manager_of(f"{root}/early")  # with the environment of torchrun
     except dcp.CheckpointError as error:
         messages.append(str(error))
     del os.environ["WORLD_SIZE"]
@@ -321,7 +325,7 @@ def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
 
 
 def test_ranks_never_save_alone_because_the_group_is_not_there(tmp_path: Path) -> None:
-    """Before init_process_group every rank looks like the only one."""
+    """Before init_process_group() every rank seems to be the only one, so the manager refuses to save."""
     for refused, before in run_ranks(2, _group_comes_and_goes, str(tmp_path)):
         assert "one of 2 processes" in refused
         assert "made before init_process_group()" in before
@@ -348,7 +352,8 @@ _NO_EXCHANGE = {"handle_sigterm": False}
 def _one_is_mistaken(
     rank: int, world_size: int, root: str, mistake: str, at: int, options: dict[str, Any], stops: bool
 ) -> list[str]:
-    """What each step's save says, of which that of step ``at`` is called wrongly on rank 1."""
+    """Save three steps, the one of step ``at`` with wrong arguments on rank 1; return the result of each
+    save."""
     if rank == 1 and mistake == "writer":
         options = options | {"writer": _no_writer_of_1}
     manager = manager_of(root, retries=0, **options)
@@ -386,8 +391,8 @@ def _one_is_mistaken(
 def test_what_one_rank_calls_wrongly_fails_the_save_of_all(
     tmp_path: Path, mistake: str, at: int, options: dict[str, Any], stops: bool
 ) -> None:
-    """At once and with its name, where the others had waited for it; nothing of it stays, and the next step
-    is saved."""
+    """A wrong argument on one rank fails the save on all ranks at once with the reason, where the other ranks
+    would wait. Nothing is left of the save, and the next step is saved."""
     found = run_ranks(2, _one_is_mistaken, str(tmp_path), mistake, at, options, stops)
     other, own = (said.pop(at - 1) for said in found)
     assert own != "fine" and own.split(": ")[-1][:30] in other and "rank 1" in other

@@ -1,4 +1,4 @@
-"""Registration behind training: whatever the catalog does, training is not disturbed, and nothing is lost."""
+"""Registration in the catalog: a failing catalog does not disturb training, and no registration is lost."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ STATE = {"w": torch.ones(4)}
 
 
 def spooled(folder: Path) -> list[dict[str, Any]]:
-    """The notes that wait on disk, in order."""
+    """Return the registrations that wait on disk, in order."""
     paths = sorted(folder.rglob("[0-9]*.json"))
     return [json.loads(path.read_bytes()) for path in paths]
 
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port on which nobody listens."""
+    """Yield a port without a listener."""
     with refusing_port() as port:
         yield port
 
 
 def saved(root: Path, url: str, steps: range, **options: Any) -> dcp.CheckpointManager:
-    """A closed manager that has saved these steps, and given the catalog so long at its end."""
+    """Save these steps by a manager with a catalog, close the manager, and return it."""
     settings: dict[str, Any] = {"spool": root / "spool", "close_seconds": HANG_SECONDS}
     catalog = dcp.CatalogRegistration(url, **(settings | options))
     with dcp.CheckpointManager(root / "run", mode="sync", catalog=catalog) as manager:
@@ -47,7 +47,8 @@ def saved(root: Path, url: str, steps: range, **options: Any) -> dcp.CheckpointM
 
 
 def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Saves and close succeed, one warning says so, the note stays, and the next manager sends it."""
+    """If the catalog is unreachable, saves and `close` succeed with one warning, and the next manager
+    registers."""
     with caplog.at_level(logging.WARNING, "dcp.manager.catalog"):
         manager = saved(tmp_path, f"http://127.0.0.1:{closed_port}", range(1, 3), close_seconds=0.5)
     assert manager.all_steps() == [1, 2]
@@ -61,7 +62,7 @@ def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest
 
 
 def test_a_catalog_that_hangs(tmp_path: Path) -> None:
-    """A request without an answer holds up neither saves nor, beyond its bound, close."""
+    """A request without an answer delays no save, and `close` by at most close_seconds."""
     with scripted_service(lambda asked: Answer(hang=True)) as service:
         catalog = dcp.CatalogRegistration(service.url, request_seconds=60, close_seconds=0.2)
         with dcp.CheckpointManager(tmp_path, catalog=catalog) as manager:
@@ -75,7 +76,7 @@ def test_a_catalog_that_hangs(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_is_killed(tmp_path: Path, closed_port: int) -> None:
-    """What was committed while the catalog was away survives SIGKILL, and is sent by the next start."""
+    """Registrations of a trainer killed by SIGKILL are on disk, and the next manager sends them."""
     script = f"""
 import os, signal, time, torch, dcp
 from pathlib import Path
@@ -96,8 +97,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Errors of the service, and a checkpoint that it does not see yet, are asked about again, in order; what
-    it does not take is logged with its reason and removed, and the next one is sent."""
+    """A request is repeated in order after a temporary error, or while the service does not see the
+    checkpoint. A rejected registration is logged with the reason and removed, and the next is sent."""
     statuses = iter([403, 429, 404, 201, 422, 201])
 
     def answer(asked: Asked) -> Answer:
@@ -112,7 +113,7 @@ def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
-    """The key goes to the service that was named, and to no other."""
+    """A redirect is not followed, so that the key reaches only the configured service."""
     with scripted_service() as other:
         redirect = Answer(307, headers={"Location": f"{other.url}/api/v1/checkpoints"})
         with scripted_service(lambda asked: redirect) as service:
@@ -123,8 +124,8 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_run_in_the_catalog(tmp_path: Path) -> None:
-    """Steps, metrics, run and tags are there once the manager is closed; what retention deleted is gone; what
-    another run saves names the step that it was resumed from."""
+    """After `close` the catalog has steps, metrics, run and tags, without the steps that retention deleted. A
+    resumed run's step names the step that it was resumed from."""
     root, database = tmp_path / "main" / "llama", f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(database, tmp_path) as app, listening(app.app) as url:
         catalog = dcp.CatalogRegistration(url, key=app.key("write"), tags=("nightly",), close_seconds=120)

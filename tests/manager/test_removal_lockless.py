@@ -1,4 +1,4 @@
-"""A removal beside a save, in every order. Internal: only single calls can be played in turns."""
+"""A removal during a save, in every order. Internal: only single operations can be interleaved."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ removed: list[Removed] = []
 
 
 def remove(version: int, store: Store) -> tuple[int, Previous]:
-    """The removal, as an actor."""
+    """Remove the checkpoint, as an actor of a scene."""
     removed.append(remove_checkpoint(store, NOW))
     return version, Previous()
 
 
 class RemovalStage(Stage):
-    """On this stage the checkpoint may go that the removal has read, and no other."""
+    """A stage that lets only the checkpoint disappear that the removal has read."""
 
     def look(self) -> None:
-        """After one operation: a whole checkpoint is there, or that one is gone."""
+        """Check after an operation that a whole checkpoint is visible, or the removed one is gone."""
         manifest = self.model.content(MANIFEST_NAME)
         if manifest is not None:
             self.published.add(version_in(manifest))
@@ -57,8 +57,8 @@ class RemovalStage(Stage):
     [(save, 5), *(pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in (save, bare))],
 )
 def test_a_save_beside_a_removal(kind: object, every: int) -> None:
-    """What the removal has read is gone, and what a save has committed since stays whole; a save that began
-    before the removal and ends after it raises CheckpointConflictError, and nothing of it is left."""
+    """The removed checkpoint is gone, and a checkpoint committed since stays whole. A save that began before
+    the removal and ends after it raises CheckpointConflictError, and leaves no files."""
     scene = Scene((save,), [remove, save if kind is save else bare], compares_deletions=True)
     ends: set[tuple[str, bool, int]] = set()
     for plan in itertools.islice(two_switches(scene, RemovalStage), 0, None, every):
@@ -81,5 +81,5 @@ def test_a_save_beside_a_removal(kind: object, every: int) -> None:
                 stage.model.delete(NOTES_NAME)
             check_what_is_left(stage)
         ends.add((removed[0].outcome, saved, last))
-    # Overwritten before or after; both gone; the save is too late; the removal is.
+    # Replaced before or after the removal; both gone; the save is too late; the removal is too late.
     assert ends == {("deleted", True, 2), ("deleted", True, 0), ("deleted", False, 0), ("replaced", True, 2)}

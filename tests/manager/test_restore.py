@@ -1,4 +1,4 @@
-"""Resuming from the newest step that can be read: what leads to an older one, and what must not."""
+"""`CheckpointManager.restore`: the newest readable step, and errors that must not lead to an older step."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """The folder of a step."""
+    """Return the folder of a step."""
     return root / f"step-{step:08d}"
 
 
 def save_steps(root: Path, *steps: int) -> None:
-    """Steps whose every byte tells which one it is."""
+    """Save steps whose values show the step."""
     for step in steps:
         save_version(folder_of(root, step), step)
 
@@ -66,7 +66,7 @@ def resume(
     seen: Recorder | None = None,
     **options: Any,
 ) -> dcp.Restored | None:
-    """What a run that begins in ``root`` restores."""
+    """Restore by a new manager, and return the result."""
     with manager_of(root, mode="sync", handle_sigterm=False, on_event=seen) as manager:
         restored = manager.restore(state, step, **options)
         assert manager.wait(240)
@@ -78,7 +78,8 @@ def resume(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_where_the_one_before_ended(tmp_path: Path, mode: Any) -> None:
-    """Nothing there: None. Else the newest values, per rank ones too, or those of the step asked for."""
+    """Without a step `restore` returns None; otherwise it loads the newest or requested step, `PerRank`
+    included."""
     with manager_of(tmp_path, mode=mode) as manager:
         assert manager.restore(state_at(-1)) is None
         for step in (5, 7):
@@ -101,7 +102,7 @@ def test_a_run_resumes_where_the_one_before_ended(tmp_path: Path, mode: Any) -> 
 
 
 def test_checkpoints_of_other_tools_are_steps(tmp_path: Path) -> None:
-    """Stock torch's and those of `dcp.save` are restored, with what metrics they have."""
+    """Checkpoints of stock torch and of `dcp.save` are restored, with any metrics in their metadata."""
     stock_save_version(folder_of(tmp_path, 7), 7)
     restored = resume(tmp_path, state := version_state(0))
     assert restored is not None and (restored.step, restored.metrics, version_of(state)) == (7, {}, 7)
@@ -112,7 +113,7 @@ def test_checkpoints_of_other_tools_are_steps(tmp_path: Path) -> None:
 
 
 def test_nothing_committed_is_a_fresh_start(tmp_path: Path) -> None:
-    """No root, an empty one, or folders of saves that never ended."""
+    """A missing root, an empty root, and folders of incomplete saves are a fresh start."""
     assert resume(tmp_path / "none", version_state(0)) is None
     assert resume(tmp_path, version_state(0)) is None
     save_steps(tmp_path, 1)
@@ -126,7 +127,7 @@ def test_nothing_committed_is_a_fresh_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The older one is loaded whole; the damaged one is an event, with the reason, and one warning."""
+    """The older step is loaded whole; the damaged one causes an event with the reason, and one warning."""
     save_steps(tmp_path, 1, 2)
     DAMAGE[how](folder_of(tmp_path, 2))
     state, seen = version_state(0), Recorder()
@@ -140,7 +141,7 @@ def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str, caplog: pytest.
 
 
 def test_steps_that_are_all_damaged_are_no_fresh_start(tmp_path: Path) -> None:
-    """Each newer one is passed over for its own reason; where none is left the error lists them all."""
+    """Each damaged step is skipped with its own reason; if no step is left, the error lists all of them."""
     save_steps(tmp_path, 1, 2, 3)
     damage(folder_of(tmp_path, 3))
     data_files(folder_of(tmp_path, 2))[0].unlink()
@@ -156,7 +157,7 @@ def test_steps_that_are_all_damaged_are_no_fresh_start(tmp_path: Path) -> None:
 
 
 def test_a_damaged_step_is_noted_and_may_be_saved_anew(tmp_path: Path) -> None:
-    """Retention does not count it, so that the good one stays that is older; saved again it is good."""
+    """Retention does not count a damaged step, so the older good step stays; saved again it is good."""
     with manager_of(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_at(step))
@@ -180,14 +181,14 @@ def test_a_damaged_step_is_noted_and_may_be_saved_anew(tmp_path: Path) -> None:
 
 
 class Opaque:
-    """A value that is stored as a pickled blob, and read after the tensors."""
+    """A value that is stored as a pickle, and is read after the tensors."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def break_object(folder: Path, fqn: str) -> None:
-    """Flip a bit in the blob of a value, so that a load fails when all tensors have been filled."""
+    """Flip a bit in the pickle of a value, so that a load fails after all tensors are filled."""
     index = dcp.open_index(folder)
     objects, row = index.objects, index.objects.position[fqn]
     middle = int(objects.offsets[row] + objects.lengths[row] // 2)
@@ -195,7 +196,8 @@ def break_object(folder: Path, fqn: str) -> None:
 
 
 def test_a_partial_load_does_not_mix_two_steps(tmp_path: Path) -> None:
-    """The damaged step had filled a head that the older one lacks: an error, and nothing is mixed."""
+    """If the damaged step filled a tensor that the older step lacks, `restore` raises instead of mixing
+    steps."""
     dcp.save({"w": torch.ones(2), "o": 1}, checkpoint_id=folder_of(tmp_path, 1))
     state = {"w": torch.ones(2), "head": torch.ones(2), "o": Opaque(2)}
     dcp.save(state, checkpoint_id=folder_of(tmp_path, 2))
@@ -214,7 +216,7 @@ def test_a_partial_load_does_not_mix_two_steps(tmp_path: Path) -> None:
 
 
 def test_a_state_that_does_not_fit_the_newest_is_an_error(tmp_path: Path) -> None:
-    """An older step that would take it was saved by another model."""
+    """If the state does not fit the newest step, no older step of another model is restored."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=folder_of(tmp_path, 1))
     dcp.save({"w": torch.ones(3), "v": torch.ones(1)}, checkpoint_id=folder_of(tmp_path, 2))
     cases: list[tuple[type[CheckpointError], dict[str, Any], dict[str, Any]]] = [
@@ -230,7 +232,7 @@ def test_a_state_that_does_not_fit_the_newest_is_an_error(tmp_path: Path) -> Non
 
 
 def test_what_is_refused_for_safety_is_no_damage(tmp_path: Path) -> None:
-    """Objects beyond the allow-list need the user's word, and no older step is taken instead."""
+    """A pickled class outside the allow-list raises UnsafeObjectError; no older step is restored."""
     dcp.save({"o": 1}, checkpoint_id=folder_of(tmp_path, 1))
     dcp.save({"o": Opaque(2)}, checkpoint_id=folder_of(tmp_path, 2))
     state: dict[str, Any] = {"o": None}
@@ -240,7 +242,7 @@ def test_what_is_refused_for_safety_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
-    """An error asks for a newer dcp, no older step is taken, and nothing is noted."""
+    """A newer format version raises UnsupportedFormatError; no older step is restored, no damage recorded."""
     save_steps(tmp_path, 1, 2)
     manifest = folder_of(tmp_path, 2) / MANIFEST
     changed = manifest.read_bytes()[:-4].replace(b"\xa7version\x92\x01", b"\xa7version\x92\x09", 1)
@@ -252,7 +254,7 @@ def test_a_manifest_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
 
 
 def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None:
-    """The newest step is restored, and nothing is noted against it."""
+    """A temporary storage error is retried: the newest step is restored, and no damage is recorded."""
     root, seen = WatchedRoot(tmp_path), Recorder()
     save_steps(tmp_path, 1, 2)
     root.store(2).add(Fault("preadv", error=StorageError("injected", errno=errno.EIO)))
@@ -262,7 +264,7 @@ def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None
 
 
 def test_an_outage_does_not_set_training_back(tmp_path: Path) -> None:
-    """After some tries the error is raised, with the way to an older step, and nothing is noted."""
+    """A lasting storage error is raised after some tries, and says how to restore an older step."""
     root, seen = WatchedRoot(tmp_path), Recorder()
     save_steps(tmp_path, 1, 2)
     error = StorageError("injected", errno=errno.ETIMEDOUT)
@@ -275,8 +277,8 @@ def test_an_outage_does_not_set_training_back(tmp_path: Path) -> None:
 
 
 def test_a_step_that_vanishes_under_the_reader_is_no_damage(tmp_path: Path) -> None:
-    """Its files are deleted while they are read, as a writer that outlived the last job does; the newest
-    that is there by then is taken."""
+    """If a step is deleted during the read, as by a writer of the last job, the newest present step is
+    restored."""
     root, seen = WatchedRoot(tmp_path), Recorder()
     save_steps(tmp_path, 1)
 
@@ -293,7 +295,7 @@ def test_a_step_that_vanishes_under_the_reader_is_no_damage(tmp_path: Path) -> N
 
 
 def test_an_optimizer_that_has_not_stepped_goes_on_where_the_saved_one_was(tmp_path: Path) -> None:
-    """Model and optimizer are given as they are; the next step has the bits of the run that was not ended."""
+    """A new optimizer without state is restored; the next step equals that of the saved run bit for bit."""
 
     def build(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Ranks that resume, or wait for one another: the same step on all of them, within a bounded time."""
+"""`restore` on several ranks: the same step on all of them, within a bounded time."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from tests.support.ranks import RankRaised, run_ranks
 
 
 def sharded(world_size: int, value: float) -> DTensor:
-    """Rows over all ranks, each of them in the rank's own file."""
+    """Return rows that are sharded over all ranks, each in the rank's own file."""
     mesh = init_device_mesh("cpu", (world_size,))
     return distribute_tensor(torch.full((6, 8), float(value)), mesh, [Shard(0)], src_data_rank=None)
 
 
 def save_sharded(rank: int, world_size: int, root: str, steps: list[int]) -> None:
-    """Steps of all ranks."""
+    """Save steps by all ranks."""
     with manager_of(root, mode="sync") as manager:
         for step in steps:
             manager.save(step, {"w": sharded(world_size, step), "n": step})
 
 
 def resume_sharded(rank: int, world_size: int, root: str, more: bool = False) -> Any:
-    """(step, values, skipped steps, damage seen) of one rank; rank 1 may want ``more`` than there is."""
+    """Restore on one rank, with an absent key on rank 1 if ``more``. Return (step, values, n, skipped steps,
+    events of skipped steps)."""
     seen = Recorder()
     state: dict[str, Any] = {"w": sharded(world_size, 0.0), "n": 0}
     if more and rank == 1:
@@ -43,14 +44,15 @@ def resume_sharded(rank: int, world_size: int, root: str, more: bool = False) ->
 
 
 def spoil(root: Path, step: int, rank: int) -> None:
-    """Cut what one rank reads."""
+    """Truncate the file that one rank reads."""
     (path,) = (root / f"step-{step:08d}").glob(f"__{rank}_0.*.distcp")
     truncate(path)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_damage_that_one_rank_sees_turns_all_ranks_back(tmp_path: Path, world_size: int) -> None:
-    """Each rank reads its own file; the other ranks have filled theirs by the time they hear of it."""
+    """Damage in one rank's file makes all ranks restore an older step, though the others have filled their
+    tensors."""
     assert run_ranks(world_size, resume_sharded, str(tmp_path)) == [None] * world_size
     run_ranks(world_size, save_sharded, str(tmp_path), [1, 2, 3])
     spoil(tmp_path, 3, world_size - 1)
@@ -62,7 +64,7 @@ def test_damage_that_one_rank_sees_turns_all_ranks_back(tmp_path: Path, world_si
 
 
 def test_all_ranks_hear_that_nothing_is_left(tmp_path: Path) -> None:
-    """The same error on each of them."""
+    """If no step is left, all ranks raise the same error."""
     run_ranks(2, save_sharded, str(tmp_path), [1, 2])
     for step in (1, 2):
         spoil(tmp_path, step, 1)
@@ -74,7 +76,7 @@ def test_all_ranks_hear_that_nothing_is_left(tmp_path: Path) -> None:
 
 
 def test_damage_does_not_hide_a_wrong_model_on_another_rank(tmp_path: Path) -> None:
-    """No older step is taken where a rank's state dict does not fit, which is known before data is read."""
+    """A state dict that does not fit on one rank is an error on all, found before damaged data is read."""
     run_ranks(2, save_sharded, str(tmp_path), [1, 2])
     spoil(tmp_path, 2, 0)
     for result in run_ranks(2, resume_sharded, str(tmp_path), True, failures=True):

@@ -1,4 +1,4 @@
-"""Which steps of a run stay: a manager against a model of its rules, and what no rule may take."""
+"""Retention of a run: a manager compared with a model of its rules, and steps that no rule may delete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.manager_runs import (
 
 
 class Run(RuleBasedStateMachine):
-    """A run that saves, pins, deletes, loses files, and begins anew, beside what its rules make of that."""
+    """A run that saves, pins, deletes, damages and restarts, compared with a model of its rules."""
 
     @initialize(
         last=st.integers(1, 3),
@@ -36,7 +36,7 @@ class Run(RuleBasedStateMachine):
         mode=st.sampled_from(MODES),
     )
     def begin(self, last: int, best: int, every: int | None, mode: str) -> None:
-        """An empty root."""
+        """Begin with an empty root."""
         self.root = Path(tempfile.mkdtemp(prefix="dcp-retention-"))
         self.last, self.best, self.every = last, best, every
         rule = dcp.Best("loss", best) if best else None
@@ -50,7 +50,7 @@ class Run(RuleBasedStateMachine):
         self.step = 0
 
     def kept(self) -> set[int]:
-        """What the rules leave of the steps that are there."""
+        """Return the present steps that the rules keep."""
         good = [step for step in sorted(self.losses) if step not in self.noted]
         by_loss = sorted(good, key=lambda step: (self.losses[step], -step))
         kept = {*good[-self.last :], *by_loss[: self.best], *self.pinned}
@@ -59,7 +59,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(more=st.integers(1, 3), loss=st.integers(0, 9))
     def save(self, more: int, loss: int) -> None:
-        """A later step, after which the rules apply."""
+        """Save a later step, and apply the rules."""
         self.step += more
         assert self.manager.save(self.step, state_at(self.step), metrics={"loss": loss}) is not None
         assert self.manager.wait(240)
@@ -73,7 +73,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.losses))
     @rule(data=st.data())
     def pin_or_unpin(self, data: st.DataObject) -> None:
-        """One of the steps that are there."""
+        """Pin or unpin a present step."""
         step = data.draw(st.sampled_from(sorted(self.losses)))
         (self.manager.unpin if step in self.pinned else self.manager.pin)(step)
         self.pinned ^= {step}
@@ -81,7 +81,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.losses))
     @rule(data=st.data())
     def delete(self, data: st.DataObject) -> None:
-        """One of them, unless it is pinned."""
+        """Delete a present step; a pinned step raises."""
         step = data.draw(st.sampled_from(sorted(self.losses)))
         if step in self.pinned:
             with pytest.raises(dcp.CheckpointError, match=f"step {step} is pinned"):
@@ -97,7 +97,7 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.losses))
     @rule()
     def damage(self) -> None:
-        """The newest loses half of a file."""
+        """Truncate a file of the newest step."""
         step = max(self.losses)
         if step not in self.damaged:
             truncate(data_files(self.root / f"step-{step:08d}")[0])
@@ -105,7 +105,7 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def restore(self) -> None:
-        """The newest good one; newer ones are noted as damaged from now on."""
+        """Restore the newest good step; newer steps are recorded as damaged."""
         state = state_at(-1)
         good = self.losses.keys() - self.damaged
         if self.losses and not good:
@@ -120,19 +120,19 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def begin_anew(self) -> None:
-        """Another manager of the same run."""
+        """Continue with a new manager."""
         self.manager.close()
         self.manager = manager_of(self.root, **self.options)
 
     @invariant()
     def the_steps_are_those_of_the_model(self) -> None:
-        """In the listing, on disk, and by their pins."""
+        """Compare steps and pins with the listing and the disk."""
         if hasattr(self, "root"):
             assert self.manager.all_steps() == sorted(self.losses) == steps_on_disk(self.root)
             assert self.manager.pinned() == sorted(self.pinned)
 
     def teardown(self) -> None:
-        """Nothing stays."""
+        """Close the manager, check the good steps, and delete the root."""
         if hasattr(self, "root"):
             self.manager.close()
             for step in self.losses.keys() - self.damaged:
@@ -145,7 +145,8 @@ TestRun.settings = settings(stateful_step_count=9)
 
 
 def test_a_misspelt_metric_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All steps stay as long as none has what `Best` goes by; the log says so once, with the near name."""
+    """While no step has the metric of `Best`, all steps are kept, and the log suggests the similar name
+    once."""
     keep = dcp.Retention(last=1, best=dcp.Best("val_loss"))
     with manager_of(tmp_path, mode="sync", keep=keep) as manager:
         for step in range(1, 6):
@@ -157,7 +158,8 @@ def test_a_misspelt_metric_deletes_nothing(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Newer steps of the run that was given up do not push it out at once, and the log names them."""
+    """After a restore of an older step, newer steps of the abandoned run do not displace the new ones at
+    once."""
     with manager_of(tmp_path, keep=dcp.Retention(last=2)) as manager:
         for step in (8, 9):
             manager.save(step, state_at(step))
@@ -174,7 +176,8 @@ def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_damaged_notes_count_as_a_pin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They may have held one: neither retention nor rm deletes the step before it is unpinned."""
+    """Damaged notes count as a pin: neither retention nor ``dcp rm`` deletes the step until it is
+    unpinned."""
     with manager_of(tmp_path, mode="sync", keep=dcp.Retention(last=1)) as manager:
         manager.save(1, state_at(1))
         manager.wait()

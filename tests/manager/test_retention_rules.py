@@ -1,4 +1,4 @@
-"""Which steps and parts a plan keeps. Internal: pure functions of the steps, the rules and the time."""
+"""Plans of retention. Internal: pure functions of steps, rules and time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NOW = 1_000_000.0
 
 
 def good(*steps: int, **metrics: float) -> list[StepState]:
-    """Good steps, committed one second apart, the last one now; all with the same metrics."""
+    """Return good steps with the same metrics, committed one second apart, the last one now."""
     last = max(steps)
     return [StepState(step, NOW - (last - step), metrics) for step in steps]
 
 
 def kept(retention: Retention | None, states: list[StepState], now: float = NOW) -> list[int]:
-    """The steps that a plan keeps; what it deletes must be the others."""
+    """Return the steps that a plan keeps, and check that it deletes all others."""
     result = plan(retention, states, now)
     assert sorted([*result.keep, *result.delete]) == sorted(state.step for state in states)
     assert all(result.keep.values())
@@ -33,7 +33,7 @@ def kept(retention: Retention | None, states: list[StepState], now: float = NOW)
 
 
 def test_younger_than() -> None:
-    """By the time of the commit; a time that is unknown or in the future counts as young."""
+    """The commit time counts; an unknown or future time counts as young."""
     states = [
         StepState(1, NOW - 61),
         StepState(2, NOW - 59),
@@ -47,7 +47,7 @@ def test_younger_than() -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [2, 5, 9]), ("max", [1, 5, 9])])
 def test_best(mode: Any, expected: list[int]) -> None:
-    """The lowest or highest, however old; what is missing, NaN or infinite is never among the best."""
+    """The lowest or highest values are kept at any age; missing, NaN and infinite values never."""
     values = {1: 9.0, 2: 1.0, 3: math.nan, 4: -math.inf, 5: 5.0, 6: math.inf}
     states = [StepState(step, NOW, {"loss": value}) for step, value in values.items()]
     states += [StepState(7, NOW, {"accuracy": 0.0}), StepState(8, NOW), StepState(9, NOW)]
@@ -58,7 +58,7 @@ def test_best(mode: Any, expected: list[int]) -> None:
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
 def test_a_rule_that_cannot_be_judged_deletes_nothing(mode: Any, value: float | None) -> None:
-    """Of a metric that no step has, or has as a number: all steps stay, until the first that has it."""
+    """If no step has the metric as a finite number, all steps are kept until a step has it."""
     metrics = {} if value is None else {"val_loss": value}
     states = [StepState(step, NOW, {"valloss": float(step), **metrics}) for step in range(1, 6)]
     retention = Retention(last=1, best=Best("val_loss", 1, mode))
@@ -72,7 +72,7 @@ def test_a_rule_that_cannot_be_judged_deletes_nothing(mode: Any, value: float | 
 
 
 def test_a_damaged_step_goes_once_enough_good_ones_are_newer() -> None:
-    """As many as `last` says, at least one; until then it may be all there is."""
+    """A damaged step is deleted once as many good steps are newer as `last` says, at least one."""
     damaged = StepState(5, NOW, health="damaged")
     assert kept(Retention(last=2), [damaged]) == [5]
     assert kept(Retention(last=2), [*good(1, 2), damaged]) == [1, 2, 5]
@@ -93,7 +93,7 @@ def test_a_damaged_step_goes_once_enough_good_ones_are_newer() -> None:
     ],
 )
 def test_rules_are_data(retention: Retention) -> None:
-    """What to_dict gives goes through JSON, and from_dict makes the same rules of it."""
+    """The output of to_dict survives JSON, and from_dict restores the same rules."""
     assert Retention.from_dict(json.loads(json.dumps(retention.to_dict()))) == retention
     assert hash(Retention.from_dict({"last": 3})) == hash(Retention(last=3))
 
@@ -114,7 +114,7 @@ def test_rules_are_data(retention: Retention) -> None:
     ],
 )
 def test_a_mistake_is_told_by_the_name_of_its_field(data: Any, field: str) -> None:
-    """ValueError, beginning with the field."""
+    """An invalid rule raises a ValueError that begins with the field."""
     with pytest.raises(ValueError, match=f"^{re.escape(field)}"):
         Retention.from_dict(data)
 
@@ -140,7 +140,7 @@ BESTS = st.builds(Best, st.sampled_from(["loss", "acc"]), st.integers(1, 4), st.
 
 
 def rules(**fixed: Any) -> st.SearchStrategy[Retention]:
-    """Any combination with at least one rule."""
+    """Draw any combination of at least one rule."""
     fields: dict[str, Any] = {
         "last": st.none() | st.integers(1, 5),
         "every_steps": st.none() | st.integers(1, 20),
@@ -156,7 +156,7 @@ def rules(**fixed: Any) -> st.SearchStrategy[Retention]:
 def test_the_newest_good_and_the_pinned_are_never_deleted(
     states: list[StepState], retention: Retention
 ) -> None:
-    """Whatever the rules; nor is a step that is pending."""
+    """No rules delete the newest good step, a pinned step, or a pending step."""
     deleted = set(plan(retention, states, NOW).delete)
     newest = max((state.step for state in states if state.health == "good"), default=None)
     assert newest not in deleted
@@ -165,7 +165,7 @@ def test_the_newest_good_and_the_pinned_are_never_deleted(
 
 @given(states=STATES, retention=rules())
 def test_planning_again_deletes_no_more(states: list[StepState], retention: Retention) -> None:
-    """The survivors of a plan survive the same plan at the same time, for the same reasons."""
+    """A second plan for the kept steps deletes no step, and gives the same reasons."""
     first = plan(retention, states, NOW)
     second = plan(retention, [state for state in states if state.step in first.keep], NOW)
     assert second.delete == ()
@@ -173,14 +173,15 @@ def test_planning_again_deletes_no_more(states: list[StepState], retention: Rete
 
 
 def dropped(retention: Retention, states: list[StepState], now: float = NOW) -> dict[int, list[str]]:
-    """The names of the parts that a plan drops, by step; only from steps that it keeps."""
+    """Return the names of the dropped parts by step, and check that only kept steps lose parts."""
     result = plan(retention, states, now)
     assert result.drop.keys() <= result.keep.keys()
     return {step: [part.name for part in parts] for step, parts in result.drop.items()}
 
 
 def test_what_has_lost_it_does_not_push_it_out() -> None:
-    """Of steps that still have it the newest so many keep it; the newest of all always does."""
+    """Steps without the part do not count: the newest steps that have it keep it, the newest of all
+    always."""
     gone = frozenset(OPTIMIZER)
     states = [*good(1, 2, 3), StepState(4, NOW, dropped=gone), StepState(5, NOW, dropped=gone)]
     assert dropped(Retention(optimizer=Keep(last=2)), states) == {1: ["optimizer"]}
@@ -188,8 +189,8 @@ def test_what_has_lost_it_does_not_push_it_out() -> None:
 
 
 def test_a_part_of_a_step_that_is_held_stays() -> None:
-    """Pinned, damaged, partial and being saved: none of them is touched; nor is any by a rule that cannot be
-    judged, which is said."""
+    """Pinned, damaged, partial and pending steps keep their parts. A rule with an unknown metric drops none,
+    and the plan says so."""
     held = [StepState(1, NOW, pinned=True)]
     for step, health in enumerate(("damaged", "partial", "pending"), start=2):
         held.append(StepState(step, NOW, health=health))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a manager's saves hold, what becomes of those that fail, and what is said of each."""
+"""Saves by a manager: the saved values, retries and failures, and the events of each save."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.manager_runs import (
 
 
 def user_of(root: Path, step: int) -> dict[str, Any]:
-    """What is stored beside the state of a step."""
+    """Return the user metadata of a step."""
     return dict(dcp.open_index(root / f"step-{step:08d}").user)
 
 
@@ -40,7 +40,7 @@ def user_of(root: Path, step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", [*MODES, pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_each_checkpoint_has_the_values_of_its_step(tmp_path: Path, mode: Any) -> None:
-    """The state changes right after each save; what is loaded is what it was when it was saved."""
+    """Each step has the values at the time of its save, although the state changes right afterwards."""
     state = state_at(0)
     with manager_of(tmp_path, mode=mode, every_steps=3) as manager:
         for step in range(1, 11):
@@ -56,7 +56,7 @@ def test_each_checkpoint_has_the_values_of_its_step(tmp_path: Path, mode: Any) -
 
 
 def test_copies_that_overlap_are_complete_inside_of_the_lock(tmp_path: Path) -> None:
-    """``save(overlap=True)`` returns at once; what changes inside of `lock` is not in the checkpoint."""
+    """``save(overlap=True)`` returns at once; changes made within `lock` are not in the checkpoint."""
     weight = torch.zeros(1 << 22)
     with manager_of(tmp_path) as manager:
         for step in (1, 2, 3):
@@ -73,7 +73,8 @@ def test_copies_that_overlap_are_complete_inside_of_the_lock(tmp_path: Path) -> 
 
 
 def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
-    """As training has them, NaN too, stored as floats; anything else is refused with the reason."""
+    """Metrics may be any numbers or 0-d tensors, also NaN, and are stored as floats; others raise
+    TypeError."""
     loss = torch.nn.functional.mse_loss(torch.ones(2, requires_grad=True), torch.zeros(2))
     metrics: dict[str, SupportsFloat] = {"loss": loss, "bf16": torch.tensor(0.5, dtype=torch.bfloat16)}
     metrics |= {"count": torch.tensor(3), "scalar": np.float32(0.25), "array": np.array(2.0), "nan": math.nan}
@@ -90,7 +91,8 @@ def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
 
 
 def test_what_is_stored_beside_the_state(tmp_path: Path) -> None:
-    """Step, run, metrics and the user's own; what cannot be stored is refused before it fails behind."""
+    """A step stores its number, run, metrics and user metadata; invalid metadata raises before the save
+    begins."""
     with manager_of(tmp_path, run="tuesday") as manager:
         manager.save(7, state_at(7), user_metadata={"tags": ["good"]}, metrics={"loss": 0.5})
         wrong: list[dict[str, Any]] = [
@@ -114,8 +116,8 @@ def test_what_is_stored_beside_the_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failed_save_is_tried_again(tmp_path: Path, mode: Any) -> None:
-    """The storage is away twice: the third attempt commits the same copy, an event says so, and one file is
-    there."""
+    """If the storage fails twice, the third attempt commits the same copy, an event reports it, and no extra
+    files are left."""
     seen, failing = Recorder(), Failing(times=2)
     with manager_of(tmp_path, mode=mode, writer=writer_with(failing), on_event=seen) as manager:
         manager.save(1, state := state_at(1))
@@ -130,8 +132,8 @@ def test_a_failed_save_is_tried_again(tmp_path: Path, mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", [*MODES, pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_a_save_that_fails_behind_its_commit_is_committed(tmp_path: Path, mode: Any) -> None:
-    """`.metadata` cannot be written: the same error in every mode says so, and the step counts as saved, and
-    as sound, however it is verified."""
+    """If `.metadata` cannot be written after the commit, every mode reports the same error, and the step
+    counts as saved and sound."""
     seen = Recorder()
 
     def writer(checkpoint_id: str) -> dcp.FileSystemWriter:
@@ -151,7 +153,7 @@ def test_a_save_that_fails_behind_its_commit_is_committed(tmp_path: Path, mode: 
 
 
 def test_a_failure_may_be_raised_at_the_next_call(tmp_path: Path) -> None:
-    """With on_failure="raise": once, by whatever is called next; then the manager works again."""
+    """With on_failure="raise" the next call raises the error once; afterwards the manager works again."""
     failing = Failing()
     options: dict[str, Any] = {"on_failure": "raise", "retries": 0, "writer": writer_with(failing)}
     with manager_of(tmp_path, **options) as manager:
@@ -168,7 +170,7 @@ def test_a_failure_may_be_raised_at_the_next_call(tmp_path: Path) -> None:
 
 
 def test_a_run_that_saved_nothing_does_not_end_well(tmp_path: Path) -> None:
-    """`close` raises once where all saves failed; not after a commit, nor over the loop's own exception."""
+    """`close` raises once if all saves failed, but not after a commit, nor over the loop's own exception."""
     options: dict[str, Any] = {"writer": writer_with(Failing()), "retries": 0}
     manager = manager_of(tmp_path, **options)
     for step in (1, 2):
@@ -195,7 +197,8 @@ def test_a_run_that_saved_nothing_does_not_end_well(tmp_path: Path) -> None:
 def test_damage_at_the_commit_is_found_and_not_counted(
     tmp_path: Path, check: Any, spoil: Callable[[Path], object], found: bool
 ) -> None:
-    """Half of a file is lost, or a byte: an event, a failure, and retention keeps the older step."""
+    """Truncation or a flipped bit after the commit is an event and a failure, and retention keeps the older
+    step."""
 
     def lose(_: object) -> None:
         for file in data_files(tmp_path / "step-00000002"):
@@ -217,7 +220,8 @@ def test_damage_at_the_commit_is_found_and_not_counted(
 
 
 def test_events_go_to_log_monitor_and_callbacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same facts everywhere, phases included; a listener that fails is logged, and harms nothing."""
+    """Log, torch.monitor and callbacks receive the same facts; an error in a callback is logged and has no
+    effect."""
     monitored: list[Any] = []
 
     def broken(event: Event) -> None:
@@ -243,7 +247,7 @@ def test_events_go_to_log_monitor_and_callbacks(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_closed_manager_refuses_all_but_listing(tmp_path: Path) -> None:
-    """Closing twice is fine; saving, asking, pinning and deleting are not."""
+    """A closed manager still lists steps, and may be closed again; all other calls raise."""
     manager = manager_of(tmp_path)
     manager.save(1, state_at(1))
     manager.close()

@@ -1,4 +1,4 @@
-"""When a loop saves: intervals of steps and seconds, resumed and repeated steps, and steps that are none."""
+"""The schedule of saves: intervals of steps and seconds, resumed and repeated steps, invalid steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ STATE = {"w": torch.zeros(1)}
 
 
 def run(**options: Any) -> dcp.CheckpointManager:
-    """A manager of a run in memory, which saves in the loop."""
+    """Return a manager of a run in memory, with mode="sync"."""
     root = f"memory://schedule-{uuid.uuid4().hex}"
     return manager_of(root, mode="sync", verify_saved="off", handle_sigterm=False, **options)
 
 
 def saved(manager: dcp.CheckpointManager, steps: range, last: int = -1) -> list[int]:
-    """The steps of a loop that are saved; `should_save` says the same, however often it is asked."""
+    """Save in a loop; return the saved steps, and check that `should_save` agrees on every call."""
     found = []
     for step in steps:
         asked = [manager.should_save(step, last=step == last) for _ in range(2)]
@@ -44,7 +44,7 @@ def saved(manager: dcp.CheckpointManager, steps: range, last: int = -1) -> list[
 
 
 def test_first_and_last_are_saved_besides() -> None:
-    """The first step where asked for, the last whatever the interval, once if it is both."""
+    """`save_first` saves the first step, `last=` the last step, and a step that is both is saved once."""
     with run(every_steps=100, save_first=True) as manager:
         assert saved(manager, range(7, 251), last=250) == [7, 100, 200, 250]
     with run(every_steps=100) as manager:
@@ -54,7 +54,8 @@ def test_first_and_last_are_saved_besides() -> None:
 
 
 def test_a_resumed_run_keeps_its_multiples(tmp_path: Path) -> None:
-    """Restored at 137 it saves at 200, neither at once nor 100 steps later; and again after going back."""
+    """A run restored at step 137 saves at 200, neither at once nor 100 steps later, also after another
+    restore."""
     with manager_of(tmp_path, mode="sync", every_steps=100) as manager:
         manager.save(137, STATE, force=True)
     with manager_of(tmp_path, mode="sync", every_steps=100, save_first=True) as manager:
@@ -70,7 +71,7 @@ def test_a_resumed_run_keeps_its_multiples(tmp_path: Path) -> None:
 
 
 def test_seconds_count_from_the_last_save() -> None:
-    """An interval that has always passed saves at each step, one that never passes at none."""
+    """An interval that has always passed saves each step; an interval that never passes saves none."""
     with run(every_seconds=1e-9) as often, run(every_seconds=1e9, every_steps=3) as seldom:
         assert saved(often, range(1, 4)) == [1, 2, 3]
         assert saved(seldom, range(1, 7)) == [3, 6], "whichever comes first"
@@ -85,7 +86,8 @@ def test_seconds_count_from_the_last_save() -> None:
 def test_a_multiple_that_is_passed_leads_to_one_save(
     every: int, stride: int, start: int, restored: int | None
 ) -> None:
-    """Whatever the stride of the loop, and wherever it began or was resumed."""
+    """A multiple of the interval that the loop passes leads to one save, for any stride, begin or restored
+    step."""
     with run(every_steps=every) as manager:
         begin = start
         if restored is not None:
@@ -97,14 +99,15 @@ def test_a_multiple_that_is_passed_leads_to_one_save(
     base = begin if restored is None else restored
     for step in steps:
         is_due = step // every > base // every
-        if step == base:  # the very first: due if it is a multiple itself
+        if step == base:  # the first step is due if it is a multiple
             is_due = step > 0 and step % every == 0
         assert (step in found) == is_due, (step, found)
         base = step if is_due else base
 
 
 def test_a_step_is_saved_again_only_by_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Once a step, the log says so; a last call after the loop is no mistake."""
+    """A second save of a step needs force=True; otherwise one warning a step is logged, except for
+    last=True."""
     with manager_of(tmp_path, mode="sync", every_steps=2) as manager:
         assert saved(manager, range(1, 3)) == [2]
         assert [manager.save(2, state_at(2)) for _ in range(3)] == [None] * 3
@@ -120,7 +123,7 @@ def test_a_step_is_saved_again_only_by_force(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
 def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
-    """Waits, is left out, or is an error; one that is forced, or the last, waits whatever the option."""
+    """A save during another waits, is skipped, or raises; with force=True or last=True it always waits."""
     gate, seen = Gate(), Recorder()
     options: dict[str, Any] = {"every_steps": 1, "when_busy": when_busy, "on_event": seen}
     with manager_of(tmp_path, writer=writer_with(gate), **options) as manager:
@@ -139,7 +142,7 @@ def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
 
 
 def test_a_stop_saves_the_next_step_and_waits(tmp_path: Path) -> None:
-    """By a request as by SIGTERM, once, also where the loop forces each of its saves."""
+    """After request_stop() the next step is saved once and awaited, also if all saves are forced."""
     for force in (False, True):
         with manager_of(tmp_path / str(force), every_steps=100) as manager:
             assert manager.save(1, state_at(1)) is None
@@ -153,7 +156,8 @@ def test_a_stop_saves_the_next_step_and_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, "2", None, 10**18])
 def test_what_is_no_step_is_refused_at_once(step: Any) -> None:
-    """Not only when one is due: training must not fail hours later, nor save what cannot be found again."""
+    """An invalid step raises on each call, even if no save is due, so that training does not fail hours
+    later."""
     with run(every_steps=1000) as manager:
         for call in (manager.should_save, lambda step: manager.save(step, {}), manager.checkpoint_id):
             with pytest.raises(ValueError, match="step: must be a whole number from 0 to"):
@@ -178,7 +182,7 @@ def test_what_is_no_step_is_refused_at_once(step: Any) -> None:
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_by_name(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """When the manager is made, as a ValueError."""
+    """An invalid option raises ValueError with its name when the manager is made."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dcp.CheckpointManager(tmp_path, **wrong)
 
@@ -195,7 +199,7 @@ def test_options_that_cannot_be_meant_are_refused_by_name(tmp_path: Path, wrong:
 def test_folders_are_named_as_asked_and_found_by_that(
     tmp_path: Path, form: Any, step: int, name: str
 ) -> None:
-    """Each step has its name, from which the step is read again, by another manager, too."""
+    """Folders follow the `name` format, and another manager reads the step back from it."""
     with manager_of(tmp_path, name=form, mode="sync") as manager:
         manager.save(step, state_at(step))
         assert manager.checkpoint_id(step) == str(tmp_path / name)
@@ -203,7 +207,7 @@ def test_folders_are_named_as_asked_and_found_by_that(
 
 
 def test_other_folders_are_no_steps(tmp_path: Path) -> None:
-    """Only the very name that the format gives counts, whatever a folder holds."""
+    """A folder counts as a step only if the format gives exactly its name."""
     names = ["step-12", "step-000000012", "step-0000001x", "xstep-00000001", "best", "٣", "9" * 99]
     for name in names:
         dcp.save(STATE, storage_writer=plain_writer(str(tmp_path / name)), no_dist=True)

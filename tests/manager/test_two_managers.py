@@ -1,4 +1,4 @@
-"""Managers side by side, in one process or one root: plans, locks, failures and ends are apart."""
+"""Several managers in one process or one root: plans, locks, failures and ends are independent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.manager_runs import PATIENCE_SECONDS, loaded_step, manager_of
 
 
 def test_one_root_with_two_names(tmp_path: Path) -> None:
-    """Two runs that share a folder by names: steps, pins, retention and resumes do not mix."""
+    """Two runs with different names share a folder; steps, pins, retention and resumes do not mix."""
     options = [("teacher-{step}", dcp.Retention(last=1)), ("student-{step}", dcp.Retention(last=2))]
     teacher, student = (manager_of(tmp_path, name=name, keep=keep) for name, keep in options)
     for step in range(1, 5):
@@ -33,7 +33,7 @@ def test_one_root_with_two_names(tmp_path: Path) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged about other runs."""
+    """Return the log messages about another run."""
     return [text for text in caplog.messages if "another run" in text]
 
 
@@ -41,7 +41,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_two_live_runs_in_one_folder_are_found_out(
     tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step of another between those of this run, or over one of them, is logged once."""
+    """A step of another run between steps of this run, or in place of one, is logged once."""
     with manager_of(tmp_path) as one:
         one.save(1, state_at(1))
         assert one.wait(PATIENCE_SECONDS)
@@ -59,7 +59,8 @@ def test_two_live_runs_in_one_folder_are_found_out(
 def test_a_run_after_another_is_no_other_run(
     tmp_path: Path, keep: dcp.Retention, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It saves where one has ended, saves a step again, and drops parts of what that one saved."""
+    """A run that continues an ended run, saves its steps again, and drops parts of them, logs no other
+    run."""
     for first in (1, 3):
         with manager_of(tmp_path, keep=keep) as manager:
             for each in (first, first + 1, first + 1):
