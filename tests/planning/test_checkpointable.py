@@ -1,4 +1,5 @@
-"""Plain tensors that say which boxes of a global tensor they hold, as torch 2.14's CheckpointableTensor."""
+"""Plain tensors with the attributes of torch 2.14's CheckpointableTensor, which hold boxes of a global
+tensor."""
 
 import importlib
 from pathlib import Path
@@ -27,14 +28,14 @@ class ShardClaim(NamedTuple):
 
 
 def with_claim(tensor: torch.Tensor, claim: ShardClaim) -> torch.Tensor:
-    """``tensor``, which is given the attributes."""
+    """Set the attributes of ``claim`` on ``tensor``, and return it."""
     for name, value in claim._asdict().items():
         setattr(tensor, name, value)
     return tensor
 
 
 def rows(begin: int, end: int, *, filled: bool = True) -> torch.Tensor:
-    """Rows of `GLOBAL` as a rank has them: two boxes, in the wrong order, within padding."""
+    """Return rows of `GLOBAL` as a rank holds them: two boxes in reverse order, surrounded by padding."""
     middle = (begin + end) // 2
     tensor = torch.full((end - begin + 2, 7), PADDING)
     places = [(middle, end, 0), (begin, middle, end - middle + 2)]
@@ -62,14 +63,15 @@ WRONG = [
 
 @pytest.mark.parametrize(("claim", "words"), WRONG)
 def test_what_torch_refuses_is_refused_by_name(claim: ShardClaim, words: str, tmp_path: Path) -> None:
-    """Boxes outside of the tensor or of the global one, and rows that do not go together."""
+    """Boxes outside of the local or the global tensor, and attributes of different lengths, raise
+    PlanError."""
     with pytest.raises(PlanError, match=words) as caught:
         dcp.save({"layer": with_claim(torch.zeros(2), claim)}, checkpoint_id=tmp_path)
     assert "'layer' is a CheckpointableTensor" in str(caught.value)
 
 
 def across_ranks(rank: int, world: int, root: str, pairs: list[tuple[str, str]]) -> list[bool]:
-    """Each rank saves its rows and loads its own, others, and all of them."""
+    """Save rows of each rank, and load the same rows, other rows, and the whole tensor."""
     packages: dict[str, Any] = {"dcp": dcp, "stock": stock}
     cuts, results = [8 * number // world for number in range(world + 1)], []
     own, uneven = cuts[rank : rank + 2], [(0, 3), (3, 8), (5, 8)][rank]
@@ -87,20 +89,20 @@ def across_ranks(rank: int, world: int, root: str, pairs: list[tuple[str, str]])
 
 
 PAIRS = [("dcp", "dcp")]
-if HAS_PROTOCOL:  # where torch knows such tensors
+if HAS_PROTOCOL:  # torch has the protocol
     PAIRS += [("dcp", "stock"), ("stock", "dcp")]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_save_and_load_their_boxes(world: int, tmp_path: Path) -> None:
-    """Also with boxes other than the stored ones, and whole; with stock torch where it has the protocol."""
+    """Stored boxes load into equal boxes, other boxes and whole tensors, also across dcp and stock torch."""
     results = run_ranks(world, across_ranks, str(tmp_path), PAIRS)
     assert results == [[True] * 3 * len(PAIRS)] * world
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_asynchronous_saves_keep_the_boxes(kind: str, tmp_path: Path) -> None:
-    """The staged copy says what its source says; later writes to the source do not reach it."""
+    """The staged copy has the attributes of its source, and later writes to the source do not change it."""
     state: dict[str, Any] = {"w": rows(0, 8), "nested": [{"v": rows(0, 8)}]}
     chosen = dcp.AsyncCheckpointerType(kind)
     future = dcp.async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=chosen)
@@ -117,14 +119,15 @@ class _Forgetful(dcp.FileSystemWriter):
 
 
 def test_a_stager_that_loses_the_boxes_is_an_error(tmp_path: Path) -> None:
-    """And no checkpoint of local tensors in the place of the global one."""
+    """A stager that drops the attributes raises an error, and no local tensor is saved as the global
+    tensor."""
     with pytest.raises(StagingError, match="does not describe its boxes"):
         dcp.async_save({"w": rows(0, 8)}, storage_writer=_Forgetful(tmp_path)).result()
     assert not list(tmp_path.glob("*.dcp"))
 
 
 def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
-    """The plan of the save before serves only as long as the boxes are what they were."""
+    """A plan is reused only while the boxes are unchanged."""
     writer = dcp.FileSystemWriter(tmp_path / "none")
     dcp.save({"w": rows(0, 8)}, storage_writer=writer, checkpoint_id=tmp_path / "1")
     tensor = rows(0, 8)
@@ -141,7 +144,7 @@ def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
 
 
 def test_torchs_protocol_and_ours_are_one(tmp_path: Path) -> None:
-    """An object of one is an object of the other; a plan by torch's planner is the same."""
+    """isinstance() holds for both protocols, and plans equal those of torch's planner."""
     tensor = rows(0, 8)
     assert isinstance(tensor, dcp.CheckpointableTensor)
     assert not isinstance(torch.zeros(2), dcp.CheckpointableTensor)

@@ -41,7 +41,7 @@ H = 0x66E94BD4EF8A2C3B884CFA59CA342B2E
 
 
 def multiplied(x: int, y: int) -> int:
-    """X * Y by algorithm 1 of NIST SP 800-38D."""
+    """Multiply by algorithm 1 of NIST SP 800-38D."""
     z, v = 0, y
     for bit in range(127, -1, -1):
         if x >> bit & 1:
@@ -51,7 +51,7 @@ def multiplied(x: int, y: int) -> int:
 
 
 def sum_of(data: bytes) -> int:
-    """The sum of a tensor's bytes, by section 10 of the document alone."""
+    """Return the sum of a tensor's bytes, by section 10 of the document alone."""
     total = 0
     for begin in range(0, len(data), 16):
         total = multiplied(total ^ int.from_bytes(data[begin : begin + 16].ljust(16, b"\0"), "big"), H)
@@ -59,7 +59,7 @@ def sum_of(data: bytes) -> int:
 
 
 def added(array: np.ndarray[Any, Any], offsets: list[int], sizes: list[int], cuts: list[int]) -> int:
-    """What a box of ``array`` adds, given in pieces of lengths ``cuts``, which repeat."""
+    """Return the contribution of a box of ``array``, read in pieces whose lengths cycle through ``cuts``."""
     place = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
     data, position = np.ascontiguousarray(array[place]).tobytes(), 0
     where = logical_runs(array.shape, tuple(offsets), tuple(sizes), array.itemsize)
@@ -72,14 +72,14 @@ def added(array: np.ndarray[Any, Any], offsets: list[int], sizes: list[int], cut
 
 
 def random_array(shape: tuple[int, ...], itemsize: int, seed: int) -> np.ndarray[Any, Any]:
-    """Any bytes."""
+    """Return an array of random bytes."""
     data = np.random.default_rng(seed).integers(0, 256, (*shape, itemsize), dtype=np.uint8)
     return data.view({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[itemsize]).reshape(shape)
 
 
 @st.composite
 def cut_arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[list[int]], list[int]]:
-    """An array, edges to cut it at in each dimension, and lengths of pieces."""
+    """Draw an array, the edges of a grid of boxes, and lengths of pieces."""
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
     array = random_array(shape, draw(st.sampled_from([1, 2, 4, 8, 16])), draw(st.integers(0, 99)))
     edges = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
@@ -91,7 +91,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[list[int]], 
 def test_the_parts_of_any_cutting_add_up_to_the_whole(
     drawn: tuple[np.ndarray[Any, Any], list[list[int]], list[int]],
 ) -> None:
-    """A grid of boxes in any number of dimensions, given piece by piece, has the sum of the document."""
+    """A grid of boxes in any number of dimensions, read piece by piece, has the documented sum."""
     array, edges, cuts = drawn
     total = 0
     for spans in itertools.product(*(itertools.pairwise(edge) for edge in edges)):
@@ -100,7 +100,7 @@ def test_the_parts_of_any_cutting_add_up_to_the_whole(
 
 
 def test_the_digest_tells_dtype_and_shape() -> None:
-    """Equal bytes as another dtype or in another shape; and the example of the document."""
+    """Equal bytes with another dtype or shape have another digest, and the document's example is right."""
     total = sum_of(bytes.fromhex("0000803f0040404080 40a040")).to_bytes(16, "big")
     forms = (("bfloat16", (2, 3)), ("float16", (2, 3)), ("bfloat16", (3, 2)), ("bfloat16", (6,)))
     shown = [shown_digest(total, dtype, shape) for dtype, shape in forms]
@@ -116,7 +116,7 @@ def test_the_digest_tells_dtype_and_shape() -> None:
     zeros=st.sampled_from([0, 1, 4096, CRC_BLOCK_BYTES - 4, CRC_BLOCK_BYTES, CRC_BLOCK_BYTES + 1]),
 )
 def test_the_checksum_of_two_pieces_is_that_of_both_together(first: bytes, second: bytes, zeros: int) -> None:
-    """Whatever their lengths; also where one of the two is that of no bytes, which is 0."""
+    """The checksums of two pieces combine for any lengths, also for an empty piece, whose checksum is 0."""
     whole = second + bytes(zeros)
     assert crc32_combine(crc32(first), crc32(whole), len(whole)) == zlib.crc32(first + whole)
 
@@ -125,13 +125,13 @@ def test_the_checksum_of_two_pieces_is_that_of_both_together(first: bytes, secon
 
 
 def digest_tensor(tensor: torch.Tensor, check: Any = "sampled") -> int:
-    """Digest of one tensor; 0 with ``off``."""
+    """Return the digest of one tensor; 0 with ``off``."""
     return int(digest_tensors([tensor], check)[0])
 
 
 @pytest.mark.parametrize("size", [WHOLE_LIMIT_BYTES, 1 << 20, (1 << 20) + 5])
 def test_large_tensors_are_sampled_at_head_tail_and_between(size: int) -> None:
-    """Small ones are read whole; else a single byte between samples is seen by the full check only."""
+    """Small tensors are read whole; in large ones only the full check sees a byte between samples."""
     tensor, is_whole = torch.zeros(size, dtype=torch.uint8), size == WHOLE_LIMIT_BYTES
     sampled, full = digest_tensor(tensor), digest_tensor(tensor, "full")
     for place, is_seen in ((0, True), (-1, True), (-SAMPLE_BYTES, True), (SAMPLE_BYTES + 1, is_whole)):
@@ -151,7 +151,7 @@ Phase = enum.Enum("Phase", ["WARM", "COLD"])
 
 
 class Thing:
-    """Says nothing of equality; it knows itself, as modules know their parents."""
+    """A class without __eq__ that refers to itself, as modules refer to their parents."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -159,7 +159,7 @@ class Thing:
 
 
 def made(number: int) -> dict[str, Any]:
-    """One value of each kind; of another ``number`` another one, of the same an equal one."""
+    """Return a value of each kind; values are equal for equal ``number`` and different otherwise."""
     name = f"{number}" * 3
     return {
         "random state": np.random.RandomState(number).get_state(),
@@ -200,7 +200,7 @@ def made(number: int) -> dict[str, Any]:
 
 
 def digests_of(state: dict[str, Any]) -> dict[str, int]:
-    """As a save compares them."""
+    """Return the digests that a save compares, by name."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     local = planner.create_local_columns(digests=False)
@@ -213,7 +213,7 @@ def digests_of(state: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_equal_values_have_one_digest_and_others_another() -> None:
-    """Equal ones are made apart, and one of them once more by a copy, which shares parts otherwise."""
+    """Equal values made separately have one digest, also a deep copy that shares other parts."""
     one, again, other = (digests_of(made(number)) for number in (0, 0, 1))
     assert one == again
     assert not [name for name, digest in one.items() if digest in (0, NOT_COMPARABLE, other[name])]
@@ -224,7 +224,7 @@ def test_equal_values_have_one_digest_and_others_another() -> None:
 
 @pytest.mark.parametrize("value", [1, [1]])
 def test_keys_count_by_name_not_by_the_order_they_came_in(value: Any) -> None:
-    """Equal dicts are made of sets, whose order differs by process; order is of an OrderedDict's value."""
+    """Dicts built from sets have a different order in each process; only an OrderedDict's order counts."""
     one, other = {"a": value, "b": 2}, {"b": 2, "a": value}
     kinds: list[Any] = [dict, functools.partial(collections.defaultdict, list), collections.Counter, Thing]
     for kind in kinds:
@@ -235,7 +235,8 @@ def test_keys_count_by_name_not_by_the_order_they_came_in(value: Any) -> None:
 
 @pytest.mark.timeout(20)
 def test_containers_that_are_held_many_times_are_looked_at_once() -> None:
-    """Of 2^60 paths to one set; a tree whose nodes know their parent, and a ring, are not compared."""
+    """A set reached by 2^60 paths is read once; a tree with references to parents and a ring are not
+    comparable."""
     held: Any = {1}
     for _ in range(60):
         held = [held, held]

@@ -1,4 +1,4 @@
-"""Boxes, strides and which boxes meet. Internal: pure functions on which every plan and every read rests."""
+"""Boxes, strides and intersections. Internal: pure functions that every plan and read depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.sharded import grid as grid_boxes
 
 @st.composite
 def shaped(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, and boxes of it, which may be empty."""
+    """Draw a shape, and boxes in it, which may be empty."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     boxes = []
     for _ in range(count):
@@ -33,14 +33,14 @@ def shaped(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], list[Box]]:
 
 
 def elements(shape: tuple[int, ...], box: Box) -> list[int]:
-    """The C-order positions of a box's elements."""
+    """Return the positions of a box's elements in C order."""
     return np.arange(math.prod(shape)).reshape(shape)[box.slices].ravel().tolist()
 
 
 @examples(200)
 @given(case=shaped(2))
 def test_intersection_and_subtraction_share_the_elements_out(case: tuple[tuple[int, ...], list[Box]]) -> None:
-    """What both have, and what one has without the other, are all of the one, each once."""
+    """The intersection and the difference contain each element of a box exactly once."""
     shape, (box, hole) = case
     common = box.intersection(hole)
     both = elements(shape, common) if common is not None else []
@@ -55,7 +55,7 @@ def test_intersection_and_subtraction_share_the_elements_out(case: tuple[tuple[i
     shape=st.lists(st.integers(1, 6), max_size=4), ends=st.tuples(st.integers(0, 1300), st.integers(0, 1300))
 )
 def test_a_range_of_elements_is_a_few_boxes(shape: list[int], ends: tuple[int, int]) -> None:
-    """They have its elements in their order, and are at most two a dimension."""
+    """The boxes have the elements of the range in order, and are at most two for each dimension."""
     begin, end = sorted(min(at, math.prod(shape)) for at in ends)
     boxes = [*range_boxes(shape, begin, end)]
     assert [place for box in boxes for place in elements(tuple(shape), box)] == [*range(begin, end)]
@@ -67,7 +67,7 @@ shapes = st.lists(st.integers(1, 5), max_size=4)
 
 @st.composite
 def box_sets(draw: st.DrawFn, ndim: int, scale: int = 1) -> BoxSet:
-    """Small boxes, many of them alike or empty, in a few groups."""
+    """Draw small boxes in a few groups, many of them equal or empty."""
     edge = st.tuples(st.integers(0, 6), st.integers(0, 4))
     rows = draw(
         st.lists(st.tuples(st.integers(0, 2), st.lists(edge, min_size=ndim, max_size=ndim)), max_size=25)
@@ -78,7 +78,7 @@ def box_sets(draw: st.DrawFn, ndim: int, scale: int = 1) -> BoxSet:
 
 
 def meet(a: BoxSet, i: int, b: BoxSet, j: int) -> bool:
-    """The definition."""
+    """Return whether two boxes intersect, by definition."""
     low, high = np.maximum(a.low[i], b.low[j]), np.minimum(a.high[i], b.high[j])
     return bool(a.groups[i] == b.groups[j]) and bool((high > low).all())
 
@@ -86,7 +86,7 @@ def meet(a: BoxSet, i: int, b: BoxSet, j: int) -> bool:
 @examples(200)
 @given(data=st.data(), ndim=st.integers(0, 3), scale=st.sampled_from([1, 1 << 59]))
 def test_pairs_of_boxes_that_share_volume_are_found_once(data: Any, ndim: int, scale: int) -> None:
-    """All and only those of one group, in order; also with coordinates near the int64 limit."""
+    """Exactly the intersecting pairs of one group are found, in order, also near the int64 limit."""
     a, b = data.draw(box_sets(ndim, scale)), data.draw(box_sets(ndim, scale))
     if len(a.groups) and len(b.groups):
         found = [*zip(*(side.tolist() for side in intersecting_pairs(a, b)), strict=True)]
@@ -98,8 +98,8 @@ def test_pairs_of_boxes_that_share_volume_are_found_once(data: Any, ndim: int, s
 
 
 def test_many_boxes_cost_what_they_share_and_absurdly_many_overlaps_are_refused() -> None:
-    """Neither a grid, nor boxes that are apart in one dimension only, cost the square of their number; what
-    would fill memory with pairs or cuts is an error."""
+    """Neither a grid nor boxes that are disjoint in one dimension take quadratic time. Pairs or cuts that
+    would fill memory raise PlanError."""
     at = np.arange(40_000, dtype=np.int64)
     grid, sheared = np.stack([at // 200, at % 200], axis=1), np.stack([at, at], axis=1)
     for low, sizes in ((grid, [1, 1]), (sheared, [40_000, 1])):
@@ -112,7 +112,7 @@ def test_many_boxes_cost_what_they_share_and_absurdly_many_overlaps_are_refused(
 
 
 def test_boxes_that_cross_in_too_many_ways_are_refused() -> None:
-    """Strips across strips end in an error after seconds, not in minutes of cutting."""
+    """Strips across strips raise PlanError in seconds, instead of being cut for minutes."""
     strips = [Box((3 * number, 0), (1, 300)) for number in range(100)]
     across = [Box(box.offsets[::-1], box.sizes[::-1]) for box in strips]
     with pytest.raises(PlanError, match="overlap in too many ways"):
@@ -121,7 +121,7 @@ def test_boxes_that_cross_in_too_many_ways_are_refused() -> None:
 
 @st.composite
 def overlapping(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes]:
-    """A shape, and boxes that cover it and lie over each other as they like."""
+    """Draw a shape, and boxes that cover it and overlap at random."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     boxes = [*grid_boxes(shape, [draw(st.integers(1, n)) for n in shape])]
     for _ in range(draw(st.integers(0, 3))):
@@ -135,7 +135,7 @@ def overlapping(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes]:
 @examples(120)
 @given(case=overlapping())
 def test_overlapping_boxes_become_disjoint_ones(case: tuple[tuple[int, ...], Boxes]) -> None:
-    """Each element is in one part only, which lies within its box, the first one that has the element."""
+    """Each element is in exactly one part, within the first box that has the element."""
     shape, boxes = case
     owners = np.full(shape, -1, np.int64)
     for number, box in reversed([*enumerate(boxes)]):

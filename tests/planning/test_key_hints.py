@@ -1,4 +1,4 @@
-"""Names that a checkpoint does not have: the error says which were meant, and which renaming finds all."""
+"""Missing keys: the error suggests the intended names, and a renaming that finds all keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS = [f"model.layers.{n}.{part}.weight" for n in range(12) for part in ("lin
 
 
 def hint(folder: Path, wanted: list[str], stored: list[str], **options: Any) -> str:
-    """The end of the error of a load of names that are not all there."""
+    """Return the error of a load of ``wanted`` from a checkpoint of ``stored``."""
     dcp.save({name: torch.zeros(1) for name in stored}, checkpoint_id=folder, no_dist=True)
     with pytest.raises(dcp.MissingKeyError) as caught:
         dcp.load({name: torch.zeros(1) for name in wanted}, checkpoint_id=folder, no_dist=True, **options)
@@ -33,7 +33,7 @@ def hint(folder: Path, wanted: list[str], stored: list[str], **options: Any) -> 
     ],
 )
 def test_one_key_gets_the_name_that_was_meant(name: str, meant: str, tmp_path: Path) -> None:
-    """A part that is misspelt, wherever it is, and another beginning; nothing that hides it is advised."""
+    """A misspelled part anywhere, or another prefix, is suggested; allow_partial_load is not."""
     said = hint(tmp_path, [name, "step"], [*LAYERS, "step"])
     assert f"Did you mean {meant!r}" in said and "allow_partial_load" not in said
 
@@ -50,7 +50,7 @@ def test_one_key_gets_the_name_that_was_meant(name: str, meant: str, tmp_path: P
     ],
 )
 def test_the_renaming_that_finds_all_works_as_it_is_told(wanted: str, stored: str, tmp_path: Path) -> None:
-    """Wrappers that only one of the two has, and other beginnings: what is told can be pasted."""
+    """For wrappers on one side and for other prefixes the suggested rename= works when pasted."""
     missing, unused = ([form.format(name) for name in LAYERS] for form in (wanted, stored))
     said = hint(tmp_path, missing, unused)
     rules = re.search(r"The checkpoint has them all under other names: pass rename=(\{.*\})", said)
@@ -61,13 +61,14 @@ def test_the_renaming_that_finds_all_works_as_it_is_told(wanted: str, stored: st
 
 
 def test_where_rename_is_given_the_rule_is_to_be_added(tmp_path: Path) -> None:
-    """The names that were looked for are those it gave."""
+    """With rename= given the suggestion is a rule to add to it."""
     said = hint(tmp_path, [f"module.{name}" for name in LAYERS], LAYERS, rename={"^nothing": ""})
     assert 'add {r"^module\\.": ""} to rename' in said
 
 
 def test_what_is_not_near_anything_is_told_with_what_is_there(tmp_path: Path) -> None:
-    """Only then it is advised that what is missing may stay as it is."""
+    """Without similar names the error lists the stored names, and only then suggests
+    allow_partial_load=True."""
     assert re.search(
         r"state dict lacks: model\.\* \(36\)\..*allow_partial_load=True", hint(tmp_path, ["qqq"], LAYERS)
     )

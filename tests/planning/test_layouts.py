@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor, as its plan of a save says: for meshes that no few ranks have."""
+"""Boxes that each rank saves of a tensor, on meshes that are too large for real processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Held = dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]
 
 @pytest.fixture
 def mesh() -> Iterator[Mesh]:
-    """Starts this process as any rank of a world whose collectives do nothing; its mesh of a shape."""
+    """Yield a function that makes this process any rank of a fake world, and returns a mesh of a shape."""
 
     def start(rank: int, shape: Sequence[int]) -> DeviceMesh:
         if dist.is_initialized():
@@ -44,7 +44,7 @@ def mesh() -> Iterator[Mesh]:
 
 
 def held(state: dict[str, Any]) -> Held:
-    """By name the boxes that this rank would save: (offsets, data)."""
+    """Return the boxes that this rank would save, as (offsets, data) by name."""
     planner, found = dcp.DefaultSavePlanner(), Held()
     planner.set_up_planner(state)
     for item in planner.create_local_plan().items:
@@ -55,15 +55,15 @@ def held(state: dict[str, Any]) -> Held:
 
 
 def of_local(mesh: DeviceMesh, local: torch.Tensor, placement: Placement, rows: int) -> DTensor:
-    """A DTensor made by hand."""
+    """Return a DTensor made from a local tensor."""
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=(rows,), stride=(1,))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (2, 3), (1, 4)], ids=str)
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2)], ids=str)
 def test_boxes_hold_what_torch_distributes(mesh: Mesh, sizes: tuple[int, ...], shape: Any) -> None:
-    """The local tensor of distribute_tensor is, box by box, the global tensor, and those of all ranks cover
-    it: for replicas, plain and strided shards, even or not."""
+    """The saved boxes equal those regions of the global tensor, and boxes of all ranks cover it, for
+    replicas, plain and strided shards, even or uneven."""
     whole, some = torch.arange(math.prod(shape)).reshape(shape), PLACEMENTS[: 5 if len(sizes) < 3 else 3]
     covered = {str(each): torch.zeros(shape) for each in itertools.product(some, repeat=len(sizes))}
     for rank in range(math.prod(sizes)):
@@ -78,8 +78,8 @@ def test_boxes_hold_what_torch_distributes(mesh: Mesh, sizes: tuple[int, ...], s
 
 
 def test_a_rank_that_has_nothing_says_so(mesh: Mesh) -> None:
-    """A DTensor on a submesh is left out by ranks that are not in it; an empty shard has no box, and an empty
-    tensor keeps one empty chunk."""
+    """A rank outside of a DTensor's submesh saves no entry, an empty shard no box, an empty tensor one empty
+    chunk."""
     assert held({"t": of_local(mesh(3, (2,)), torch.zeros(0), ROWS, 4)}) == {}
     here = mesh(3, (4,))
     short = distribute_tensor(torch.zeros(2, 3), here, [ROWS], src_data_rank=None)
@@ -91,7 +91,8 @@ def test_a_rank_that_has_nothing_says_so(mesh: Mesh) -> None:
 
 
 def test_tensors_that_are_not_what_they_say_are_refused(mesh: Mesh) -> None:
-    """Partial values are summands; a hand-made uneven DTensor would be stored at wrong offsets."""
+    """Partial placements, and a DTensor with a wrong local shape, whose offsets would be wrong, are
+    refused."""
     here = mesh(0, (2,))
     with pytest.raises(PlanError, match=r"'w'.*Partial.*redistribute"):
         held({"w": of_local(here, torch.zeros(2), Partial(), 2)})
@@ -100,7 +101,7 @@ def test_tensors_that_are_not_what_they_say_are_refused(mesh: Mesh) -> None:
 
 
 class _Opaque(torch.Tensor):
-    """One that does not tell what it is made of, as Transformer Engine's were."""
+    """A wrapper subclass that does not show its inner tensors, as Transformer Engine's were."""
 
     @staticmethod
     def __new__(cls, wrapped: torch.Tensor) -> _Opaque:
@@ -113,7 +114,7 @@ class _Opaque(torch.Tensor):
 
 
 class Rows(torch.Tensor):
-    """A subclass that implements torch's checkpointing protocol: rows 2 and 3 of a tensor of 8 rows."""
+    """A subclass with torch's checkpoint protocol: rows 2 and 3 of a tensor of 8 rows."""
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         chunk = ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([2, 3]))
@@ -128,7 +129,7 @@ class Rows(torch.Tensor):
 
 
 def test_the_protocol_of_torch_is_honoured() -> None:
-    """A subclass with __create_write_items__ says its boxes and shards itself."""
+    """A subclass with __create_write_items__ decides its boxes and shards."""
     ((offsets, data),) = held({"rows": torch.ones(2, 3).as_subclass(Rows)})["rows"]
     assert (offsets, float(data.sum())) == ((2, 0), 6)
 
@@ -145,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 def test_unsupported_tensors_are_all_named_with_advice() -> None:
-    """One error names every tensor that cannot be saved, and says what to do with each kind."""
+    """One error names every tensor that cannot be saved, with a remedy for each kind."""
     with pytest.raises(PlanError) as caught:
         held({"fine": torch.zeros(1), **{name: make() for name, (make, _) in REFUSED.items()}})
     problems = caught.value.problems
@@ -156,8 +157,8 @@ def test_unsupported_tensors_are_all_named_with_advice() -> None:
 
 
 def test_freed_memory_is_refused(tmp_path: Path) -> None:
-    """A storage that FSDP resized to nothing has no values; beyond the end of one that was made smaller lies
-    memory of others, also for views of it."""
+    """A storage that FSDP resized to zero has no values, and a tensor or view beyond the end of a shrunk
+    storage would read foreign memory."""
     flat, gone = torch.zeros(12), torch.zeros(4)
     state = {"rows": flat.view(3, 4).t(), "tail": flat[8:], "head": flat[:4], "none": flat[12:]}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)

@@ -1,4 +1,5 @@
-"""The default planners as torch's: flat names, plans, metadata, and what programs read of them."""
+"""The default planners compared with torch's: flat names, plans, metadata, and attributes that programs
+use."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ values: st.SearchStrategy[Any] = st.recursive(
 
 
 def flat(planner: Any, state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flat state and the paths of its names."""
+    """Return the flat state and the paths of its names."""
     planner.set_up_planner(state, is_coordinator=True)
     return planner.state_dict, planner.mappings
 
@@ -46,7 +47,7 @@ def flat(planner: Any, state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str,
 @examples(150)
 @given(state=st.dictionaries(keys, values, max_size=4))
 def test_keys_and_paths_are_those_of_torch(state: dict[Any, Any]) -> None:
-    """Any nesting has the same names in the same order with the same values and paths, or is refused."""
+    """Any nested state has torch's names in torch's order with the same values and paths, or is refused."""
     try:
         expected, paths = flat(stock.DefaultSavePlanner(), state)
     except ValueError:
@@ -60,14 +61,14 @@ def test_keys_and_paths_are_those_of_torch(state: dict[Any, Any]) -> None:
 
 
 def test_names_that_meet_are_told() -> None:
-    """A dotted key that collides with nesting is an error which lists every such key."""
+    """Dotted keys that collide with nested keys raise an error that lists each of them."""
     with pytest.raises(PlanError, match=r"'a\.b'.*'c\.0'") as caught:
         flat(DefaultSavePlanner(), {"a.b": 1, "a": {"b": 2}, "c.0": 3, "c": [TENSOR]})
     assert caught.value.fqns == ["a.b", "c.0"]
 
 
 def test_per_rank_values_get_a_key_of_their_rank() -> None:
-    """PerRank(value) is stored below rank-<n>, nested values below that; also in lists."""
+    """PerRank(value) is stored below rank-<n>, followed by nested keys, also in lists."""
     state = {"loader": PerRank({"position": 3}), "rng": PerRank(TENSOR), "l": [PerRank(1)]}
     names, paths = flat(DefaultSavePlanner(), state)
     assert list(names) == ["loader.rank-0.position", "rng.rank-0", "l.0.rank-0"]
@@ -75,14 +76,14 @@ def test_per_rank_values_get_a_key_of_their_rank() -> None:
 
 
 def test_a_container_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
-    """A read-only mapping on the way gives a typed error which says what to use."""
+    """A read-only mapping in the state raises PlanError, which recommends a dict."""
     stock.save({"a": {"b": 2}}, checkpoint_id=tmp_path)
     with pytest.raises(PlanError, match=r"mappingproxy.*use a dict"):
         load({"a": MappingProxyType({"b": 1})}, checkpoint_id=tmp_path)
 
 
 def test_checkpoints_of_torch_before_2_4_are_found(tmp_path: Path) -> None:
-    """Old keys (dicts without tensors kept whole) are recognised and loaded to where they belong."""
+    """Keys of torch before 2.4, which keeps dicts without tensors whole, are recognised and loaded."""
     old = {"model": {"w": torch.ones(2)}, "opt": {"lr": 0.5, "betas": {"one": 1}}}
     _version._derived_version = "2_3"
     try:
@@ -98,7 +99,7 @@ def test_checkpoints_of_torch_before_2_4_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flatten", [True, False])
 def test_plans_and_metadata_are_those_of_torch(flatten: bool) -> None:
-    """Same items, same metadata entries, same planner data as torch's planner makes, in the same order."""
+    """Items, metadata entries and planner data equal those of torch's planner, in the same order."""
     state: dict[str, Any] = {"w": torch.zeros(2), "b": torch.ones(4, dtype=torch.bfloat16), "epoch": 7}
     if flatten:
         state |= {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "list": [torch.tensor(3), {"lr": 0.5}]}
@@ -114,7 +115,7 @@ def test_plans_and_metadata_are_those_of_torch(flatten: bool) -> None:
 
 
 def test_they_are_torchs_for_isinstance() -> None:
-    """Code that asks for torch's classes gets a yes, and the arguments are torch's."""
+    """The planners are instances of torch's classes, and take torch's arguments."""
     saving, loading = DefaultSavePlanner(True, False, None, True, True), DefaultLoadPlanner(True, False, True)
     assert isinstance(saving, stock.DefaultSavePlanner) and isinstance(loading, stock.DefaultLoadPlanner)
     assert not saving.flatten_sharded_tensors and loading.allow_partial_load

@@ -1,4 +1,4 @@
-"""Plans of saves and loads, by what ranks write, read and refuse."""
+"""Plans of saves and loads: the writes and reads of each rank, and states that are refused."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BIG = torch.arange(4000.0).view(1000, 4)
 
 
 def part(offset: int, size: int, length: int = 4) -> torch.Tensor:
-    """Some elements of a tensor that counts up."""
+    """Return a part of a tensor that counts up."""
     return boxed(torch.arange(float(offset), offset + size), (length,), (offset,), (size,))
 
 
 def save_replicas(rank: int, world_size: int, folder: str) -> None:
-    """A large replica, tied and split, beside rows of each rank's own; one rank has more to do."""
+    """Save a large replica, tied and split, and rows of each rank, with more work on one rank at a time."""
     for busy in range(world_size):
         big = BIG.clone()
         state: dict[str, Any] = {"big": big, "tied": big, "own": part(200 * rank, 200, 600)}
@@ -41,8 +41,8 @@ def save_replicas(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_ranks_share_what_all_of_them_have(tmp_path: Path) -> None:
-    """Parts of a replica are as its holders have to do; each element and each value is written once, tied
-    ones too; or all is the lowest rank's, if that is asked for."""
+    """Ranks write parts of a replica in proportion to their other work; each element and value is written
+    once, also tied ones. With dedup_save_to_lowest_rank the lowest rank writes all."""
     run_ranks(3, save_replicas, str(tmp_path))
     for busy in range(3):
         found = dcp.read(tmp_path / str(busy), weights_only=False)
@@ -67,12 +67,12 @@ UNSOUND: dict[str, list[Any]] = {
 
 
 def save_unsound(rank: int, world_size: int, folder: str) -> list[str]:
-    """Each of them."""
+    """Save each unsound state; return the errors."""
     return [told(lambda s=s: dcp.save({"t": s[rank]}, checkpoint_id=folder)) for s in UNSOUND.values()]  # type: ignore[misc]
 
 
 def test_unsound_states_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    """Overlap, a gap, other shapes, dtypes, kinds and values: the error names tensor and ranks."""
+    """Overlaps, gaps, and differing shapes, dtypes, kinds or values raise an error with tensor and ranks."""
     for found in run_ranks(2, save_unsound, str(tmp_path / "x")):
         for problem, text in zip(UNSOUND, found, strict=True):
             assert problem in text and "'t'" in text, text
@@ -81,8 +81,8 @@ def test_unsound_states_are_refused_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_elements_that_are_not_stored_are_refused(tmp_path: Path) -> None:
-    """A hole, also one that pieces which lie over each other make up for in volume; of many the first are
-    listed."""
+    """Elements that no piece stores are an error, also if overlaps make up the volume; only the first few
+    tensors are listed."""
     for name, boxes in (("hole", [((0,), (3,)), ((4,), (1,))]), ("overlap", [((0,), (3,)), ((1,), (3,))])):
         save_sharded(tmp_path / name, {"t": torch.arange(6.0)}, {"t": boxes})
         with pytest.raises(PlanError, match=r"'t': of the box at \[0\] of sizes \[6\].*stores 4 of 6"):
@@ -101,7 +101,7 @@ PLACES = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 6), st.i
 def test_overlapping_pieces_are_read_once(
     tmp_path_factory: pytest.TempPathFactory, extra: list[Any], cut: int, order: Any
 ) -> None:
-    """However stored pieces overlap, each wanted element is needed once, arrives, and goes to its place."""
+    """For any overlap of stored pieces each wanted element is needed once and gets the right value."""
     boxes = [((0, 0), (cut, 6)), ((cut, 0), (6 - cut, 6))]
     boxes += [((row, col), (min(high, 6 - row), min(wide, 6 - col))) for row, col, high, wide in extra]
     order.shuffle(boxes)
@@ -114,7 +114,8 @@ def test_overlapping_pieces_are_read_once(
 
 
 def test_problems_of_several_kinds_make_one_error(tmp_path: Path) -> None:
-    """Missing ones, other kinds, and other shapes are told together; of one kind the class says which."""
+    """Missing keys, other kinds and other shapes are reported together; problems of one kind have its
+    class."""
     stored = {"a": torch.zeros(2, 3), "b": torch.zeros(4), "t": torch.zeros(1), "o": 1}
     dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
     shapes: dict[str, Any] = {"a": torch.zeros(3, 2), "b": torch.zeros(4, 1)}

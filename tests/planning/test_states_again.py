@@ -1,4 +1,4 @@
-"""States that are saved again and again by one writer, which keeps the plan: each save is as a fresh one."""
+"""Repeated saves by one writer, which reuses the plan: each equals a save by a new writer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLUMNS += ("chunk_offsets", "chunk_sizes", "payload_lengths", "crcs")  # type:
 
 
 class Again:
-    """Saves by one writer that is used again, each beside one by a writer of its own."""
+    """Saves by one reused writer, each compared with a save by a new writer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Again:
         self.saves = 0
 
     def save(self, state: dict[str, Any]) -> None:
-        """Save and compare."""
+        """Save by both writers, and compare the indexes."""
         self.saves += 1
         places = [self.folder / f"{self.saves}{side}" for side in ("again", "fresh")]
         self.writer.reset(places[0])
@@ -46,7 +46,7 @@ class Again:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Names, forms, ties, values (by checksum), paths and notes."""
+    """Compare names, dtypes, shapes, ties, checksums, values, paths and metadata."""
     for name in ("fqns", *_COLUMNS):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert ties(one) == ties(other)
@@ -61,13 +61,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def ties(index: Any) -> list[int]:
-    """By chunk the first one that shares its bytes."""
+    """Return for each chunk the first chunk with the same bytes."""
     places = index.payload_offsets.tolist()
     return [places.index(place) for place in places]
 
 
 def training_state() -> dict[str, Any]:
-    """A model, an optimizer and what else a trainer keeps."""
+    """Return a model, an optimizer and other values of a trainer."""
     weight = torch.nn.Parameter(torch.randn(4, 6))
     return {
         "model": OrderedDict(w=weight, tied=weight, b=torch.zeros(6), empty=torch.zeros(0, 3)),
@@ -82,7 +82,7 @@ def training_state() -> dict[str, Any]:
 
 
 Model = dict[str, Any]
-CHANGES: dict[str, Callable[[Model, Model, Model], Any]] = {  # of a state, its model and its optimizer
+CHANGES: dict[str, Callable[[Model, Model, Model], Any]] = {  # take a state, its model and its optimizer
     "shape in place": lambda _, model, optim: setattr(model["b"], "data", torch.zeros(7)),
     "strides in place": lambda _, model, optim: optim["state"][0]["m"].t_(),
     "dtype in place": lambda _, model, optim: setattr(model["b"], "data", model["b"].double()),
@@ -107,8 +107,8 @@ CHANGES: dict[str, Callable[[Model, Model, Model], Any]] = {  # of a state, its 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_noticed(tmp_path: Path, change: str) -> None:
-    """Whatever changes, in place or by another object, is planned anew; and so again when it is changed
-    back. Other values, memory and tensor objects are no change."""
+    """Any change of structure, in place or by a new object, leads to a new plan, also when it is undone. New
+    values, memory or tensor objects do not."""
     job, state = Again(tmp_path), training_state()
     job.save(state)
     state["model"]["b"] = torch.full((6,), 5.0)
@@ -121,7 +121,7 @@ def test_every_change_is_noticed(tmp_path: Path, change: str) -> None:
 
 
 def test_no_tensor_is_kept(tmp_path: Path) -> None:
-    """The plan may stay, the state may go."""
+    """The kept plan holds no reference to a tensor."""
     job, tensor = Again(tmp_path), torch.zeros(3)
     gone = weakref.ref(tensor)
     job.save({"a": tensor})
@@ -135,7 +135,7 @@ def test_no_tensor_is_kept(tmp_path: Path) -> None:
 
 
 def state(rank: int, world_size: int, step: int) -> dict[str, Any]:
-    """What a trainer has at a step: shards, replicas of some ranks and of all, ties, values, and its own."""
+    """Return a trainer's state: shards, replicas on some or all ranks, ties, values, and `PerRank`."""
     rows, half = init_device_mesh("cpu", (world_size,)), init_device_mesh("cpu", (world_size // 2, 2))
     base = torch.arange(8.0).view(2, 4) + 100 * step
     tied = torch.nn.Parameter(torch.full((5,), float(step)))
@@ -150,14 +150,14 @@ def state(rank: int, world_size: int, step: int) -> dict[str, Any]:
 
 
 def told(state: dict[str, Any]) -> list[Any]:
-    """Its leaves, with lists for local tensors."""
+    """Return the leaves of a state, with lists for local tensors."""
     values = [value for _, value in leaves({**state, "mine": state["mine"].value})]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
     return [value.tolist() if isinstance(value, torch.Tensor) else value for value in local]
 
 
 class _Flaky:
-    """Cannot say what its state is at one save."""
+    """A `Stateful` that can fail."""
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
@@ -172,8 +172,8 @@ class _Flaky:
 
 
 def save_through_failures(rank: int, world_size: int, folder: str) -> list[str]:
-    """Saves of one writer: in the third a replica differs, in the fifth a rank fails, before the seventh and
-    eighth one rank forgets the plan."""
+    """Save by one writer: in the third save a replica differs, in the fifth a rank fails, and before the
+    seventh and eighth one rank loses its plan."""
     seen, writer = [], dcp.FileSystemWriter(f"{folder}/0", sync_files=False)
     for step in range(1, 9):
         if (step, rank) in ((7, 2), (8, 0)):
@@ -195,8 +195,8 @@ def save_through_failures(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_every_save_holds_its_own_step_whatever_failed_before(tmp_path: Path) -> None:
-    """A replica that differs is named also where the plan is known, and after any failure on one rank
-    the next save is right."""
+    """With a reused plan a differing replica is still named, and after a failure on a rank the next save is
+    right."""
     for seen in run_ranks(4, save_through_failures, str(tmp_path)):
         assert [seen[number] for number in (0, 1, 3, 5, 6, 7)] == ["saved"] * 6
         assert "ReplicaMismatchError" in seen[2] and "plain.layer17" in seen[2]
@@ -205,14 +205,14 @@ def test_every_save_holds_its_own_step_whatever_failed_before(tmp_path: Path) ->
 
 
 class Position:
-    """Of a class that says nothing of equality."""
+    """A class without __eq__."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
 
 def save_values(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Values that differ, plain data first; then one that is equal on all ranks, and one without state."""
+    """Save values that differ by rank, a value that is equal on all ranks, and a value without state."""
     writer, seen = dcp.FileSystemWriter(f"{folder}/v", sync_files=False), []
     for lr in (0.1, 0.2, 0.3 + rank, {1.5, rank}, Position(rank), Position(2), Lock()):
         try:
@@ -224,7 +224,7 @@ def save_values(rank: int, world_size: int, folder: str) -> list[Any]:
 
 
 def save_by_planner(folder: str, together: bool) -> Any:
-    """A planner with plan caching and no writer, which is used again."""
+    """Save without a writer by a reused planner with plan caching, and load."""
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     for number in range(3):
         values = {"w": torch.full((4,), float(number)), "n": number}
@@ -235,7 +235,7 @@ def save_by_planner(folder: str, together: bool) -> Any:
 
 
 def save_dtensors(rank: int, world_size: int, folder: str) -> list[bool]:
-    """Whether values came back, for DTensors that differ in one way after the other."""
+    """Save DTensors that differ in one respect at a time; return whether the values load."""
     mesh, other = (init_device_mesh("cpu", (world_size, 1)) for _ in range(2))
 
     def kept(placement: Any, mesh: Any = mesh) -> dict[str, Any]:
@@ -263,14 +263,14 @@ def save_dtensors(rank: int, world_size: int, folder: str) -> list[bool]:
 
 
 def save_with_two_ranks(rank: int, world_size: int, folder: str) -> Any:
-    """Each of these."""
+    """Save values, by a planner, and DTensors."""
     by_planner = [save_by_planner(f"{folder}/{together}", together) for together in (True, False)]
     return save_values(rank, world_size, folder), by_planner, save_dtensors(rank, world_size, folder)
 
 
 def test_a_plan_of_two_ranks_serves_only_where_it_holds(tmp_path: Path) -> None:
-    """Values of any class are compared; a planner may own the plan; equal boxes of DTensors are known on any
-    mesh, and a spec that was changed in place is looked at as it is now."""
+    """Values of any class are compared between ranks, a planner may keep the plan, equal boxes on another
+    mesh reuse it, and a DTensor spec that was changed in place is noticed."""
     for values, by_planner, dtensors in run_ranks(2, save_with_two_ranks, str(tmp_path)):
         assert [values[0], values[1], values[5]] == ["saved"] * 3
         assert all("object 'lr' differs" in text for text in values[2:5])

@@ -1,4 +1,4 @@
-"""Weight maps. Internal: pure algebra of names and axes, of which files at the door show few."""
+"""Weight maps. Internal: pure algebra of names and axes, with many more cases than files could show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYER = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
 
 
 def llama(layers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a small one's weights, by transformers' names."""
+    """Return the shapes of a small Llama's weights, with the names of transformers."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (7, 8), "model.norm.weight": (8,)}
     sizes = {"q": (24, 8), "k": (12, 8), "v": (12, 8), "o": (8, 24), "gate": (10, 8), "up": (10, 8)}
     sizes["down"] = (8, 10)
@@ -25,17 +25,17 @@ def llama(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def of(*rules: Mapping[str, Any], **sizes: int | str) -> WeightMap:
-    """A map of these rules."""
+    """Return a map of these rules."""
     return WeightMap.of({"rules": rules, "sizes": sizes})
 
 
 def fused(one: str, other: str, to: str, **sizes: Any) -> dict[str, Any]:
-    """A rule of two tensors that become one."""
+    """Return a rule that joins two tensors."""
     return {"from": {"a": one, "b": other}, "to": {"c": to}, "sizes": sizes}
 
 
 def single(one: str, to: str, **sizes: Any) -> dict[str, Any]:
-    """A rule of one tensor."""
+    """Return a rule for one tensor."""
     return {"from": {"a": one}, "to": {"c": to}, "sizes": sizes}
 
 
@@ -72,7 +72,8 @@ UNFIT: list[tuple[Any, dict[str, tuple[int, ...]], str]] = [
 def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
     rule: Any, source: dict[str, tuple[int, ...]], told: str
 ) -> None:
-    """Before anything is moved, by name: sizes that no tensor has, names that do not lead back."""
+    """Unknown sizes, missing tensors and names that cannot be mapped back raise an error before any data
+    moves."""
     with pytest.raises((PlanError, OptionError)) as caught:
         of(*(rule if isinstance(rule, list) else [rule])).apply((n, s, 0, False) for n, s in source.items())
     assert told in str(caught.value)
@@ -100,7 +101,7 @@ def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
     ],
 )
 def test_what_is_no_map_is_refused(data: Any) -> None:
-    """With a typed error, whoever wrote it."""
+    """Invalid data raises OptionError."""
     with pytest.raises(OptionError):
         WeightMap.from_data(data)
 
@@ -124,14 +125,14 @@ def test_what_is_no_map_is_refused(data: Any) -> None:
     ],
 )
 def test_rules_that_would_lose_or_repeat_elements_are_refused(rule: dict[str, Any], told: str) -> None:
-    """Before any checkpoint is looked at: what has the same axes twice, is a copy of nothing, never ends."""
+    """Repeated axes, invalid copies and unbounded expressions raise OptionError without a checkpoint."""
     with pytest.raises(OptionError) as caught:
         of(rule)
     assert told in str(caught.value)
 
 
 def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
-    """The names that an error has asked for can be said."""
+    """The sizes that an error asks for can be given by the configuration or by name."""
     source = {"model.layers.0.self_attn.q_proj.weight": (24, 8)}
 
     def half_of(**numbers: Any) -> int:
@@ -150,7 +151,8 @@ def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
 
 
 def test_layers_that_are_missing_at_the_end_are_told() -> None:
-    """Of a whole model, by its configuration; a part of one may lack them."""
+    """Missing last layers of a whole model are an error by its configuration; a part of a model may lack
+    them."""
     source = llama(layers=2)
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_hidden_layers": 4}
     weights = WeightMap.of("llama:hf-to-titan").with_config(config)
@@ -164,7 +166,8 @@ def test_layers_that_are_missing_at_the_end_are_told() -> None:
 
 
 def test_a_model_of_another_family_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Names may match although the weights mean something else; once for each configuration."""
+    """A map for another model type is a warning, once for each configuration, because equal names may differ
+    in meaning."""
     for name in ready_maps():
         weights = WeightMap.of(name)
         assert weights.models

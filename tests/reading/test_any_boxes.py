@@ -1,4 +1,4 @@
-"""Any box of any stored tensor arrives in any memory, from disks and from stores where a request is dear."""
+"""Reads of any box of any stored tensor into any memory layout, from disks and from object stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = st.lists(st.integers(0, 9), max_size=4) | st.sampled_from(
 
 @dataclass(frozen=True)
 class Want:
-    """A box of stored tensor number ``row``, in memory of a kind, with ``before`` elements before it."""
+    """A box of stored tensor ``row``, read into memory with ``before`` elements before the box."""
 
     row: int
     offsets: tuple[int, ...]
@@ -38,7 +38,7 @@ class Want:
     kind: str
 
     def memory(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of ones, larger than the box by what is before it and by one behind."""
+        """Return memory of ones that extends the box by ``before`` and by one element behind."""
         shape = [before + size + 1 for before, size in zip(self.before, self.sizes, strict=True)]
         if self.kind == "transposed":
             return torch.ones(shape[::-1], dtype=dtype).permute(tuple(range(len(shape))[::-1]))
@@ -51,7 +51,7 @@ class Want:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Want]]:
-    """Stored tensors of any strides, and boxes of them: of nothing, of all, over each other."""
+    """Draw stored tensors of any strides, and boxes in them: empty, whole or overlapping."""
     tensors, wants = [], []
     for row in range(draw(st.integers(1, 5))):
         shape, dtype = draw(SHAPES), draw(st.sampled_from(DTYPES))
@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Want]]:
 
 
 def region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    """As an index."""
+    """Return the slices of a box."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
@@ -84,8 +84,8 @@ def region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
 def test_any_box_arrives_as_slicing_would_put_it(
     case: tuple[list[torch.Tensor], list[Want]], verify: str, scatters: bool, saver: str
 ) -> None:
-    """The bytes are those of the slice, and nothing beside them in memory is touched; also of records of
-    stock, whose strides only their own pickles tell."""
+    """A box gets the bytes of the slice, and no other memory is touched. Records of stock torch, whose
+    strides are only in their own pickles, are read too."""
     tensors, wants = case
     place = Place() if scatters else Place(MemoryStore)
     saved: dict[str, Any] = {f"t{row}": tensor for row, tensor in enumerate(tensors)}
@@ -115,7 +115,7 @@ def test_any_box_arrives_as_slicing_would_put_it(
 @examples(40)
 @given(data=st.data())
 def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_factory: Any) -> None:
-    """With gaps, expanded, overlapping: torch.save stores the storage, and the strides tell the elements."""
+    """Views with gaps, expanded or overlapping, are read from torch.save's files by their strides."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     strides = [data.draw(st.sampled_from([0, 1, 2, 7, 40, 300])) for _ in shape]
     first = data.draw(st.sampled_from([0, 3]))
@@ -134,7 +134,7 @@ def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_facto
 
 
 def test_a_box_beside_its_tensor_is_refused(tmp_path: Path) -> None:
-    """A plan that places a box outside of its tensor writes nowhere: the addresses there are of others."""
+    """A plan with a box outside of its tensor is refused, because the write would hit foreign memory."""
     dcp.save({"w": torch.ones(6)}, checkpoint_id=tmp_path, no_dist=True)
     for at, offset in (((4,), (0,)), ((0,), (4,))):
         outside = boxed(torch.zeros(8), (6,), offset, (6,), at)

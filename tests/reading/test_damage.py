@@ -1,4 +1,4 @@
-"""Bytes that are not those committed are an error that names tensor and file, however they are read."""
+"""Damaged data: every way of reading raises an error with the tensor and the file."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ BLOCK_BYTES = 4 << 20
 
 
 def places() -> list[Any]:
-    """A disk and a store where a request is dear."""
+    """Return parameters for a disk and for an object store."""
     return [pytest.param(MemoryStore, id="disk"), pytest.param(None, id="objects")]
 
 
 def place_of(make: Any) -> Place:
-    """One of them."""
+    """Return a place of a kind."""
     return Place(make) if make is not None else Place()
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Small tensors that are read together, one of several blocks, one of which a column is wanted."""
+    """Return small tensors, a tensor of several blocks, and one to read a column of."""
     small = {f"s{n}": torch.full((size,), n + 0.5) for n, size in enumerate([1, 2, 3, 8, 9, 20, 100] * 6)}
     return {**small, "large": torch.randn(BLOCK_BYTES // 4 + 99), "wide": torch.randn(500, 1000)}
 
 
 def wanted() -> dict[str, torch.Tensor]:
-    """To load into: all but most of ``wide``."""
+    """Return targets for all tensors, with a few columns of ``wide``."""
     found = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
     return found | {"wide": boxed(torch.zeros(500, 10), (500, 1000), (0, 5), (500, 10))}
 
@@ -45,8 +45,8 @@ def wanted() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("make", places())
 @pytest.mark.parametrize("saver", ["ours", "stock"])
 def test_a_flipped_byte_anywhere_in_a_payload_is_found(saver: str, make: Any, tmp_path: Path) -> None:
-    """In small tensors, in the first, a middle and the last byte of blocks, and where only a column was asked
-    for; `verify="none"` loads it as it is, and nobody else is blamed."""
+    """A flipped byte is found in small tensors, in blocks, and in a column of a tensor. The error names that
+    tensor alone; `verify="none"` loads the data as stored."""
     if saver == "ours":
         dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
     else:
@@ -59,7 +59,7 @@ def test_a_flipped_byte_anywhere_in_a_payload_is_found(saver: str, make: Any, tm
         file, length = index.files[index.chunk_files[chunk]], int(index.payload_lengths[chunk])
         whole = place.store.read(file, limit_bytes=1 << 30)
         begin = int(index.payload_offsets[chunk])
-        if begin < 0:  # stock's records tell it themselves
+        if begin < 0:  # only the record of stock torch has the offset
             begin = whole.index(b"data/0FB", int(index.record_offsets[chunk])) + 6
             begin = whole.index(data, begin) if data else (begin + 200)
         with flipped(
@@ -77,7 +77,7 @@ def test_a_flipped_byte_anywhere_in_a_payload_is_found(saver: str, make: Any, tm
 def test_a_block_that_is_needed_in_part_is_compared_on_request(
     make: Any, verify: str, is_found: bool
 ) -> None:
-    """`verify="full"` fetches and checks the rest of it; the default reads no more than was asked for."""
+    """`verify="full"` reads and checks a partly needed block; the default reads only the needed bytes."""
     place, stored = place_of(make), torch.arange(BLOCK_BYTES // 8 + 1000)
     place.save({"t": stored})
     part = {"t": boxed(torch.zeros(1000, dtype=torch.int64), stored.shape, (1000,), (1000,))}
@@ -93,7 +93,7 @@ def test_a_block_that_is_needed_in_part_is_compared_on_request(
 
 
 CUTS = [(0, 701), (701, 799), (1500, 500)]
-WAYS: dict[str, Any] = {  # what is wanted of a tensor of 2000 x 1000, and by which options
+WAYS: dict[str, Any] = {  # parts of a tensor of 2000 x 1000 to load, and options
     "pieces of a block that are put together": (
         lambda: {f"p{a}": boxed(torch.zeros(n, 1000), (2000, 1000), (a, 0), (n, 1000)) for a, n in CUTS},
         {"rename": lambda name: "w", "unexpected": "ignore"},
@@ -108,7 +108,8 @@ WAYS: dict[str, Any] = {  # what is wanted of a tensor of 2000 x 1000, and by wh
 @pytest.mark.parametrize("make", [MemoryStore, pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_of_a_block_are_compared_once_they_are_together(way: str, make: Any) -> None:
-    """Checksums of pieces are combined, and staging memory holds no whole block: damage is found anywhere."""
+    """Checksums of pieces are combined, without a staged copy of the whole block: damage anywhere is
+    found."""
     place, stored, (wanted, options) = place_of(make), torch.randn(2000, 1000), WAYS[way]
     place.save({"w": stored})
     parts = wanted()
@@ -128,7 +129,7 @@ def test_pieces_of_a_block_are_compared_once_they_are_together(way: str, make: A
 @pytest.mark.parametrize("damage", ["truncate", "extend", "remove"])
 @pytest.mark.parametrize("make", places())
 def test_a_data_file_that_is_not_as_committed_is_named(make: Any, damage: str) -> None:
-    """Also where opening asks nothing, so that the first read shows it, and where what is wanted is there."""
+    """A file of another size, or a missing file, is named, also if the wanted part of it is intact."""
     place = place_of(make).save({"a": torch.ones(10), "z": torch.ones(2000)})
     file = dcp.FileSystemReader("x", open_store=place).read_index().files[0]
     data = place.store.read(file, limit_bytes=1 << 20)
@@ -142,7 +143,7 @@ def test_a_data_file_that_is_not_as_committed_is_named(make: Any, damage: str) -
 
 
 def test_records_of_many_blocks_have_the_checksum_that_zip_wants(tmp_path: Path) -> None:
-    """Stock torch checks it: it is combined of those of the blocks, of which the last one is shorter."""
+    """Stock torch checks the zip CRC of a record, which is combined from those of its blocks."""
     dcp.save({"w": torch.randn(2 * BLOCK_BYTES // 4 + 777)}, checkpoint_id=tmp_path, no_dist=True)
     index = dcp.open_index(tmp_path)
     begin, length = int(index.record_offsets[0]), int(index.record_lengths[0])
@@ -151,7 +152,7 @@ def test_records_of_many_blocks_have_the_checksum_that_zip_wants(tmp_path: Path)
 
 
 def test_a_large_transposed_tensor_of_a_torch_file_is_compared(tmp_path: Path) -> None:
-    """Its rows lie across all blocks, which are read once each; a flipped bit in any of them is found."""
+    """Rows across all blocks are loaded with each block read once; a flipped bit in any block is found."""
     path, stored = tmp_path / "m.pt", torch.randn(1000, 1200, dtype=torch.float64).t()
     torch.save({"t": stored}, path)
     state = {"t": torch.zeros(1200, 1000, dtype=torch.float64)}

@@ -1,4 +1,4 @@
-"""Many small tensors and values: written and read together, as if one by one."""
+"""Many small tensors and values: grouped writes and reads give the same result as single ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.faulty_store import FaultInjectingStore
 
 
 def test_many_small_ones_take_few_writes(tmp_path: Path) -> None:
-    """Thousands of numbers and 0-d tensors are handed to the file some hundreds at a time."""
+    """Thousands of numbers and 0-d tensors are written some hundreds at a time."""
     store = FaultInjectingStore(PosixStore(tmp_path))
     state: dict[str, Any] = {f"count.{row}": row - 7 for row in range(3000)}
     state |= {f"step.{row}": torch.tensor(float(row)) for row in range(3000)}
@@ -24,7 +24,7 @@ def test_many_small_ones_take_few_writes(tmp_path: Path) -> None:
 
 
 def test_odd_ones_among_small_tensors(tmp_path: Path) -> None:
-    """Views that are lazily negated or conjugated, or lie across memory, are stored as what they show."""
+    """Negated, conjugated and strided views are stored with the values that they show."""
     tensors = [torch.full((4, 4), complex(row, row)) + torch.eye(4) * row for row in range(40)]
     tensors[17] = tensors[17].t()
     tensors[20] = tensors[20].conj()
@@ -38,7 +38,7 @@ def test_odd_ones_among_small_tensors(tmp_path: Path) -> None:
 
 
 def test_values_go_to_their_places_in_any_dict(tmp_path: Path) -> None:
-    """Flat dicts are filled at once; one that only looks flat, and values of other classes, one by one."""
+    """Flat dicts are filled at once; dicts with dotted or non-string keys, and nested values, one by one."""
     states: list[Any] = [
         {"a": 1, "b": 2.5, "c": "x"},
         {"a.b": {}, "a": {"b": 1}},

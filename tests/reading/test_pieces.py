@@ -1,6 +1,6 @@
-"""Which pieces are read together. Internal: pure rules on ranges, which must hold for any of them.
+"""Grouping of reads. Internal: pure rules that must hold for any ranges.
 
-And the checksums of blocks out of those of the pieces that they were read in.
+Also tests checksums of blocks that are combined from pieces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Range(NamedTuple):
 
 @st.composite
 def ranges(draw: st.DrawFn, gaps: tuple[int, ...]) -> list[Range]:
-    """Ranges in the order of two files."""
+    """Draw ranges in two files, in order."""
     found = []
     for file in range(2):
         offset = 0
@@ -45,7 +45,7 @@ def ranges(draw: st.DrawFn, gaps: tuple[int, ...]) -> list[Range]:
     several=ranges((0, 0, 3, 8, 9, 40, -5)), limit=st.integers(1, 100), below=st.none() | st.integers(1, 30)
 )
 def test_groups_are_bounded_and_as_few_as_may_be(several: list[Range], limit: int, below: int | None) -> None:
-    """Every range once, in its order; and each group ends where the next range may not join it."""
+    """Each range is in one group, in order, and a group ends only where the next range may not join."""
     groups = [*coalesce(several, gap_bytes=8, limit_bytes=limit, join_below_bytes=below)]
     assert [one for group in groups for one in group] == several
 
@@ -66,7 +66,7 @@ def test_groups_are_bounded_and_as_few_as_may_be(several: list[Range], limit: in
 @examples(150)
 @given(several=ranges((0, 0, 3, 8, 9, 40)), limit=st.integers(1, 100), below=st.integers(1, 30))
 def test_columns_are_grouped_as_ranges_are(several: list[Range], limit: int, below: int) -> None:
-    """Where no two share bytes."""
+    """For ranges without overlap `coalesce_columns` and `coalesce` agree."""
     files, offsets, sizes = np.array(several, np.int64).reshape(-1, 3).T
     first = coalesce_columns(files, offsets, offsets + sizes, sizes <= below, gap_bytes=8, limit_bytes=limit)
     groups = [*coalesce(several, gap_bytes=8, limit_bytes=limit, join_below_bytes=below)]
@@ -84,7 +84,7 @@ MEMORY = memoryview(random.Random(1).randbytes(3 * BLOCK_BYTES))
     seed=st.integers(0, 99),
 )
 def test_parts_in_any_order_make_every_block_once(size: int, cuts: set[int], seed: int) -> None:
-    """Whatever the parts are, and however often they come."""
+    """Parts in any order, some repeated, give the checksum of every block once."""
     order = random.Random(seed)
     ends = sorted({*(cut for cut in cuts if 0 < cut < size), size})
     parts = [
@@ -104,7 +104,7 @@ def test_parts_in_any_order_make_every_block_once(size: int, cuts: set[int], see
 
 
 def test_a_block_that_lacks_bytes_is_told_until_it_is_whole() -> None:
-    """Also one that is read again as a whole, and one that came in too many pieces."""
+    """Blocks with missing bytes are listed, also one in too many pieces, until the whole block is read."""
     known = Fragments(limit=2)
     assert known.add(Fragment(1, 0, 4, 5), 16) is None
     assert known.add(Fragment(2, 0, 1, 5), 16) is None

@@ -1,4 +1,4 @@
-"""Reads where a request is dear: few, large, bounded in what they fetch for nothing, safe when they break."""
+"""Reads from an object store: few and large requests, little excess data, and safe retries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.recording import OBJECT_PROFILE, RecordingStore
 
 
 def a_state() -> dict[str, Any]:
-    """Tensors of several kinds and sizes, plain values, and values that only a pickle holds."""
+    """Return tensors of several kinds and sizes, plain values, and values that need a pickle."""
     return {
         "large": torch.randn(1500, 1000),
         **{f"small.{number}": torch.full((11,), float(number)) for number in range(300)},
@@ -33,12 +33,12 @@ def a_state() -> dict[str, Any]:
 
 
 def empty_like(state: dict[str, Any]) -> dict[str, Any]:
-    """The same names and shapes with nothing in them."""
+    """Return a state of the same names and shapes without values."""
     return {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
 
 
 def test_a_load_costs_a_request_for_each_thing_and_tells_what_it_asked() -> None:
-    """Manifest, `.metadata`, tensors and objects: nothing is looked at twice, and the report says so."""
+    """Manifest, `.metadata`, tensors and objects are requested once each, as the report says."""
     state = a_state()
     place, wanted = Place().save(state), empty_like(state)
     before = place.store.traffic()
@@ -53,7 +53,7 @@ def test_a_load_costs_a_request_for_each_thing_and_tells_what_it_asked() -> None
 
 @pytest.mark.parametrize("verify", ["blocks", "full", "none"])
 def test_stock_checkpoints_are_opened_by_few_requests(tmp_path: Path, verify: str) -> None:
-    """Records whose payload only their own header tells, permuted ones too, are not opened one by one."""
+    """Records whose offset is only in their own header, also permuted ones, are opened in few requests."""
     state = a_state() | {"options": argparse.Namespace(lr=1)}
     stock.save(state, checkpoint_id=tmp_path, no_dist=True)
     place, wanted = Place().take(tmp_path), empty_like(state)
@@ -66,7 +66,7 @@ def test_stock_checkpoints_are_opened_by_few_requests(tmp_path: Path, verify: st
 
 
 def test_thousands_of_small_tensors_take_few_requests() -> None:
-    """Also in another dtype and of boxes whose rows lie apart; every block that was read is compared."""
+    """Casts, and boxes with distant rows, also take few requests, and every block read is verified."""
     state = {f"t{n}": torch.full((16, 20), n / 4) for n in range(1000)} | {"wide": torch.randn(300, 9000)}
     place = Place().save(state)
     wanted = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in state.items()}
@@ -82,7 +82,7 @@ def test_thousands_of_small_tensors_take_few_requests() -> None:
 
 
 def test_large_tensors_are_read_in_even_requests() -> None:
-    """No request is larger than the store wishes, and hardly anything is read beside them."""
+    """No request exceeds the store's size, and little beyond the tensors is read."""
     sizes = (9_000_000, 5_000, 21_000_000, 4 << 20)
     state = {
         f"t{n}": torch.full((size,), n, dtype=torch.uint8).index_fill_(0, torch.tensor([size // 3]), 9)
@@ -99,7 +99,8 @@ def test_large_tensors_are_read_in_even_requests() -> None:
 
 @pytest.mark.parametrize(("size", "most"), [(100_000, 1.0), (40_000, 1.6), (20_000, 1.9)])
 def test_unwanted_tensors_are_hardly_read_over(size: int, most: float) -> None:
-    """Every other tensor: each alone would be a bearable gap, and together they would be half of the file."""
+    """If every other tensor is wanted, the unwanted ones are skipped, though each gap alone is small enough
+    to read."""
     state = {f"t{n:03}": torch.full((size,), n % 251, dtype=torch.uint8) for n in range(200)}
     place = Place().save(state)
     wanted = {name: torch.zeros_like(value) for name, value in list(state.items())[::2]}
@@ -111,8 +112,8 @@ def test_unwanted_tensors_are_hardly_read_over(size: int, most: float) -> None:
 
 @pytest.mark.parametrize("verify", ["blocks", "full"])
 def test_rows_far_apart_are_read_alone_and_near_ones_together(verify: str) -> None:
-    """Columns of wide matrices: of rows of 1 MiB what is wanted is fetched, if no more is to be compared;
-    blocks of rows of 100 KiB are read through in large steps."""
+    """Of rows of 1 MiB only the wanted columns are read, unless verify="full" needs the rest; rows of 100 KiB
+    are read whole in large requests."""
     state = {"wide": torch.randn(24, 1 << 18), "narrow": torch.randn(200, 25_000)}
     place = Place().save(state)
     wide = {"wide": boxed(torch.zeros(24, 5000), (24, 1 << 18), (0, 77), (24, 5000))}
@@ -131,7 +132,7 @@ def test_rows_far_apart_are_read_alone_and_near_ones_together(verify: str) -> No
 
 
 class _BrokenOnce(RecordingStore):
-    """Each request breaks off after ``share`` of its bytes, which are others, and is made again."""
+    """A store whose requests break off after ``share`` of their bytes, all wrong, and are repeated."""
 
     share = 0.5
 
@@ -155,7 +156,7 @@ class _BrokenOnce(RecordingStore):
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize("verify", ["blocks", "full", "none"])
 def test_an_attempt_that_broke_does_not_count(verify: str, share: float) -> None:
-    """Small runs, large ones and boxes arrive as committed, and each block is counted once."""
+    """After a repeated request small runs, large runs and boxes are right, and each block is counted once."""
     state = {f"s{n}": torch.full((600,), n % 251, dtype=torch.uint8) for n in range(400)}
     state |= {"large": torch.randint(0, 250, (9_000_000,), dtype=torch.uint8), "box": torch.randn(700, 300)}
     place = Place(_BrokenOnce)
@@ -170,7 +171,7 @@ def test_an_attempt_that_broke_does_not_count(verify: str, share: float) -> None
 
 
 class _Watched(RecordingStore):
-    """Calls ``at_get`` at each read of a data file."""
+    """A store that calls ``at_get`` at each read of a data file."""
 
     at_get: Callable[[], None] | None = None
 
@@ -181,7 +182,7 @@ class _Watched(RecordingStore):
 
 
 def test_a_large_box_is_work_for_all_threads() -> None:
-    """One column shard of one large tensor is read in several requests, by several threads at a time."""
+    """One column shard of one large tensor is read by several threads at a time."""
     stored = torch.randint(0, 1 << 15, (2000, 8000), dtype=torch.int16)
     place = Place(_Watched).save({"t": stored})
     together, met = threading.Barrier(3), list[int]()
@@ -201,8 +202,8 @@ def test_a_large_box_is_work_for_all_threads() -> None:
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, StorageError])
 def test_nothing_is_written_after_the_load_has_left(failure: type[BaseException]) -> None:
-    """One read fails, or is interrupted, while others are under way: the load leaves only when these have
-    ended, because they write to memory that the caller may free."""
+    """If a read fails or is interrupted, the load waits for the other reads before it raises, because they
+    write to memory that the caller may free."""
     place = Place(_Watched).save({f"t{n}": torch.full((8 << 20,), n, dtype=torch.uint8) for n in range(3)})
     begun, release, first, ended = threading.Barrier(3), threading.Event(), threading.Lock(), list[int]()
 

@@ -1,4 +1,4 @@
-"""Tensors of every dtype and memory layout, with bytes that are all different, for tests of staging."""
+"""Tensors of every dtype and memory layout, with random bytes, for tests of staging."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEMORY = ("contiguous", "transposed", "stepped", "offset", "expanded", "conjuga
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor; ``tied`` is the previous one once more."""
+    """A tensor to make; ``tied`` repeats the previous tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorSpec:
 
 
 def tensor_specs() -> st.SearchStrategy[list[TensorSpec]]:
-    """Lists of specs, empty and 0-dimensional tensors among them."""
+    """Draw lists of specs, which include empty and 0-dimensional tensors."""
     spec = st.builds(
         TensorSpec,
         dtype=st.sampled_from(DTYPES),
@@ -78,7 +78,7 @@ def _make(spec: TensorSpec, previous: torch.Tensor | None) -> torch.Tensor:
 
 
 def make_tensors(specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
-    """The tensors, as a flat state dict."""
+    """Return the tensors as a flat state dict."""
     made: dict[str, torch.Tensor] = {}
     previous = None
     for number, spec in enumerate(specs):
@@ -87,13 +87,13 @@ def make_tensors(specs: list[TensorSpec]) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The elements as bytes in C order, whatever the dtype and the strides."""
+    """Return the elements as bytes in C order, for any dtype and strides."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return raw(tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor)
 
 
 def collect(state_dict: Mapping[str, Any]) -> Any:
-    """What a session gives to a stager."""
+    """Return the local plan that a save passes to a stager."""
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), None, True)
     return planner.create_local_columns(digests=False).encoded()

@@ -1,4 +1,4 @@
-"""Host memory for copies: used again, given back with its last view, and an error where there is none."""
+"""Host memory for staged copies: reused, released with its last view, and an error if it is exhausted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
 
 
 def bytes_of(arena: HostArena) -> torch.Tensor:
-    """The whole arena as a uint8 tensor; it keeps the mapping alive."""
+    """Return the whole arena as a uint8 tensor, which keeps the mapping alive."""
     return torch.frombuffer(arena.memory, dtype=torch.uint8)
 
 
 def arenas_here() -> tuple[int, int, int]:
-    """How many memory files of arenas this process has open, and mapped; how many names in /dev/shm."""
+    """Return the number of memory files open and mapped for arenas in this process, and of names in
+    /dev/shm."""
     files, mapped = open_files(), mapped_files()
     counts = [sum("memfd:dcp-staging" in line for line in lines) for lines in (files, mapped)]
     return counts[0], counts[1], sum("/dev/shm/" in line for line in files + mapped)
@@ -30,7 +31,7 @@ def arenas_here() -> tuple[int, int, int]:
 
 @KINDS
 def test_tensors_outlive_growth_and_close(kind: str) -> None:
-    """Views of an arena stay readable and writable when that grows or is closed, twice."""
+    """Views of an arena stay readable and writable when the arena grows or is closed twice."""
     arena = HostArena(kind)  # type: ignore[arg-type]
     arena.reserve(MIB)
     old = bytes_of(arena)[:4096].fill_(7)
@@ -46,8 +47,8 @@ def test_tensors_outlive_growth_and_close(kind: str) -> None:
 
 
 def test_a_shared_arena_takes_one_descriptor_and_is_gone_with_its_views() -> None:
-    """One file descriptor, which no program inherits, and one mapping; no name in /dev/shm; nothing after the
-    last view, nor after one that was forgotten."""
+    """A shared arena has one descriptor, which is not inherited, one mapping, and no name in /dev/shm. All
+    are released with the last view, or with the arena object if it was never closed."""
     gc.collect()
     files, mapped, names = arenas_here()
     arena = HostArena("shared")
@@ -67,7 +68,7 @@ def test_a_shared_arena_takes_one_descriptor_and_is_gone_with_its_views() -> Non
 
 @KINDS
 def test_memory_that_is_not_there_is_an_error_at_once(kind: str) -> None:
-    """Asking for more than the machine has names both figures, and leaves the arena as it was."""
+    """A request for more memory than the machine has names both sizes, and leaves the arena unchanged."""
     arena = HostArena(kind)  # type: ignore[arg-type]
     arena.reserve(MIB)
     view = bytes_of(arena)

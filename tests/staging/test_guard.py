@@ -1,4 +1,5 @@
-"""A staged copy that is not what the state was when the save began is an error that names the tensors."""
+"""The guard of staged copies: a copy that differs from the state at the call is an error with the tensors'
+names."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.support.examples import examples
 
 
 def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What a stager gives."""
+    """Stage a state by a new stager, and return the copy."""
     stager = DefaultStager(**options)
     staged = stager.stage(state)
     found = staged.result(240) if isinstance(staged, Future) else staged
@@ -26,7 +27,7 @@ def copied(state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def patterns(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers, where they are."""
+    """View the elements as integers in place."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().view(kinds[tensor.itemsize])
 
@@ -36,7 +37,8 @@ def patterns(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
     specs: list[TensorSpec], guard: str, threads: int
 ) -> None:
-    """No false alarm for any tensor: copies are contiguous, of equal shape and dtype, and ties stay ties."""
+    """No tensor causes a false alarm: copies are contiguous, with equal shape and dtype, and ties stay
+    ties."""
     state = make_tensors(specs)
     samples = sample_state(state)
     staged = copied(state, guard=guard, threads=threads)
@@ -54,7 +56,7 @@ def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
 def test_a_tensor_overwritten_between_sample_and_copy_is_found(
     specs: list[TensorSpec], data: st.DataObject
 ) -> None:
-    """Samples see a tensor that became another, whatever its memory looks like, and no other one."""
+    """Samples find exactly the tensors that were overwritten, for any memory layout."""
     state = make_tensors(specs)
     name = data.draw(st.sampled_from([*state]))
     victim = state[name]
@@ -70,7 +72,7 @@ def test_a_tensor_overwritten_between_sample_and_copy_is_found(
 @examples(30)
 @given(count=st.integers(1, 5000), data=st.data())
 def test_full_sees_every_byte(count: int, data: st.DataObject) -> None:
-    """With guard='full' any single change is found; of a few elements also without."""
+    """With guard='full' any changed byte is found; for a few elements the sampled guard finds it too."""
     state = {"w": torch.arange(count, dtype=torch.int16)}
     samples = sample_state(state, "full" if count > 8 else "sampled")
     state["w"][data.draw(st.integers(0, count - 1))] ^= data.draw(st.integers(1, 255))
@@ -79,7 +81,7 @@ def test_full_sees_every_byte(count: int, data: st.DataObject) -> None:
 
 
 def test_views_of_one_memory_that_differ_are_copied_each() -> None:
-    """Equal addresses alone are no tie: shape, dtype and strides count."""
+    """Views with equal addresses but other shapes, dtypes or strides are not tied."""
     whole = torch.arange(16.0).reshape(4, 4)
     state = {"whole": whole, "t": whole.t(), "head": whole[0], "bits": whole.view(torch.int32)}
     staged = copied({**state, "again": whole})
@@ -90,7 +92,7 @@ def test_views_of_one_memory_that_differ_are_copied_each() -> None:
 
 
 def told(state: dict[str, Any], staged: dict[str, Any]) -> tuple[list[str], str]:
-    """The names that are refused, and the message."""
+    """Return the refused names and the message."""
     with pytest.raises(StagingError) as caught:
         check_staged(state, staged, sample_state(state))
     assert caught.value.count == len(caught.value.fqns)
@@ -98,8 +100,8 @@ def told(state: dict[str, Any], staged: dict[str, Any]) -> tuple[list[str], str]
 
 
 def test_what_is_no_copy_of_the_state_is_caught() -> None:
-    """Memory of the state itself, views and parts of it too; a cache that is not refreshed; tensors that are
-    missing, cast or reshaped."""
+    """A copy that shares memory with the state, a cache that was not refreshed, and missing, cast or reshaped
+    tensors are refused."""
     state: dict[str, Any] = {"weight": torch.arange(10_000.0), "bias": torch.ones(3)}
     cache = {name: value.clone() for name, value in state.items()}
     assert told(state, dict(state))[0] == ["weight", "bias"]

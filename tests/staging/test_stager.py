@@ -1,4 +1,4 @@
-"""Copies of a state while it is saved: memory of an unfinished save is kept, and a changing state refused."""
+"""The stager: memory of an unfinished save is not reused, and a change during a copy is refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ MIB = 1 << 20
 
 
 def finished(staged: StagedState) -> StagedState:
-    """``staged`` once its copies are complete."""
+    """Wait for the copies of ``staged``, and return it."""
     staged.done.result(240)
     return staged
 
 
 def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
-    """The memory of an unfinished save is not written to; the wait is bounded and the error says for what."""
+    """Memory of an unfinished save is not overwritten; the wait has a timeout, whose error suggests more
+    arenas."""
     state = {"w": torch.ones(1000)}
     stager = DefaultStager()
     first = finished(stager.stage_local(collect(state)))
@@ -43,7 +44,7 @@ def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
 
 
 def test_lock_entered_after_an_overlapped_staging_waits_for_its_copies() -> None:
-    """A state changed inside of lock(), right after stage_local returned, is staged as it was before."""
+    """A change inside of lock() right after stage_local(overlap=True) is not in the copy."""
     state = {f"w{number}": torch.zeros(MIB) for number in range(4)}
     stager = DefaultStager(guard="full")
     for step in range(20):
@@ -59,7 +60,7 @@ def test_lock_entered_after_an_overlapped_staging_waits_for_its_copies() -> None
 
 
 def test_a_staging_waits_until_the_lock_is_left() -> None:
-    """While another thread changes the state nothing is copied; the copy has the whole change."""
+    """No copy begins while another thread holds lock(); the copy has that thread's whole change."""
     state = {"a": torch.zeros(10), "b": torch.zeros(10)}
     stager = DefaultStager()
     inside, go_on = threading.Event(), threading.Event()
@@ -84,7 +85,7 @@ def test_a_staging_waits_until_the_lock_is_left() -> None:
 
 
 def test_a_save_begun_inside_of_its_own_lock_is_an_error() -> None:
-    """It would wait for itself; the memory it had taken is free again."""
+    """A save inside of its own lock() would deadlock, so it raises and releases its memory."""
     stager = DefaultStager()
     local = collect({"w": torch.ones(3)})
     with stager.lock(), pytest.raises(StagingError, match="inside of lock"):
@@ -94,7 +95,7 @@ def test_a_save_begun_inside_of_its_own_lock_is_an_error() -> None:
 
 
 def test_a_change_while_staging_overlaps_is_an_error_that_names_the_tensor() -> None:
-    """Who forgets lock() gets no torn checkpoint, and the next staging is good again."""
+    """A change without lock() during an overlapped copy fails the save, and the next staging succeeds."""
     state = {"kept": torch.zeros(5000), "changed": torch.zeros(5000), "step": torch.tensor(3)}
     stager, go_on, held = DefaultStager(arenas=2), threading.Event(), threading.Event()
 
@@ -103,7 +104,7 @@ def test_a_change_while_staging_overlaps_is_an_error_that_names_the_tensor() -> 
             held.set()
             go_on.wait(240)
 
-    while not held.is_set():  # a copy may be complete before its future is asked to call
+    while not held.is_set():  # a copy may complete before the callback is added to its future
         before = stager.stage_local(collect({"filler": torch.ones(8 * MIB)}), overlap=True)
         before.done.add_done_callback(hold)
         before.release()

@@ -1,4 +1,4 @@
-"""Our stagers as torch's: their classes, protocol and results, in torch's own asynchronous save."""
+"""dcp's stagers as torch's: classes, protocol and results, also in torch's own async_save."""
 
 import collections
 from collections.abc import Callable
@@ -34,14 +34,14 @@ class Pair(NamedTuple):
 
 
 def staged_by(stager: Stager, state: dict[str, Any]) -> dict[str, Any]:
-    """The staged dict, waited for."""
+    """Stage a state, wait, and return the copy."""
     result = stager.stage(state)
     return result.result(240) if isinstance(result, Future) else result
 
 
 @pytest.fixture(params=STAGERS)
 def stager(request: pytest.FixtureRequest) -> Any:
-    """Each of our stagers."""
+    """Yield each kind of stager."""
     made = STAGERS[request.param]()
     yield made
     made.close()
@@ -49,7 +49,7 @@ def stager(request: pytest.FixtureRequest) -> Any:
 
 
 def test_they_are_torchs_stagers_too(stager: Stager) -> None:
-    """Code that looks for torch's classes or its protocol finds them, GPU or not."""
+    """The stagers are instances of torch's classes and protocol, with or without a GPU."""
     base = (
         torch_staging.DefaultStager
         if isinstance(stager, DefaultStager)
@@ -62,7 +62,7 @@ def test_they_are_torchs_stagers_too(stager: Stager) -> None:
 
 
 def test_structure_is_kept_and_nothing_is_shared(stager: Stager) -> None:
-    """Containers of all kinds come back as they were, with copies of all tensors and of mutable values."""
+    """Containers of all kinds keep their class and order, and tensors and mutable values are copied."""
     shared = torch.arange(4.0)
     ordered = ModuleState(b=torch.ones(2, dtype=torch.bool), a=torch.zeros(3))
     ordered._metadata = {"version": 2}
@@ -103,7 +103,7 @@ def test_structure_is_kept_and_nothing_is_shared(stager: Stager) -> None:
 
 
 def test_stock_async_save_works_with_our_stagers(stager: Stager, tmp_path: Path) -> None:
-    """Saves through torch's own function: each checkpoint has the state of its call, loaded by stock."""
+    """With torch's async_save each checkpoint has the state of its call, and stock torch loads it."""
     weight = torch.zeros(4, 8)
     for step in range(2):
         weight.fill_(step)
