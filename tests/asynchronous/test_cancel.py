@@ -63,8 +63,7 @@ class CancelAt:
 
 
 def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], bool]:
-    """Cancel a save twice before operation ``number``; return both answers, and whether the save
-    committed."""
+    """Cancel a save twice before operation ``number``; return both answers, and whether it committed."""
     hook = CancelAt(number)
     writer = FaultyWriter([Fault(onwards=True, hook=hook)])(folder)
     hook.future = save(version_state(version), storage_writer=writer)
@@ -75,8 +74,7 @@ def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], b
 
 @pytest.mark.parametrize("old", [0, 1])
 def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: int) -> None:
-    """`cancel` by two threads returns True and the folder is unchanged, or False once the commit has
-    begun."""
+    """`cancel` by two threads is True and the folder is unchanged, or False once the commit has begun."""
     seen: list[tuple[list[bool], bool]] = []
     number = 0
     while not seen or seen[-1][0]:

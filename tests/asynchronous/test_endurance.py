@@ -105,8 +105,7 @@ class Changing:
 def endure(
     rank: int, world_size: int, root: Path, mode: Literal["thread", "process"], saves: int
 ) -> dict[str, Any]:
-    """Save many times; return the versions with wrong values, and the footprints after two saves and at the
-    end."""
+    """Save many times; return the versions with wrong values, and footprints after two and all saves."""
     for _ in range(RECORDED_COLLECTIVES):
         dist.all_reduce(torch.zeros(1))
     noted, changing, wrong = NotedPids(root.with_name(f"{root.name}-pids-{rank}")), Changing(), []

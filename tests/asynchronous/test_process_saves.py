@@ -88,8 +88,7 @@ class Negating(dcp.DefaultSavePlanner):
 
 
 def test_planner_and_storage_of_a_user(tmp_path: Path, writer: int) -> None:
-    """A planner and a storage writer of a user run in the writer process; the storage's metadata comes
-    back."""
+    """A user's planner and storage writer run in the writer process; the storage's metadata comes back."""
     state: dict[str, Any] = {"w": torch.arange(6.0), "step": 3}
     future = by_process(state, checkpoint_id=tmp_path / "ours", planner=Negating())
     overwrite(state)
@@ -143,8 +142,8 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path, writer: int) -> None:
 
 
 def test_a_killed_process_costs_one_save(tmp_path: Path, writer: int) -> None:
-    """SIGKILL of the writer process fails the save that was not read yet; a committed save stays. The next
-    save starts a new writer process."""
+    """SIGKILL of the writer process fails the save that was not read yet; a committed save stays, and the
+    next save starts a new process."""
     is_read = threading.Event()
     first = save(tmp_path / "1", 1, progress=lambda _: is_read.wait(60))
     until(lambda: (tmp_path / "1" / ".metadata").exists(), "its commit")

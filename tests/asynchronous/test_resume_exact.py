@@ -228,9 +228,8 @@ _SOME: Plan = {2: "call", 3: "completion", 4: "lock", 6: "call"}
 def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path, mode: Mode, plan: Plan, back_to: list[int]
 ) -> None:
-    """All later losses and the final state of a resumed run equal the uninterrupted run bit for bit on each
-    rank. This holds with and without overlap, for threads, and for processes that share memory with the
-    trainers."""
+    """With and without overlap, by threads and by processes that share memory with the trainers, all later
+    losses and the final state equal those of the uninterrupted run bit for bit."""
     for results in run_ranks(2, run_and_resume, tmp_path, mode, plan, back_to):
         uninterrupted = results[0][0]
         assert len(set(uninterrupted)) == STEPS

@@ -81,8 +81,8 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
-    """At interpreter exit saves are committed, also a manager's and after Ctrl-C; a hanging storage is not
-    awaited."""
+    """Interpreter exit waits for commits, also a manager's and after Ctrl-C, but not for a hanging
+    storage."""
     ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
     assert ended.returncode == 3, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1"]
@@ -98,8 +98,8 @@ def save_in_fork(root: Path, kind: dcp.AsyncCheckpointerType) -> None:
 
 
 def fork_while_saving(root: Path, kind: dcp.AsyncCheckpointerType) -> list[Any]:
-    """Fork twice during a save, once without and once with a save in the fork. Return each fork's exit code,
-    and whether the parent's save had ended by then."""
+    """Fork twice during a save; the second fork saves. Return each fork's exit code, and whether the parent's
+    save had ended by then."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
     save(state_of(1), checkpoint_id=root / "first").result(240)
     gate = FileGate(root / "gate")
@@ -120,8 +120,7 @@ def fork_while_saving(root: Path, kind: dcp.AsyncCheckpointerType) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [THREAD, pytest.param(PROCESS, marks=pytest.mark.exhaustive)])
 def test_forks_leave_the_saves_to_their_parent(tmp_path: Path, kind: dcp.AsyncCheckpointerType) -> None:
-    """A fork, such as a data loader's worker, exits at once without harm to the parent's save, and may
-    save."""
+    """A fork, such as a data loader's worker, exits at once, does no harm to the save, and may save."""
     assert in_lab(fork_while_saving, tmp_path, kind) == [0, False, 0, False]
     found = [version_of(tmp_path / name) for name in ("first", "second", "fork", "last")]
     assert found == [1, 2, 3, 4]

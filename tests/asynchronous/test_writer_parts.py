@@ -33,8 +33,7 @@ def through(value: Any) -> Any:
 
 
 def test_sharded_tensors_arrive_without_their_process_groups() -> None:
-    """A DTensor keeps its local tensor, placements, and the rank's coordinate in a mesh without process
-    groups."""
+    """A DTensor keeps its local tensor, placements and coordinate in a mesh without process groups."""
     mesh = DeviceMesh("cuda", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=2)
     spec = DTensorSpec(mesh, (Replicate(), Shard(0)), TensorMeta(torch.Size((5, 3)), (3, 1), torch.float32))
     local = torch.randn(3, 3)
@@ -85,8 +84,7 @@ def test_all_ranks_make_the_same_of_all_endings(
 def test_a_reply_that_cannot_be_understood_costs_one_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An invalid reply of the writer process fails its save with a clear error; the next has a new
-    process."""
+    """An invalid reply of the writer process fails one save with a clear error; the next starts another."""
 
     def unpackb(data: bytes, **how: Any) -> Any:
         return msgpack.unpackb(data, **how) | {"ending": {"ended": True}}

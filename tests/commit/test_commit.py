@@ -41,8 +41,7 @@ def _model(name: str) -> ObjectModel:
 
 
 def test_the_replaced_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -> None:
-    """No old file is removed before the new manifest is published; afterwards exactly the old files are
-    removed."""
+    """Old files stay until the new manifest is published; then exactly the old files are removed."""
     inner = PosixStore(tmp_path)
     _save(inner, 1)
     old, seen = {info.name for info in inner.list()}, list[tuple[int, bool]]()
@@ -80,8 +79,7 @@ def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, kind: str) -> None:
-    """A predecessor may list any file as its data; only names that a checkpoint's data can have are
-    removed."""
+    """A predecessor may list any file as data; only names of a checkpoint's data are removed."""
     if kind == "ours":
         _save(tmp_path, 1)
     else:
@@ -131,9 +129,8 @@ def _eio() -> OSError:
 
 
 def test_what_was_replaced_stays_until_the_manifest_is_durable(tmp_path: Path) -> None:
-    """If the folder's fsync fails after the rename of the manifest, the error says that the save is
-    committed. A power cut that undoes the rename leaves the old checkpoint whole. The next save removes it.
-    """
+    """If the folder's fsync fails after the manifest's rename, the error says that the save is committed. A
+    power cut that undoes the rename leaves the old checkpoint whole; the next save removes it."""
     folder = tmp_path / "x"
     _save(folder, 1)
     old = {name: (folder / name).read_bytes() for name in (METADATA, MANIFEST)}

@@ -115,8 +115,7 @@ def test_data_goes_after_what_refers_to_it(tmp_path: Path) -> None:
 
 
 def test_only_what_can_be_of_it_is_deleted(tmp_path: Path) -> None:
-    """Files of the checkpoint and of killed saves are deleted; users' files, and files newer than that,
-    stay."""
+    """Files of the checkpoint and of killed saves are deleted; a user's files and newer files stay."""
     root = WatchedRoot(tmp_path)
     save_version(folder := root.path(1), 1)
     strays = ["__0_0.0a1b2c3d.distcp", "__1_0.distcp", ".tmp-" + "a" * 32, ".metadata.tmp"]
@@ -240,8 +239,7 @@ def uncommitted(root: WatchedRoot, step: int, age_seconds: float, *names: str) -
 
 
 def test_abandoned_saves_are_removed(tmp_path: Path) -> None:
-    """The first save of the next run removes data files of uncommitted saves older than a day, and no
-    others."""
+    """The next run's first save removes data files of uncommitted saves older than a day, and no others."""
     root = WatchedRoot(tmp_path)
     save_version(root.path(1), 1)
     for path in root.path(1).iterdir():

@@ -69,8 +69,8 @@ def there(root: Path, steps: range) -> list[str]:
 
 @pytest.mark.parametrize("torch_compatible", [True, False])
 def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compatible: bool) -> None:
-    """With files of its own the optimizer is dropped by deletion alone: the weights' file is the same inode,
-    and the freed bytes are those of the preview."""
+    """An optimizer in files of its own is dropped by deletion: the weights' file stays, and the preview is
+    exact."""
     save_apart(tmp_path, torch_compatible=torch_compatible)
     before = sizes(tmp_path)
     inodes = {path.name: path.stat().st_ino for path in tmp_path.glob("*.distcp")}
@@ -149,8 +149,7 @@ def test_any_part_by_its_names_but_not_all(tmp_path: Path) -> None:
 
 
 def test_what_ranks_saved_on_their_own_and_what_is_pinned_stays_whole(tmp_path: Path) -> None:
-    """A pinned step, and a checkpoint saved without collectives, which has no single commit, are not
-    changed."""
+    """A pinned step, and a checkpoint saved without collectives (no single commit), are not changed."""
     alone, pinned = tmp_path / "alone", tmp_path / "run"
     dcp.save(full_state(), checkpoint_id=alone, use_collectives=False, no_dist=True)
     refused = command("prune", alone, "--yes")
@@ -190,8 +189,7 @@ def watched(folder: Path, *faults: Fault) -> str:
 
 @pytest.mark.parametrize("rewrite", [False, True])
 def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool) -> None:
-    """If a save commits during a drop, the drop fails, the new checkpoint is whole, and no file is left
-    over."""
+    """If a save commits during a drop, the drop fails, the save is whole, and no file is left over."""
     folder = WatchedRoot(tmp_path).path(1)
     (save_mixed if rewrite else save_apart)(folder)
     overtaken = Fault("lock", hook=lambda _: save_apart(folder, 2))
@@ -211,8 +209,7 @@ def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
-    """If a drop commits during a load, a load of the weights succeeds; one of the optimizer says it was
-    dropped."""
+    """If a drop commits during a load, weights still load; a load of the optimizer says it was dropped."""
     for name in ("a", "b"):
         root = WatchedRoot(tmp_path / name)
         save_apart(root.path(1))
@@ -232,8 +229,7 @@ def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
-    """Only the newest steps keep their optimizer; each drop is an event; other rules decide about the
-    weights."""
+    """Only the newest steps keep their optimizer; each drop is an event; other rules keep the weights."""
     keep = dcp.Retention(last=4, optimizer=dcp.Keep(last=2))
     seen = run(tmp_path, range(1, 7), keep, mode=mode)
     assert there(tmp_path, range(3, 7)) == ["weights", "weights", "whole", "whole"]
@@ -246,8 +242,8 @@ def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
-    """`restore` skips a step without its optimizer. A request for the step names one that has it, and the
-    weights alone are restored from the newest step."""
+    """`restore` skips a step without its optimizer. A request for that step names one that has it, and
+    weights alone are restored from the newest."""
     run(tmp_path, range(1, 4), None)
     prune(tmp_path / "step-00000003", "--rewrite")
     seen = Recorder()
@@ -280,8 +276,7 @@ def test_steps_from_before_the_rule_are_left_whole(tmp_path: Path, caplog: pytes
 
 
 def test_a_drop_that_fails_is_tried_after_the_next_save(tmp_path: Path) -> None:
-    """A failed drop is an event, does not disturb training, and is retried after the next save; files of an
-    interrupted drop are removed then."""
+    """A failed drop is an event and is retried after the next save, with files of interrupted drops."""
     root = WatchedRoot(tmp_path)
     run(root.url, range(1, 2), OPTIMIZER)
     left = root.path(1) / f"__0_7.{dcp.open_index(root.path(1)).provenance['save_id']}.distcp"

@@ -34,8 +34,7 @@ from tests.support.manager_runs import (
 
 
 def test_close_is_bounded(tmp_path: Path) -> None:
-    """`close` cancels a hanging save after its timeout, no part of the save is visible, and a new manager
-    works."""
+    """`close` cancels a hanging save after its timeout; nothing of the save is visible, and managers work."""
     gate = Gate()
     manager = dcp.CheckpointManager(tmp_path, writer=writer_with(gate))
     future = manager.save(1, state_at(1))
@@ -53,8 +52,7 @@ def test_close_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
 def test_an_exception_in_the_loop_stays_the_exception(tmp_path: Path, on_failure: Any) -> None:
-    """The loop's exception is raised: a save under way is committed, and a failed save does not replace
-    it."""
+    """The loop's exception is raised: the save under way is committed, and a failed one does not hide it."""
     with (
         pytest.raises(ZeroDivisionError),
         dcp.CheckpointManager(tmp_path, writer=plain_writer, on_failure=on_failure) as manager,
@@ -126,8 +124,8 @@ def stops(manager: dcp.CheckpointManager, step: int) -> bool:
 
 
 def test_the_users_handler_is_called_too_and_comes_back(tmp_path: Path, heard: list[int]) -> None:
-    """SIGTERM reaches the user's handler and all open managers that handle it. After the last manager is
-    closed the user's handler is installed again."""
+    """SIGTERM reaches the user's handler and all open managers that handle it; the last `close` restores the
+    user's handler."""
     users = signal.getsignal(signal.SIGTERM)
     deaf = manager_of(tmp_path / "c", every_steps=100, handle_sigterm=False)
     with manager_of(tmp_path / "a") as one, manager_of(tmp_path / "b") as other:

@@ -92,8 +92,7 @@ def test_ranks_save_the_same_steps_and_restore_their_own(tmp_path: Path, mode: s
 
 
 def _resume(rank: int, world_size: int, root: str, first: int, last: int) -> list[Any]:
-    """Restore, train to step ``last``, and return the restored step, its world size, and the restored
-    `PerRank`."""
+    """Restore, train to step ``last``, and return the restored step, world size and `PerRank` value."""
     state = state_at(-1, rank)
     with manager_of(root, every_steps=2) as manager:
         restored = manager.restore(state, per_rank="keep")
@@ -105,8 +104,7 @@ def _resume(rank: int, world_size: int, root: str, first: int, last: int) -> lis
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """A run of 3 ranks is resumed by 2, 1 and 3; per_rank="keep" leaves a state's `PerRank` if the number
-    differs."""
+    """A run of 3 ranks is resumed by 2, 1 and 3; per_rank="keep" leaves a `PerRank` if the number differs."""
     fresh = {"rank": 0, "step": -1}
     assert run_ranks(3, _resume, str(tmp_path), 1, 4)[0] == [None, fresh]
     assert run_ranks(2, _resume, str(tmp_path), 1, 6) == [
@@ -149,8 +147,7 @@ def _terminated(rank: int, world_size: int, root: str, mode: str, how: str) -> t
 
 @pytest.mark.parametrize(("mode", "how"), [("thread", "signal"), ("sync", "request")])
 def test_a_stop_on_one_rank_saves_and_stops_all(tmp_path: Path, mode: str, how: str) -> None:
-    """After SIGTERM or request_stop() on rank 1 of 3 at step 5, all save step 6, wait for the commit, and
-    stop."""
+    """After a stop on rank 1 of 3 at step 5, all ranks save step 6, wait for the commit, and stop."""
     assert run_ranks(3, _terminated, str(tmp_path), mode, how) == [(6, [6], [6], True)] * 3
     assert loaded_step(str(tmp_path / "step-00000006")) == 6
 
@@ -233,8 +230,7 @@ def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
 
 
 def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
-    """With ``if rank == 0:`` around save(), a warning names the mistake after 30 s, or a quarter of a shorter
-    timeout."""
+    """With ``if rank == 0:`` around save(), a warning comes after 30 s, or a quarter of a short timeout."""
     first, second = run_ranks(2, _only_rank_0_saves, str(tmp_path))
     assert second == []
     assert {text.partition(" of 2 ")[0] for text in first} == {
@@ -352,8 +348,7 @@ _NO_EXCHANGE = {"handle_sigterm": False}
 def _one_is_mistaken(
     rank: int, world_size: int, root: str, mistake: str, at: int, options: dict[str, Any], stops: bool
 ) -> list[str]:
-    """Save three steps, the one of step ``at`` with wrong arguments on rank 1; return the result of each
-    save."""
+    """Save three steps, step ``at`` with wrong arguments on rank 1; return the result of each save."""
     if rank == 1 and mistake == "writer":
         options = options | {"writer": _no_writer_of_1}
     manager = manager_of(root, retries=0, **options)

@@ -47,8 +47,7 @@ def saved(root: Path, url: str, steps: range, **options: Any) -> dcp.CheckpointM
 
 
 def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
-    """If the catalog is unreachable, saves and `close` succeed with one warning, and the next manager
-    registers."""
+    """With an unreachable catalog saves and `close` succeed with one warning; the next manager registers."""
     with caplog.at_level(logging.WARNING, "dcp.manager.catalog"):
         manager = saved(tmp_path, f"http://127.0.0.1:{closed_port}", range(1, 3), close_seconds=0.5)
     assert manager.all_steps() == [1, 2]

@@ -78,8 +78,8 @@ def resume(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_where_the_one_before_ended(tmp_path: Path, mode: Any) -> None:
-    """Without a step `restore` returns None; otherwise it loads the newest or requested step, `PerRank`
-    included."""
+    """Without a step `restore` returns None; else it loads the newest or the requested step, with
+    `PerRank`."""
     with manager_of(tmp_path, mode=mode) as manager:
         assert manager.restore(state_at(-1)) is None
         for step in (5, 7):
@@ -196,8 +196,7 @@ def break_object(folder: Path, fqn: str) -> None:
 
 
 def test_a_partial_load_does_not_mix_two_steps(tmp_path: Path) -> None:
-    """If the damaged step filled a tensor that the older step lacks, `restore` raises instead of mixing
-    steps."""
+    """If the damaged step filled a tensor that the older step lacks, `restore` raises."""
     dcp.save({"w": torch.ones(2), "o": 1}, checkpoint_id=folder_of(tmp_path, 1))
     state = {"w": torch.ones(2), "head": torch.ones(2), "o": Opaque(2)}
     dcp.save(state, checkpoint_id=folder_of(tmp_path, 2))

@@ -28,8 +28,8 @@ def save_sharded(rank: int, world_size: int, root: str, steps: list[int]) -> Non
 
 
 def resume_sharded(rank: int, world_size: int, root: str, more: bool = False) -> Any:
-    """Restore on one rank, with an absent key on rank 1 if ``more``. Return (step, values, n, skipped steps,
-    events of skipped steps)."""
+    """Return (step, values, n, skipped steps, their events) of a restore; ``more`` adds an absent key on rank
+    1."""
     seen = Recorder()
     state: dict[str, Any] = {"w": sharded(world_size, 0.0), "n": 0}
     if more and rank == 1:
@@ -51,8 +51,7 @@ def spoil(root: Path, step: int, rank: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_damage_that_one_rank_sees_turns_all_ranks_back(tmp_path: Path, world_size: int) -> None:
-    """Damage in one rank's file makes all ranks restore an older step, though the others have filled their
-    tensors."""
+    """Damage in one rank's file makes all restore an older step, though others have filled their tensors."""
     assert run_ranks(world_size, resume_sharded, str(tmp_path)) == [None] * world_size
     run_ranks(world_size, save_sharded, str(tmp_path), [1, 2, 3])
     spoil(tmp_path, 3, world_size - 1)

@@ -145,8 +145,7 @@ TestRun.settings = settings(stateful_step_count=9)
 
 
 def test_a_misspelt_metric_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While no step has the metric of `Best`, all steps are kept, and the log suggests the similar name
-    once."""
+    """While no step has the metric of `Best`, all are kept, and the log suggests the similar name once."""
     keep = dcp.Retention(last=1, best=dcp.Best("val_loss"))
     with manager_of(tmp_path, mode="sync", keep=keep) as manager:
         for step in range(1, 6):
@@ -158,8 +157,7 @@ def test_a_misspelt_metric_deletes_nothing(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """After a restore of an older step, newer steps of the abandoned run do not displace the new ones at
-    once."""
+    """After a restore of an older step, newer steps of the abandoned run do not displace new ones."""
     with manager_of(tmp_path, keep=dcp.Retention(last=2)) as manager:
         for step in (8, 9):
             manager.save(step, state_at(step))
@@ -176,8 +174,7 @@ def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_damaged_notes_count_as_a_pin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Damaged notes count as a pin: neither retention nor ``dcp rm`` deletes the step until it is
-    unpinned."""
+    """Damaged notes count as a pin: retention and ``dcp rm`` keep the step until it is unpinned."""
     with manager_of(tmp_path, mode="sync", keep=dcp.Retention(last=1)) as manager:
         manager.save(1, state_at(1))
         manager.wait()

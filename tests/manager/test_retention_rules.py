@@ -180,8 +180,7 @@ def dropped(retention: Retention, states: list[StepState], now: float = NOW) -> 
 
 
 def test_what_has_lost_it_does_not_push_it_out() -> None:
-    """Steps without the part do not count: the newest steps that have it keep it, the newest of all
-    always."""
+    """Steps without the part do not count; the newest steps with it keep it, the newest of all always."""
     gone = frozenset(OPTIMIZER)
     states = [*good(1, 2, 3), StepState(4, NOW, dropped=gone), StepState(5, NOW, dropped=gone)]
     assert dropped(Retention(optimizer=Keep(last=2)), states) == {1: ["optimizer"]}

@@ -73,8 +73,7 @@ def test_copies_that_overlap_are_complete_inside_of_the_lock(tmp_path: Path) -> 
 
 
 def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
-    """Metrics may be any numbers or 0-d tensors, also NaN, and are stored as floats; others raise
-    TypeError."""
+    """Metrics are numbers or 0-d tensors, NaN too, and are stored as floats; others raise TypeError."""
     loss = torch.nn.functional.mse_loss(torch.ones(2, requires_grad=True), torch.zeros(2))
     metrics: dict[str, SupportsFloat] = {"loss": loss, "bf16": torch.tensor(0.5, dtype=torch.bfloat16)}
     metrics |= {"count": torch.tensor(3), "scalar": np.float32(0.25), "array": np.array(2.0), "nan": math.nan}
@@ -91,8 +90,7 @@ def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
 
 
 def test_what_is_stored_beside_the_state(tmp_path: Path) -> None:
-    """A step stores its number, run, metrics and user metadata; invalid metadata raises before the save
-    begins."""
+    """A step stores its number, run, metrics and user metadata; invalid metadata raises at the call."""
     with manager_of(tmp_path, run="tuesday") as manager:
         manager.save(7, state_at(7), user_metadata={"tags": ["good"]}, metrics={"loss": 0.5})
         wrong: list[dict[str, Any]] = [
@@ -197,8 +195,7 @@ def test_a_run_that_saved_nothing_does_not_end_well(tmp_path: Path) -> None:
 def test_damage_at_the_commit_is_found_and_not_counted(
     tmp_path: Path, check: Any, spoil: Callable[[Path], object], found: bool
 ) -> None:
-    """Truncation or a flipped bit after the commit is an event and a failure, and retention keeps the older
-    step."""
+    """Truncation or a flipped bit after the commit is a failure, and retention keeps the older step."""
 
     def lose(_: object) -> None:
         for file in data_files(tmp_path / "step-00000002"):
@@ -220,8 +217,7 @@ def test_damage_at_the_commit_is_found_and_not_counted(
 
 
 def test_events_go_to_log_monitor_and_callbacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Log, torch.monitor and callbacks receive the same facts; an error in a callback is logged and has no
-    effect."""
+    """Log, torch.monitor and callbacks get the same facts; an error in a callback is only logged."""
     monitored: list[Any] = []
 
     def broken(event: Event) -> None:

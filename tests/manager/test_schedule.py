@@ -54,8 +54,7 @@ def test_first_and_last_are_saved_besides() -> None:
 
 
 def test_a_resumed_run_keeps_its_multiples(tmp_path: Path) -> None:
-    """A run restored at step 137 saves at 200, neither at once nor 100 steps later, also after another
-    restore."""
+    """A run restored at 137 saves at 200, neither at once nor 100 steps later, also after going back."""
     with manager_of(tmp_path, mode="sync", every_steps=100) as manager:
         manager.save(137, STATE, force=True)
     with manager_of(tmp_path, mode="sync", every_steps=100, save_first=True) as manager:
@@ -86,8 +85,7 @@ def test_seconds_count_from_the_last_save() -> None:
 def test_a_multiple_that_is_passed_leads_to_one_save(
     every: int, stride: int, start: int, restored: int | None
 ) -> None:
-    """A multiple of the interval that the loop passes leads to one save, for any stride, begin or restored
-    step."""
+    """A multiple that the loop passes leads to one save, for any stride, begin or restored step."""
     with run(every_steps=every) as manager:
         begin = start
         if restored is not None:
@@ -106,8 +104,7 @@ def test_a_multiple_that_is_passed_leads_to_one_save(
 
 
 def test_a_step_is_saved_again_only_by_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A second save of a step needs force=True; otherwise one warning a step is logged, except for
-    last=True."""
+    """A second save of a step needs force=True; else one warning is logged, except with last=True."""
     with manager_of(tmp_path, mode="sync", every_steps=2) as manager:
         assert saved(manager, range(1, 3)) == [2]
         assert [manager.save(2, state_at(2)) for _ in range(3)] == [None] * 3
@@ -156,8 +153,7 @@ def test_a_stop_saves_the_next_step_and_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, "2", None, 10**18])
 def test_what_is_no_step_is_refused_at_once(step: Any) -> None:
-    """An invalid step raises on each call, even if no save is due, so that training does not fail hours
-    later."""
+    """An invalid step raises on every call, also if no save is due: training must not fail hours later."""
     with run(every_steps=1000) as manager:
         for call in (manager.should_save, lambda step: manager.save(step, {}), manager.checkpoint_id):
             with pytest.raises(ValueError, match="step: must be a whole number from 0 to"):

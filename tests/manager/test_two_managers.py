@@ -59,8 +59,7 @@ def test_two_live_runs_in_one_folder_are_found_out(
 def test_a_run_after_another_is_no_other_run(
     tmp_path: Path, keep: dcp.Retention, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run that continues an ended run, saves its steps again, and drops parts of them, logs no other
-    run."""
+    """A run that continues an ended run, and saves and drops its steps, logs no other run."""
     for first in (1, 3):
         with manager_of(tmp_path, keep=keep) as manager:
             for each in (first, first + 1, first + 1):

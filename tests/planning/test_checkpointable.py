@@ -1,5 +1,4 @@
-"""Plain tensors with the attributes of torch 2.14's CheckpointableTensor, which hold boxes of a global
-tensor."""
+"""Plain tensors with boxes of a global tensor, by the attributes of torch 2.14's CheckpointableTensor."""
 
 import importlib
 from pathlib import Path
@@ -63,8 +62,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("claim", "words"), WRONG)
 def test_what_torch_refuses_is_refused_by_name(claim: ShardClaim, words: str, tmp_path: Path) -> None:
-    """Boxes outside of the local or the global tensor, and attributes of different lengths, raise
-    PlanError."""
+    """Boxes outside of the tensors, and attributes of different lengths, raise PlanError."""
     with pytest.raises(PlanError, match=words) as caught:
         dcp.save({"layer": with_claim(torch.zeros(2), claim)}, checkpoint_id=tmp_path)
     assert "'layer' is a CheckpointableTensor" in str(caught.value)
@@ -119,8 +117,7 @@ class _Forgetful(dcp.FileSystemWriter):
 
 
 def test_a_stager_that_loses_the_boxes_is_an_error(tmp_path: Path) -> None:
-    """A stager that drops the attributes raises an error, and no local tensor is saved as the global
-    tensor."""
+    """A stager that drops the attributes is an error; no local tensor is saved as the global one."""
     with pytest.raises(StagingError, match="does not describe its boxes"):
         dcp.async_save({"w": rows(0, 8)}, storage_writer=_Forgetful(tmp_path)).result()
     assert not list(tmp_path.glob("*.dcp"))

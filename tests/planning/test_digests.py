@@ -235,8 +235,7 @@ def test_keys_count_by_name_not_by_the_order_they_came_in(value: Any) -> None:
 
 @pytest.mark.timeout(20)
 def test_containers_that_are_held_many_times_are_looked_at_once() -> None:
-    """A set reached by 2^60 paths is read once; a tree with references to parents and a ring are not
-    comparable."""
+    """A set reached by 2^60 paths is read once; rings and references to parents are not comparable."""
     held: Any = {1}
     for _ in range(60):
         held = [held, held]

@@ -67,8 +67,7 @@ def test_where_rename_is_given_the_rule_is_to_be_added(tmp_path: Path) -> None:
 
 
 def test_what_is_not_near_anything_is_told_with_what_is_there(tmp_path: Path) -> None:
-    """Without similar names the error lists the stored names, and only then suggests
-    allow_partial_load=True."""
+    """Without similar names the error lists the stored names, and suggests allow_partial_load=True."""
     assert re.search(
         r"state dict lacks: model\.\* \(36\)\..*allow_partial_load=True", hint(tmp_path, ["qqq"], LAYERS)
     )

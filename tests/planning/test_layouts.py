@@ -91,8 +91,7 @@ def test_a_rank_that_has_nothing_says_so(mesh: Mesh) -> None:
 
 
 def test_tensors_that_are_not_what_they_say_are_refused(mesh: Mesh) -> None:
-    """Partial placements, and a DTensor with a wrong local shape, whose offsets would be wrong, are
-    refused."""
+    """Partial placements, and DTensors whose local shape would lead to wrong offsets, are refused."""
     here = mesh(0, (2,))
     with pytest.raises(PlanError, match=r"'w'.*Partial.*redistribute"):
         held({"w": of_local(here, torch.zeros(2), Partial(), 2)})

@@ -1,5 +1,4 @@
-"""The default planners compared with torch's: flat names, plans, metadata, and attributes that programs
-use."""
+"""The default planners compared with torch's: flat names, plans, metadata and attributes."""
 
 from __future__ import annotations
 

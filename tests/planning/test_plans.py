@@ -114,8 +114,7 @@ def test_overlapping_pieces_are_read_once(
 
 
 def test_problems_of_several_kinds_make_one_error(tmp_path: Path) -> None:
-    """Missing keys, other kinds and other shapes are reported together; problems of one kind have its
-    class."""
+    """Missing keys, other kinds and other shapes are one error; problems of one kind have its class."""
     stored = {"a": torch.zeros(2, 3), "b": torch.zeros(4), "t": torch.zeros(1), "o": 1}
     dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
     shapes: dict[str, Any] = {"a": torch.zeros(3, 2), "b": torch.zeros(4, 1)}

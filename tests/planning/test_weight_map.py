@@ -72,8 +72,7 @@ UNFIT: list[tuple[Any, dict[str, tuple[int, ...]], str]] = [
 def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
     rule: Any, source: dict[str, tuple[int, ...]], told: str
 ) -> None:
-    """Unknown sizes, missing tensors and names that cannot be mapped back raise an error before any data
-    moves."""
+    """Unknown sizes, missing tensors and names that do not map back raise before any data moves."""
     with pytest.raises((PlanError, OptionError)) as caught:
         of(*(rule if isinstance(rule, list) else [rule])).apply((n, s, 0, False) for n, s in source.items())
     assert told in str(caught.value)
@@ -151,8 +150,7 @@ def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
 
 
 def test_layers_that_are_missing_at_the_end_are_told() -> None:
-    """Missing last layers of a whole model are an error by its configuration; a part of a model may lack
-    them."""
+    """Missing last layers of a whole model are an error by its configuration, but not of a part."""
     source = llama(layers=2)
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_hidden_layers": 4}
     weights = WeightMap.of("llama:hf-to-titan").with_config(config)
@@ -166,8 +164,7 @@ def test_layers_that_are_missing_at_the_end_are_told() -> None:
 
 
 def test_a_model_of_another_family_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A map for another model type is a warning, once for each configuration, because equal names may differ
-    in meaning."""
+    """A map for another model type is a warning, once a configuration: equal names may differ in meaning."""
     for name in ready_maps():
         weights = WeightMap.of(name)
         assert weights.models

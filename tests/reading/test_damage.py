@@ -108,8 +108,7 @@ WAYS: dict[str, Any] = {  # parts of a tensor of 2000 x 1000 to load, and option
 @pytest.mark.parametrize("make", [MemoryStore, pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", WAYS)
 def test_pieces_of_a_block_are_compared_once_they_are_together(way: str, make: Any) -> None:
-    """Checksums of pieces are combined, without a staged copy of the whole block: damage anywhere is
-    found."""
+    """Checksums of pieces are combined without a staged copy of the block: any damage is found."""
     place, stored, (wanted, options) = place_of(make), torch.randn(2000, 1000), WAYS[way]
     place.save({"w": stored})
     parts = wanted()

@@ -99,8 +99,7 @@ def test_large_tensors_are_read_in_even_requests() -> None:
 
 @pytest.mark.parametrize(("size", "most"), [(100_000, 1.0), (40_000, 1.6), (20_000, 1.9)])
 def test_unwanted_tensors_are_hardly_read_over(size: int, most: float) -> None:
-    """If every other tensor is wanted, the unwanted ones are skipped, though each gap alone is small enough
-    to read."""
+    """Unwanted tensors between wanted ones are skipped, though each gap alone is small enough to read."""
     state = {f"t{n:03}": torch.full((size,), n % 251, dtype=torch.uint8) for n in range(200)}
     place = Place().save(state)
     wanted = {name: torch.zeros_like(value) for name, value in list(state.items())[::2]}

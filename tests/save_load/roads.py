@@ -1,4 +1,4 @@
-"""The ways through a load, and objects with state, for tests that try each."""
+"""Code paths of a load, and a `Stateful`, for tests that try each path."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ROADS = ["columns", "objects", "foreign reader"]
 
 
 class TakesObjects(dcp.DefaultLoadPlanner):
-    """Overrides a step, and so gets torch's objects."""
+    """A planner that overrides a step, and therefore receives torch's objects."""
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        """As ever."""
+        """Call the default step."""
         super().commit_tensor(read_item, tensor)
 
 
 def load(state: dict[str, Any], path: Any, road: str = "columns", **options: Any) -> dcp.LoadReport:
-    """`dcp.load` by one of the ways through it."""
+    """Load with `dcp.load` by one of its code paths."""
     if road == "objects":
         options["planner"] = TakesObjects()
     if road == "foreign reader":
@@ -36,7 +36,7 @@ def load(state: dict[str, Any], path: Any, road: str = "columns", **options: Any
 
 
 class Part:
-    """A `Stateful` that counts how often it is asked and given."""
+    """A `Stateful` that counts calls of `state_dict`, and records the states it is given."""
 
     def __init__(self, **state: Any) -> None:
         self.state: Any = state
@@ -44,18 +44,18 @@ class Part:
         self.given: list[dict[str, Any]] = []
 
     def state_dict(self) -> Any:
-        """The state itself."""
+        """Return the state."""
         self.asked += 1
         return self.state
 
     def load_state_dict(self, state: Any) -> None:
-        """Take it, and remember it."""
+        """Take the state, and record it."""
         self.state = state
         self.given.append(state)
 
 
 def told(act: Callable[[], Any]) -> str:
-    """Class and message of the error that a call raises, for which no rank has to end; "" for none."""
+    """Return class and message of the CheckpointError that a call raises; "" without an error."""
     try:
         act()
     except dcp.CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Arguments, results and errors in editors: what a call takes, gives and raises is in its docstring."""
+"""Docstrings in editors: the public functions describe their arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def sections(function: Callable[..., Any]) -> dict[str, str]:
-    """The sections of a docstring by their headings."""
+    """Return the sections of a docstring by their headings."""
     parts = re.split(r"^(Args|Returns|Raises):\n", inspect.getdoc(function) or "", flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_argument_and_error_is_described(name: str) -> None:
-    """Arguments are in the order of the signature; each error that is named exists."""
+    """Arguments are described in the order of the signature, and each named error exists."""
     function = FUNCTIONS[name]
     found = sections(function)
     parameters = [each for each in inspect.signature(function).parameters if each != "self"]

@@ -1,4 +1,4 @@
-"""Messages between ranks. Internal: how many are exchanged, and what memory they take, no load can show."""
+"""Messages between ranks. Internal: their number and their memory, which a load does not show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.fixture
 def _no_earlier_works() -> Iterator[None]:
-    """Exchanges of earlier tests are put aside."""
+    """Hide exchanges of earlier tests."""
     earlier, channel._works[:] = channel._works[:], []
     yield
     channel._works.extend(earlier)
@@ -33,12 +33,12 @@ def _no_earlier_works() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_earlier_works")
 def test_the_end_waits_for_threads_that_drop_tensors() -> None:
-    """A thread that drops the tensors of a complete work after the interpreter has ended aborts it."""
+    """If a thread drops the tensors of a complete work after the interpreter's end, the process aborts."""
     with tempfile.TemporaryDirectory() as folder:
         group = Channel.own_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1, timeout_seconds=60).group
         factor = torch.ones(3, requires_grad=True)
         tensor = torch.zeros(3)
-        other_owner = [factor * tensor]  # autograd has a reference that is none of Python's
+        other_owner = [factor * tensor]  # autograd has a reference that is not Python's
         for sent in (tensor, torch.zeros(3)):
             work = Channel.begun(group.allreduce([sent]), sent)
             work.wait()
@@ -52,7 +52,7 @@ def test_the_end_waits_for_threads_that_drop_tensors() -> None:
 
 @pytest.mark.usefixtures("_no_earlier_works")
 def test_finished_exchanges_are_forgotten() -> None:
-    """With the next one their tensors are gone: of a save's plans they may be large."""
+    """The next exchange drops the tensors of a finished one, which may be large for a save's plans."""
     with tempfile.TemporaryDirectory() as folder:
         group = Channel.own_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1, timeout_seconds=60).group
         for tensor in (torch.zeros(3), torch.zeros(3)):
@@ -64,7 +64,7 @@ def test_finished_exchanges_are_forgotten() -> None:
 
 
 def long_messages(rank: int, world_size: int) -> tuple[int, bytes, int]:
-    """Rank 0 has a long message to send, one to keep, and little memory; rank 1 cannot unpack its part."""
+    """Exchange with a long message on rank 0, which has little memory, and an invalid message to rank 1."""
     ranks = Ranks(use_dist=True, timeout_seconds=120)
     message = bytes(24 << 20) if rank == 0 else b"%d" % rank
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -83,16 +83,16 @@ def long_messages(rank: int, world_size: int) -> tuple[int, bytes, int]:
 
 
 def test_the_coordinators_own_message_does_not_make_the_others_as_long() -> None:
-    """What it tells itself, such as all values that ranks share, is not received once for each rank."""
+    """The coordinator's long message to itself, such as shared values, is received once, not per rank."""
     results = run_ranks(4, long_messages)
     assert results[0] == (24 << 20, bytes(10), 24 << 20)
     assert results[1:] == [(24 << 20, b"%d" % rank, 1) for rank in (1, 2, 3)]
 
 
 def exchanges(rank: int, world_size: int, root: str) -> list[int]:
-    """How many collectives saves of one writer take, the third of which has forgotten its plan on one rank;
-    then a load into plain values, and one into an object."""
-    torch.manual_seed(0)  # ranks that served other tests before have drawn different numbers
+    """Count the collectives of four saves by one writer, of a load into plain values, and of one into an
+    object. In the third save one rank has lost its plan."""
+    torch.manual_seed(0)  # ranks reused from earlier tests have drawn different numbers
     model, waits = torch.nn.Linear(8, 8), [0]
     writer = dcp.FileSystemWriter(root, sync_files=False)
 
@@ -119,8 +119,8 @@ def exchanges(rank: int, world_size: int, root: str) -> list[int]:
 
 
 def test_saves_and_loads_take_few_exchanges(tmp_path: Path) -> None:
-    """A save by a known plan needs none for that. Of a load: the handshake, the index, the plan, the end of
-    reading, the values; one more where objects are given their state. Most are a gather and a broadcast."""
+    """A save with a known plan exchanges no plan. A load exchanges handshake, index, plan, end of reading and
+    values, and once more for objects. Most exchanges are a gather and a broadcast."""
     for first, again, forgot, last, plain, into_object in run_ranks(3, exchanges, str(tmp_path / "x")):
         assert min(first, forgot) > again == last
         assert (plain, into_object) == (9, 11)

@@ -1,4 +1,4 @@
-"""Features stand beside the steps of saves and loads: without each of them, all else is as it was."""
+"""Features of saves and loads: without any one of them, everything else works as before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.mark.parametrize("number", range(len(registry.SAVE_FEATURES)))
 def test_a_save_without_a_feature(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int) -> None:
-    """Tensors, tied ones among them, and values come back; only what the feature does is missing."""
+    """Tensors, tied tensors and values load; only the output of the feature is missing."""
     kept = [feature for at, feature in enumerate(registry.SAVE_FEATURES) if at != number]
     monkeypatch.setattr(registry, "SAVE_FEATURES", kept)
     weight = torch.arange(12.0).reshape(3, 4)
@@ -40,7 +40,7 @@ def test_a_save_without_a_feature(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_loads_without_a_feature(tmp_path: Path) -> None:
-    """Shards and values come back, and strict loads refuse; what a feature raises is named on all ranks."""
+    """Shards and values load, and strict loads fail; an error in a feature is reported on all ranks."""
     state = {"model": {"w": torch.arange(12.0).reshape(4, 3), "row": torch.ones(3)}, "step": 3}
     dcp.save(state | {"part": {"lost": 1}}, checkpoint_id=tmp_path / "c", no_dist=True)
     told = {feature.name: "UnexpectedKeyError" for feature in registry.LOAD_FEATURES}
@@ -51,7 +51,7 @@ def test_loads_without_a_feature(tmp_path: Path) -> None:
 
 
 def test_a_misspelled_method_is_warned_of(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """No step would call it, and the feature would do nothing without a word."""
+    """A misspelled method of a feature would never be called, so a warning names it."""
     monkeypatch.setattr(registry, "_registered", [])
     odd = {"name": "odd", "manifst": print, "help": print}
     registry.register_feature(type("Odd", (registry.SaveFeature,), odd))
@@ -59,18 +59,18 @@ def test_a_misspelled_method_is_warned_of(monkeypatch: Any, caplog: pytest.LogCa
 
 
 class Fails(registry.LoadFeature):
-    """Raises on one rank what is no error of this package."""
+    """A load feature that raises a foreign error on one rank."""
 
     name = "fails"
 
     def entries(self, index: Any) -> None:
-        """Raise it."""
+        """Raise on rank 1."""
         if self.call.rank == 1:
             raise ValueError("on rank 1")
 
 
 def load_without_each(rank: int, world_size: int, place: str) -> dict[str, str]:
-    """Load twice without each feature, and once with one more: the errors of the strict loads."""
+    """Load twice without each feature, and once with a failing one; return errors of the strict loads."""
     kinds, told = registry.LOAD_FEATURES, dict[str, str]()
     mesh = init_device_mesh("cpu", (world_size,))
     gone: type[registry.LoadFeature]

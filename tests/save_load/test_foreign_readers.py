@@ -1,4 +1,4 @@
-"""torch's readers of foreign formats by their names: on ranks, with values, and for their format only."""
+"""torch's readers of foreign formats under their names: on ranks, with values, and for their format only."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _load_sharded(rank: int, world_size: int, file: str) -> None:
 
 
 def test_torchs_example_on_two_ranks(tmp_path: Path) -> None:
-    """Reader and planner as torch documents them, by our load and by stock's: each rank gets its shard.
-    Values load as well, for which torch's planner raises."""
+    """Reader and planner of torch's documentation give each rank its shard, by dcp and by stock torch. Values
+    load too, for which torch's planner raises."""
     torch.save(_state(), tmp_path / "model.pt")
     run_ranks(2, _load_sharded, str(tmp_path / "model.pt"))
     reader, state = BroadcastingTorchSaveReader(tmp_path / "model.pt", coordinator_rank=0), {"epoch": 0}
@@ -50,7 +50,7 @@ def test_torchs_example_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_hugging_face_folders_of_stocks_writer(tmp_path: Path) -> None:
-    """Folders of torch's writer of safetensors are loaded by the reader of that name, by both loads."""
+    """A folder by torch's safetensors writer is loaded by torch's reader, in dcp and in stock torch."""
     tensors = {"a": torch.randn(7, 5), "b": torch.randn(3).to(torch.bfloat16)}
     dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(path=str(tmp_path)), no_dist=True)
     for module in (dcp, stock):
@@ -62,7 +62,7 @@ def test_hugging_face_folders_of_stocks_writer(tmp_path: Path) -> None:
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
-    """Each reader names what it was given; without an id it says so."""
+    """A reader refuses another format by name, and a missing checkpoint_id."""
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(UnsupportedFormatError, match="safetensors"):

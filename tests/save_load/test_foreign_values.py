@@ -1,4 +1,4 @@
-"""A save warns of values that will need weights_only=False, and of no others."""
+"""A save warns of values that need weights_only=False in a load, and of no other values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import dcp
 
 
 class Mode(enum.Enum):
-    """An enumeration of the user's program."""
+    """An enumeration of a user's program."""
 
     FAST = 1
 
 
 class Settings:
-    """A class of the user's program."""
+    """A class of a user's program."""
 
     def __init__(self) -> None:
         self.width = 3
@@ -53,14 +53,14 @@ FOREIGN: dict[str, Any] = {
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings of a save about values."""
+    """Return the warnings of a save that concern values."""
     told = [record.getMessage() for record in caplog.records]
     return [message for message in told if "weights_only=False" in message]
 
 
 def test_values_that_load_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Values that are safe by type or by their contents are saved in silence, and load; so is one of a class
-    that torch was given, as the warning would ask for."""
+    """Values that are safe by type or content are saved without a warning, and load. A class in torch's
+    safe_globals counts as safe."""
     with caplog.at_level(logging.WARNING):
         dcp.save(dict(SAFE), checkpoint_id=tmp_path / "c")
         with torch.serialization.safe_globals([Settings]):
@@ -73,7 +73,7 @@ def test_values_that_load_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCa
 def test_a_value_that_a_load_will_refuse_is_named(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning names it, with what a load needs; without that the load refuses."""
+    """One warning names the value and the required option; without that option the load refuses it."""
     with caplog.at_level(logging.WARNING):
         dcp.save({"x": FOREIGN[name]}, checkpoint_id=tmp_path / "c")
     (said,) = warnings_of(caplog)
@@ -87,7 +87,7 @@ def test_a_value_that_a_load_will_refuse_is_named(
 def test_a_save_behind_the_loop_warns_at_once(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """async_save warns in the training process, once a save, before it returns."""
+    """async_save warns once, in the training process, before it returns."""
     chosen = dcp.AsyncCheckpointerType(kind)
     state = {"w": torch.ones(2), "mode": Mode.FAST, "a": np.ones(2)}
     with caplog.at_level(logging.WARNING):
@@ -98,7 +98,7 @@ def test_a_save_behind_the_loop_warns_at_once(
 
 
 class _ByItems(dcp.DefaultSavePlanner):
-    """A planner that is asked item by item, as it overrides one of the steps."""
+    """A planner that overrides a step, and is therefore called for each item."""
 
     def transform_object(self, write_item: WriteItem, value: Any) -> Any:
         return super().transform_object(write_item, value)
@@ -108,7 +108,7 @@ class _ByItems(dcp.DefaultSavePlanner):
 def test_a_save_by_another_planner_warns(
     planner: type[SavePlanner], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Planners of torch's or of the user's own give the same warning of the same values."""
+    """Saves with torch's planner or a user's planner give the same warning."""
     state = {"w": torch.ones(2), "mode": {"now": Mode.FAST}, "a": np.ones(2)}
     with caplog.at_level(logging.WARNING):
         dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner())

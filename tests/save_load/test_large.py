@@ -1,4 +1,4 @@
-"""Checkpoints with millions of tensors, or a tensor of gigabytes: no limit of a format refuses them."""
+"""Checkpoints with a million tensors, or a tensor of gigabytes: no limit of a format is exceeded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTES = (4 << 30) + (3 << 20) + 5
 
 @pytest.mark.exhaustive
 def test_a_tensor_above_4_gib_goes_both_ways(tmp_path: Path) -> None:
-    """Payloads that need zip64 are saved, loaded, verified, and read by stock torch."""
+    """A payload that needs zip64 is saved, loaded, verified, and read by stock torch."""
     tensor = torch.arange(_BYTES, dtype=torch.uint8)
     dcp.save({"small": torch.ones(3), "w": tensor}, checkpoint_id=tmp_path / "c")
     target = {"small": torch.zeros(3), "w": torch.zeros(_BYTES, dtype=torch.uint8)}
@@ -32,9 +32,9 @@ def test_a_tensor_above_4_gib_goes_both_ways(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_a_million_tensors_with_long_names(tmp_path: Path) -> None:
-    """A manifest of more than 64 MiB is committed, loaded, replaced, and done without as stock leaves it."""
+    """A manifest above 64 MiB is committed, loaded and replaced, and the checkpoint also loads without it."""
     values = torch.arange(1_000_000, dtype=torch.float32)
-    names = (blake2b(str(row).encode()).hexdigest() for row in range(1_000_000))  # which do not compress
+    names = (blake2b(str(row).encode()).hexdigest() for row in range(1_000_000))  # hashes do not compress
     state = {name: values[row : row + 1].clone() for row, name in enumerate(names)}
     for _ in range(2):
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False), no_dist=True)

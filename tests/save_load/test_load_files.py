@@ -1,4 +1,4 @@
-"""dcp.load, show and verify of files that other tools wrote; stock torch and transformers are the oracles."""
+"""dcp.load, show and verify of files by other tools, compared with stock torch and transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.torch_files import as_bytes, assert_same
 
 
 def _zeroed(value: Any) -> Any:
-    """The same structure with nothing in it: what a load has to fill."""
+    """Return the same structure with zeros and None, as the target of a load."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype)
     if isinstance(value, dict):
@@ -34,8 +34,8 @@ def _zeroed(value: Any) -> Any:
 
 @pytest.mark.parametrize("is_converted", [False, True])
 def test_every_value_of_a_torch_file(tmp_path: Path, is_converted: bool) -> None:
-    """A training state: model, optimizer with int keys and groups, views, strides, fp8, plain values, and
-    tuples of tensors, which a save keeps as one value."""
+    """A training state loads: model, optimizer with int keys and groups, views, strides, fp8, plain values,
+    and tuples of tensors, which a save keeps as one value."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 3))
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False
@@ -77,7 +77,7 @@ def test_every_value_of_a_torch_file(tmp_path: Path, is_converted: bool) -> None
 
 @pytest.mark.parametrize("dtype", ["exact", "cast"])
 def test_a_large_transposed_tensor_is_read_once(tmp_path: Path, dtype: Any) -> None:
-    """Threads and conversions take parts as they lie in the file, so that nothing is read for two of them."""
+    """Threads and casts take parts in the file's order, so that no byte is read twice."""
     stored = torch.arange(4.0 * (1 << 20)).view(2 << 10, 2 << 10).t()
     torch.save({"w": stored}, tmp_path / "model.pt")
     target = torch.zeros(stored.shape, dtype=torch.float32 if dtype == "exact" else torch.float64)
@@ -87,7 +87,7 @@ def test_a_large_transposed_tensor_is_read_once(tmp_path: Path, dtype: Any) -> N
 
 
 def test_what_is_refused_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
-    """The rest of the file loads; the entry itself is an UnsafeObjectError, not a missing key."""
+    """A refused entry raises UnsafeObjectError if requested, not MissingKeyError; the rest loads."""
     state = {"w": torch.arange(3.0), "args": argparse.Namespace(x=1), "sparse": torch.eye(2).to_sparse()}
     torch.save(state, tmp_path / "model.pt")
     target = {"w": torch.zeros(3)}
@@ -101,8 +101,8 @@ def test_what_is_refused_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_transformers_model_with_tied_embeddings(tmp_path: Path, sharded: bool) -> None:
-    """save_pretrained and torch.save of one model load into another to the last bit."""
-    import transformers  # seconds of each process that collects tests
+    """save_pretrained's and torch.save's files of a model load into another model bit for bit."""
+    import transformers  # the import takes seconds in each process that collects tests
 
     sizes: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = transformers.LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **sizes)
@@ -120,7 +120,7 @@ def test_a_transformers_model_with_tied_embeddings(tmp_path: Path, sharded: bool
 
 
 def _load_sharded(rank: int, world_size: int, source: str, wanted: str, dim: int) -> int:
-    """Load every tensor as a DTensor sharded along ``dim``; returns the bytes that this rank read."""
+    """Load every tensor as a DTensor sharded along ``dim``, and return the bytes that this rank read."""
     mesh = init_device_mesh("cpu", (world_size,))
     oracle = torch.load(wanted, weights_only=True)
     target: dict[str, Any] = {
@@ -134,7 +134,7 @@ def _load_sharded(rank: int, world_size: int, source: str, wanted: str, dim: int
 
 
 def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
-    """Two ranks with sharded tensors, along both dimensions, from a file, a safetensors file and a folder."""
+    """Two ranks load shards along both dimensions from a torch file, a safetensors file and a folder."""
     tensors = {
         "large": torch.randn(1024, 1024),
         "bf16": torch.randn(64, 30).bfloat16(),
@@ -154,7 +154,7 @@ def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
 
 
 class _Replacing:
-    """A Stateful that is asked for its state once the index was read, and has files replaced then."""
+    """A `Stateful` that replaces files when its state is requested, after the index was read."""
 
     def __init__(self, replace: Callable[[], None]) -> None:
         self.state = {"b": torch.zeros(64)}
@@ -169,7 +169,7 @@ class _Replacing:
 
 
 def _write_sharded(folder: Path, number: int) -> None:
-    """A Hugging Face folder of four files, with ``number`` everywhere."""
+    """Write a Hugging Face folder of four files, with ``number`` in every element."""
     folder.mkdir()
     keys = ("m.a", "m.b", "other.c", "other.d")
     names = {key: f"model-0000{n}-of-00004.safetensors" for n, key in enumerate(keys, 1)}
@@ -183,7 +183,7 @@ def _write_sharded(folder: Path, number: int) -> None:
 def test_files_that_are_replaced_one_by_one_are_noticed(
     tmp_path: Path, kind: str, planner: type[dcp.DefaultLoadPlanner]
 ) -> None:
-    """Nothing in such a folder tells that data is of two checkpoints: it is read anew, then refused."""
+    """A folder without a commit may mix data: replaced files cause a second read, then an error."""
     if kind == "safetensors":
         _write_sharded(tmp_path / "current", 0)
         _write_sharded(tmp_path / "next", 1)
@@ -202,7 +202,7 @@ def test_files_that_are_replaced_one_by_one_are_noticed(
     module, other = _Replacing(replace), torch.zeros(64)
     wanted = {"m": module, "n": other}
     rename = {"^n$": "m.a"}
-    if kind == "safetensors":  # one file with each attempt
+    if kind == "safetensors":  # each attempt replaces one file
         with pytest.raises(CheckpointConflictError, match="was replaced during the load"):
             dcp.load(wanted, checkpoint_id=tmp_path / "current", planner=planner(), rename=rename)
     report = dcp.load(wanted, checkpoint_id=tmp_path / "current", planner=planner(), rename=rename)

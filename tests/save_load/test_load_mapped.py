@@ -1,5 +1,4 @@
-"""`dcp.load` through a weight map: into parameters that are fused, split or permuted otherwise than what was
-saved."""
+"""`dcp.load` through a weight map, into parameters that are fused, split or permuted."""
 
 from __future__ import annotations
 
@@ -80,12 +79,12 @@ FUSED: dict[str, Any] = {
 
 
 def numbered(*shape: int, first: int = 0) -> torch.Tensor:
-    """Elements that are all different, and none 0."""
+    """Return a tensor of distinct elements, none of them 0."""
     return torch.arange(first + 1, first + math.prod(shape) + 1, dtype=torch.float32).view(shape)
 
 
 def apart() -> dict[str, torch.Tensor]:
-    """A model whose parts are tensors of their own."""
+    """Return a model with separate parts."""
     state = {
         "0.q.weight": numbered(GROUPS * QUERIES * HEAD, WIDTH),
         "0.k.weight": numbered(GROUPS * HEAD, WIDTH, first=10_000),
@@ -100,7 +99,7 @@ def apart() -> dict[str, torch.Tensor]:
 
 
 def fused() -> dict[str, torch.Tensor]:
-    """The same as one reshapes it in memory."""
+    """Return the same model with fused parts, made in memory."""
     own = apart()
     queries, keys = (own[f"0.{name}.weight"].view(GROUPS, -1, 2, HEAD // 2, WIDTH) for name in "qk")
     both = torch.cat([queries, keys], dim=1).transpose(2, 3)
@@ -116,25 +115,25 @@ def fused() -> dict[str, torch.Tensor]:
 
 
 def like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same in new memory, of something else."""
+    """Return a state of the same names and shapes with other values."""
     return {name: torch.full_like(tensor, -1.0) for name, tensor in state.items()}
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
+    """Check that all tensors are equal bit for bit."""
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint of the parts."""
+    """Return a checkpoint of the separate parts."""
     dcp.save(apart(), checkpoint_id=tmp_path / "apart", no_dist=True)
     return tmp_path / "apart"
 
 
 def test_it_is_what_a_conversion_and_a_load_are(saved: Path, tmp_path: Path) -> None:
-    """Fused by groups, permuted, transposed, padded, stacked and renamed; and the other way."""
+    """A mapped load equals a conversion and a load: parts are fused, permuted, padded, stacked, and back."""
     state = like(fused())
     report = dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
     assert_equal(state, fused())
@@ -152,7 +151,7 @@ def test_it_is_what_a_conversion_and_a_load_are(saved: Path, tmp_path: Path) -> 
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, its tensors on both sides, and how these are cut."""
+    """A rule, its tensors on both sides, and their cuts into boxes."""
 
     rule: dict[str, Any]
     sizes: dict[str, int]
@@ -164,8 +163,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Some tensors with axes in any order and any dimensions, which are one behind the other in a target of
-    any order and dimensions, with zeros behind."""
+    """Draw tensors with axes in any order and any dimensions, which are concatenated in a target of any order
+    and dimensions, followed by zeros."""
     common = ["a", "b", "c"][: draw(st.integers(1, 3))]
     parts = [f"p{number}" for number in range(draw(st.integers(1, 3)))]
     sizes = {name: draw(st.integers(1, 4)) for name in (*common, *parts)}
@@ -203,7 +202,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def claimed(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(every other box of the target in one tensor of another order of dimensions, what should be in it)."""
+    """Return every other box of the target in one permuted tensor, and the expected tensor."""
     shape = tuple(case.target.shape)
     boxes = grid(shape, case.cuts[-1])[::2]
     back = [case.order.index(dim) for dim in range(len(shape))]
@@ -214,13 +213,13 @@ def claimed(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
         wanted[box] = case.target[box].to(kind)
     claim = {"global_shape": shape, "global_offsets": offsets, "local_offsets": offsets}
-    for name, value in {**claim, "local_sizes": sizes}.items():  # a `dcp.CheckpointableTensor`
+    for name, value in {**claim, "local_sizes": sizes}.items():  # make a `dcp.CheckpointableTensor`
         setattr(local, name, value)
     return local, wanted
 
 
 def test_any_map_of_any_shards(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Every element of the boxes that a rank has is the one that the rule says, and no other is touched."""
+    """Every element of a rank's boxes follows the rule, and no other element is touched."""
 
     @examples(600, quick=12)
     @given(
@@ -245,7 +244,7 @@ def test_any_map_of_any_shards(tmp_path_factory: pytest.TempPathFactory) -> None
 
 
 def test_what_the_map_makes_is_read(saved: Path) -> None:
-    """Entries are read by the names behind the map, without a state dict."""
+    """`dcp.read` selects entries by their mapped names, without a state dict."""
     assert_equal(dcp.read(saved, map=FUSED), fused())
     found = dcp.read(saved, map=FUSED, only="0.d*", exclude="emb.weight", rename={"^0": "1"})
     assert found.keys() == {"1.down.weight"}
@@ -257,7 +256,7 @@ def test_what_the_map_makes_is_read(saved: Path) -> None:
 
 
 def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
-    """By the config.json beside the weights; a ready map, on one rank and on two."""
+    """A ready map takes sizes from the config.json beside the weights, on one rank and on two."""
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}')
     weights = {"model.layers.0.self_attn.q_proj.weight": numbered(8, 8)}
     save_file(weights, tmp_path / "model.safetensors")
@@ -266,7 +265,7 @@ def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
 
 
 class Fused(nn.Module):
-    """A model of the fused names."""
+    """A model with the fused names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +281,7 @@ class Fused(nn.Module):
 
 
 def sharded(kind: str) -> nn.Module:
-    """The fused model by FSDP2, or by FSDP2 and tensor parallelism."""
+    """Return the fused model under FSDP2, or under FSDP2 and tensor parallelism."""
     model = Fused()
     if kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
@@ -295,7 +294,7 @@ def sharded(kind: str) -> nn.Module:
 
 
 def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int, int]:
-    """(needed and local bytes) of a load into a sharded model, which is then as a plain one."""
+    """Load into a sharded model, compare it with a plain one, and return (needed bytes, local bytes)."""
     model = sharded(kind)
     rename = {r"^model\.": ""}
     report = dcp.load({"model": model}, checkpoint_id=path, map=FUSED, rename=rename, verify="none")
@@ -306,7 +305,7 @@ def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int,
 
 @pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.exhaustive), "fsdp and tp"])
 def test_into_a_sharded_model(saved: Path, kind: str) -> None:
-    """FSDP2, and FSDP2 over tensor parallelism; each rank asks for what it holds, but for zeros."""
+    """With FSDP2, alone or over tensor parallelism, each rank needs its own bytes, except padding."""
     results, stored = run_ranks(4, load_sharded, str(saved), kind), sum(t.nbytes for t in apart().values())
     padding = 3 * WIDTH * 4
     assert all(local - padding <= needed <= local for needed, local in results)
@@ -315,7 +314,7 @@ def test_into_a_sharded_model(saved: Path, kind: str) -> None:
 
 
 def test_what_does_not_fit_is_told_with_all_names(saved: Path) -> None:
-    """As of a plain load, by the names behind the map."""
+    """Errors are those of a load without a map, with the mapped names."""
 
     def load(state: dict[str, torch.Tensor], **options: Any) -> dcp.LoadReport:
         return dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True, **options)
@@ -338,7 +337,7 @@ def test_what_does_not_fit_is_told_with_all_names(saved: Path) -> None:
 
 @pytest.mark.parametrize("other", [7, torch.ones(3)], ids=["value", "tensor"])
 def test_no_tensor_gets_the_name_of_another_entry(other: object, tmp_path: Path) -> None:
-    """Neither on the way in nor out, nor in a conversion: one of them would be lost."""
+    """Load, save and conversion refuse a map that renames a tensor to an existing entry."""
     state, renamed = {"a": torch.ones(2), "b": other}, {"rules": [{"from": "a", "to": "b"}]}
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     with pytest.raises(PlanError, match="renames a tensor to 'b'"):
@@ -352,7 +351,7 @@ def test_no_tensor_gets_the_name_of_another_entry(other: object, tmp_path: Path)
 
 
 def test_tensors_that_no_rule_knows(tmp_path: Path) -> None:
-    """Are there as they are; none is lost beside those that the map is about, unless that is asked for."""
+    """Tensors without a rule keep their names; one beside mapped tensors must be requested or allowed."""
     more = {"0.q.bias": numbered(4), "opt.q": numbered(3), "step": 7}
     dcp.save(apart() | more, checkpoint_id=tmp_path, no_dist=True)
     state = like(fused())
@@ -385,7 +384,7 @@ WAYS: dict[str, Any] = {
 
 
 def wrong_maps(rank: int, world_size: int, path: str) -> dict[str, str]:
-    """A map that is on the first one's host alone; one of each rank's own; a planner that knows no map."""
+    """Load with a map file on one host only, with different maps, and with a planner without maps."""
     state = {"final.weight": torch.zeros(WIDTH)}
     found = {way: told(partial(act, state, path, Path(path, f"map{rank}.toml"))) for way, act in WAYS.items()}
     own = {"rules": [{"from": "norm.weight", "to": f"norm{rank}"}]}
@@ -398,7 +397,7 @@ def wrong_maps(rank: int, world_size: int, path: str) -> dict[str, str]:
 
 
 def test_maps_that_cannot_be_are_told_to_all_ranks(saved: Path) -> None:
-    """None waits for the one that cannot begin; by each way that takes a map."""
+    """Every function with map= raises on all ranks for a map that one rank cannot use, without a wait."""
     (saved / "map0.toml").write_text('rules = [{ from = "{rest:*}", to = "{rest:*}" }]')
     for found in run_ranks(2, wrong_maps, str(saved)):
         assert all("map1.toml does not exist" in found[way] for way in WAYS), found
@@ -412,7 +411,7 @@ def test_maps_that_cannot_be_are_told_to_all_ranks(saved: Path) -> None:
 
 
 def test_an_optimizer_whose_names_the_rules_know(tmp_path: Path) -> None:
-    """Its moments are laid out as the weights are; one that has made no step gets them too."""
+    """Moments of an optimizer are mapped like the weights by rules with their names."""
     own = {name: tensor for name, tensor in apart().items() if name.startswith(("0.q", "0.k"))}
     state = {"model": own, "optim": {"state": {name: {"exp_avg": t * 2} for name, t in own.items()}}}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
@@ -435,7 +434,7 @@ def test_an_optimizer_whose_names_the_rules_know(tmp_path: Path) -> None:
 
 
 def load_by_config(rank: int, world_size: int, path: str) -> None:
-    """Where the sizes are in the configuration alone: those of the coordinator."""
+    """Load by sizes that are only in the configuration, which the coordinator reads."""
     name, mesh = "layers.0.attention.qkv_linear.wq.weight", init_device_mesh("cpu", (world_size,))
     state = {name: distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)])}
     dcp.load(dict(state), checkpoint_id=path, map="llama:hf-to-titan")
@@ -444,7 +443,7 @@ def load_by_config(rank: int, world_size: int, path: str) -> None:
 
 
 def load_rows(rank: int, world_size: int, path: str) -> tuple[int, int]:
-    """What a rank that holds a quarter of the columns of large matrices reads."""
+    """Load a quarter of the rows of a fused matrix, and return the bytes needed and read."""
     mesh = init_device_mesh("cpu", (world_size,))
     state = {"both": distribute_tensor(torch.zeros(4096, 1024), mesh, [Shard(0)])}
     weights = {
@@ -464,7 +463,7 @@ def load_rows(rank: int, world_size: int, path: str) -> tuple[int, int]:
 
 
 def test_a_rank_reads_only_what_it_needs(tmp_path: Path) -> None:
-    """Of its groups, and nothing of the others'."""
+    """A rank reads the data of its own groups alone."""
     state = {name: numbered(2048, 1024, first=at) for name, at in (("a", 0), ("b", 7))}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     for needed, read in run_ranks(4, load_rows, str(tmp_path)):

@@ -1,4 +1,4 @@
-"""Objects with `load_state_dict()`: that it fails, or takes nothing, is known on all ranks."""
+"""Objects with `load_state_dict()`: errors, and states that are not taken, are reported on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ranks import RankRaised, run_ranks
 
 
 class _Picky:
-    """Refuses what it is given, on some ranks."""
+    """A `Stateful` whose `load_state_dict` fails on some ranks."""
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
@@ -35,7 +35,7 @@ def _one_fails(rank: int, world_size: int, path: str) -> None:
 
 
 def test_a_load_state_dict_that_fails_fails_all_ranks(tmp_path: Path) -> None:
-    """Each gets the cause, and the rank and name of it; none trains while the others are gone. Alone the
+    """An error in `load_state_dict` is raised on all ranks with cause, rank and name. In a single process the
     cause is chained."""
     for result in run_ranks(3, _one_fails, str(tmp_path), failures=True):
         assert isinstance(result, RankRaised)
@@ -51,7 +51,7 @@ def test_a_load_state_dict_that_fails_fails_all_ranks(tmp_path: Path) -> None:
 
 
 class _Holder:
-    """Has a model on the meta device, and gives it what is loaded in one way or another."""
+    """A `Stateful` with a model on the meta device, loaded with or without ``assign``."""
 
     def __init__(self, *, assign: bool) -> None:
         self.net, self.assign = meta_linear(), assign
@@ -64,7 +64,7 @@ class _Holder:
 
 
 def meta_linear() -> nn.Linear:
-    """Without memory."""
+    """Return a linear layer on the meta device."""
     with torch.device("meta"):
         return nn.Linear(2, 2)
 
@@ -72,7 +72,7 @@ def meta_linear() -> nn.Linear:
 @pytest.mark.filterwarnings("ignore:for .*. copying from a non-meta parameter")
 @pytest.mark.parametrize("reader", [dcp.FileSystemReader, stock.FileSystemReader])
 def test_a_module_without_memory_is_refused(tmp_path: Path, reader: Any) -> None:
-    """It copies into its own tensors, so that it would be there as before; said before anything is read."""
+    """A module on the meta device copies into its own tensors, so it would stay empty; nothing is read."""
     dcp.save({"model": nn.Linear(2, 2), "step": 1}, checkpoint_id=tmp_path)
     model = meta_linear()
     state: dict[str, Any] = {"model": model, "step": 0}
@@ -88,7 +88,7 @@ def test_a_module_without_memory_is_refused(tmp_path: Path, reader: Any) -> None
 
 
 def test_an_optimizer_of_such_a_module_is_refused(tmp_path: Path) -> None:
-    """It would move its state to where its parameters are."""
+    """An optimizer would move its state to the meta device of its parameters."""
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
     torch.autograd.backward(net(torch.ones(1, 2)).sum())
@@ -100,7 +100,7 @@ def test_an_optimizer_of_such_a_module_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:for .*. copying from a non-meta parameter")
 def test_an_object_may_assign(tmp_path: Path) -> None:
-    """One that does gets real tensors, as a dict does; one that does not is found out."""
+    """An object that assigns gets real tensors, as a dict does; one that does not is an error."""
     net = nn.Linear(2, 2)
     dcp.save({"app": {"net": net.state_dict()}}, checkpoint_id=tmp_path)
     holder, state = _Holder(assign=True), {"app": {"net": meta_linear().state_dict()}}

@@ -1,4 +1,4 @@
-"""Optimizers that have made no step yet get the state of the checkpoint, and nothing else of them changes."""
+"""Optimizers before their first step get the checkpoint's state, and nothing else about them changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AdamW = torch.optim.AdamW
 
 
 def exactly(first: Any, second: Any) -> bool:
-    """Whether two states are equal, bits and types."""
+    """Return whether two states are equal in bits and types."""
     if isinstance(first, torch.Tensor):
         return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
@@ -33,13 +33,13 @@ def exactly(first: Any, second: Any) -> bool:
 
 
 def model(seed: int = 0) -> nn.Sequential:
-    """Two layers."""
+    """Return a model of two layers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Some steps."""
+    """Train some steps."""
     for _ in range(steps):
         torch.autograd.backward(net(torch.linspace(0, 1, 6).view(2, 3)).square().sum())
         optimizer.step()
@@ -47,7 +47,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def trained(cls: Any = AdamW, steps: int = 2, seed: int = 0, **options: Any) -> tuple[nn.Sequential, Any]:
-    """A model, and an optimizer that has made some steps."""
+    """Return a model, and its optimizer after some steps."""
     net = model(seed)
     optimizer = cls(net.parameters(), **copy.deepcopy(options))
     train(net, optimizer, steps)
@@ -69,8 +69,8 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)))
 def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
-    """State is as saved; parameters, gradients, hooks and schedulers are as they were, whatever the class
-    does in a step: with ``eps=0`` it would make all parameters NaN."""
+    """State is as saved. Parameters, gradients, hooks and schedulers are unchanged, whatever a step would do:
+    with ``eps=0`` it would make all parameters NaN."""
     cls, options = OPTIMIZERS[number]
     net, optimizer = trained(cls, 3, **options)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -91,8 +91,8 @@ def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_settings_of_a_scheduler_that_is_made_later_are_kept(tmp_path: Path, steps: int) -> None:
-    """``initial_lr`` is kept, without which it would begin at the rate of the last step; also by other names,
-    and for an optimizer that has state."""
+    """``initial_lr`` is kept, without which a scheduler would begin at the last step's rate. This holds under
+    another name, and for an optimizer with state."""
     net, optimizer = trained(steps=0, lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_settings_of_a_scheduler_that_is_made_later_are_kept(tmp_path: Path, ste
 
 
 class _Trainer:
-    """Holds optimizers in a list and a dict, and gives their states nested in its own."""
+    """A `Stateful` with optimizers in a list and a dict, whose states are parts of its state."""
 
     def __init__(self, seed: int, steps: int) -> None:
         (_, first), (_, second) = trained(steps=steps, seed=seed), trained(steps=steps, seed=seed + 1)
@@ -124,7 +124,7 @@ class _Trainer:
 
 
 def test_optimizers_of_another_object_are_filled(tmp_path: Path) -> None:
-    """A wrapper may give the states of its optimizers, which have none yet, as a part of its own."""
+    """Optimizers without state inside another object are filled too."""
     saved, resumed = _Trainer(0, 2), _Trainer(5, 0)
     dcp.save({"trainer": saved}, checkpoint_id=tmp_path)
     dcp.load({"trainer": resumed}, checkpoint_id=tmp_path)
@@ -132,7 +132,7 @@ def test_optimizers_of_another_object_are_filled(tmp_path: Path) -> None:
 
 
 def half_trained(seed: int) -> torch.optim.Optimizer:
-    """An optimizer that has used the first layer alone."""
+    """Return an optimizer that has used the first layer alone."""
     net, optimizer = trained(steps=0, seed=seed)
     torch.autograd.backward(net[0](torch.ones(1, 3)).sum())
     optimizer.step()
@@ -141,7 +141,7 @@ def half_trained(seed: int) -> torch.optim.Optimizer:
 
 
 def test_only_parameters_that_the_checkpoint_has_state_of_get_some(tmp_path: Path) -> None:
-    """A parameter that was never used has none; nor has an optimizer saved before its first step."""
+    """Only parameters with state in the checkpoint get state; a checkpoint before the first step has none."""
     half = half_trained(0)
     dcp.save({"optim": trained(steps=0)[1]}, checkpoint_id=tmp_path / "none")
     dcp.save({"optim": half}, checkpoint_id=tmp_path / "half")
@@ -153,7 +153,7 @@ def test_only_parameters_that_the_checkpoint_has_state_of_get_some(tmp_path: Pat
 
 
 def test_parameters_that_were_not_used_yet_get_state(tmp_path: Path) -> None:
-    """State of the others is there, and is filled as ever; once the load has succeeded."""
+    """Parameters without state get it, and existing state is filled, only after a successful load."""
     _, optimizer = trained()
     dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
     resumed, fresh = half_trained(1), trained(steps=0)[1]
@@ -165,13 +165,13 @@ def test_parameters_that_were_not_used_yet_get_state(tmp_path: Path) -> None:
 
 
 def local_state(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """This rank's part of all state."""
+    """Return this rank's part of all state."""
     values = [value for own in optimizer.state_dict()["state"].values() for value in own.values()]
     return [value.to_local() if hasattr(value, "to_local") else value for value in values]
 
 
 def save_and_load_sharded(rank: int, world_size: int, path: str) -> None:
-    """By FSDP2, into a new model."""
+    """Save with FSDP2, and load into a new model."""
     nets = [model(seed) for seed in range(2)]
     for net in nets:
         fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
@@ -183,12 +183,12 @@ def save_and_load_sharded(rank: int, world_size: int, path: str) -> None:
 
 
 def test_sharded_optimizers(tmp_path: Path) -> None:
-    """State of DTensors is of DTensors."""
+    """The state of DTensor parameters is loaded as DTensors."""
     run_ranks(2, save_and_load_sharded, str(tmp_path))
 
 
 def grouped(layers: int, *rates: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Layers whose parameters are in one group, or in two."""
+    """Return layers whose parameters are in one group, or in two."""
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
     cut = layers if len(rates) == 1 else 1
     groups = [{"params": list(net[cut:].parameters())}, {"params": list(net[:cut].parameters())}]
@@ -198,8 +198,8 @@ def grouped(layers: int, *rates: float) -> tuple[nn.Module, torch.optim.Optimize
 
 @pytest.mark.parametrize(("layers", "rates"), [(3, (0.5, 0.01)), (1, (0.3,))])
 def test_other_groups_of_parameters_by_name(tmp_path: Path, layers: int, rates: tuple[float, ...]) -> None:
-    """Groups are cut anew, with a parameter more, or fewer; settings are those of the new groups.
-    By numbers it is an error."""
+    """By name, a checkpoint loads into other groups with more or fewer parameters, which keep their settings.
+    By number it is an error."""
     by_name = StateDictOptions(flatten_optimizer_state_dict=True)
     net, optimizer = grouped(2, 0.1)
     torch.autograd.backward(net(torch.ones(1, 2)).sum())

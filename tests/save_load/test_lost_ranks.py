@@ -1,4 +1,4 @@
-"""Ranks that die, leave or fail in a save: all others get an error that says so, and none waits for long."""
+"""Ranks that die, leave or fail in a save: the other ranks raise a clear error without a long wait."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class _Acts:
 
 
 def store_of_group() -> Any:
-    """By which ranks tell each other what they have done."""
+    """Return the store through which ranks exchange progress."""
     group = dist.group.WORLD
     assert group is not None
     return group.get_group_store()
 
 
 def all_have(rank: int, world_size: int, word: str) -> None:
-    """Return when all ranks have come so far: who ends takes its connections along."""
+    """Wait until all ranks have called this; a rank that exits closes its connections."""
     store_of_group().set(f"{word}/{rank}", "1")
     store_of_group().wait([f"{word}/{other}" for other in range(world_size)], timedelta(seconds=120))
 
 
 def two_saves(rank: int, world_size: int, root: Path) -> None:
-    """Rank 2 takes no part in the first save, and knows nothing of its end when the second begins."""
+    """Save twice; rank 2 does not call the first save, and does not know its end in the second."""
     if rank < 2:
         with pytest.raises(CollectiveTimeoutError, match="rank 2 of 3 died or did not answer"):
             dcp.save({"w": torch.zeros(2)}, checkpoint_id=root, timeout_seconds=4)
@@ -57,7 +57,7 @@ def two_saves(rank: int, world_size: int, root: Path) -> None:
 
 
 def give_up_and_destroy(rank: int, world_size: int, root: Path) -> str:
-    """Rank 1 never comes to the save of rank 0, which then destroys its group."""
+    """Save on rank 0 without rank 1, and destroy the group after the timeout."""
     store = store_of_group()
     if rank == 1:
         store.wait(["done/0"], timedelta(seconds=120))
@@ -70,14 +70,14 @@ def give_up_and_destroy(rank: int, world_size: int, root: Path) -> str:
 
 
 def break_groups(root: Path) -> list[list[Ending]]:
-    """Ranks that wait for some that do not come, side by side: each takes seconds, and little work."""
+    """Run both groups side by side, because each waits for seconds with little work."""
     groups = [Group(3, two_saves, (root / "a",)), Group(2, give_up_and_destroy, (root / "b",))]
     return run_groups(groups, at_once=2)
 
 
 def test_a_group_whose_save_was_given_up_says_so_and_is_destroyed_at_once(tmp_path: Path) -> None:
-    """After a save that some ranks left, the next one fails on all ranks, long before its timeout; torch's of
-    the collective that is under way need not have passed."""
+    """After ranks have given up a save, the next fails on all ranks long before its timeout.
+    destroy_process_group() does not wait for torch's timeout of the pending collective."""
     out_of_step, destroyed = in_lab(break_groups, tmp_path)
     for ending in out_of_step:
         assert ending.raised is not None, ending
@@ -105,13 +105,13 @@ except dcp.errors.CollectiveTimeoutError:
 
 
 def test_a_process_that_gave_a_save_up_ends_at_once(tmp_path: Path) -> None:
-    """The end of the interpreter does not wait for the collective; the other rank lives on meanwhile."""
+    """The interpreter's exit does not wait for the collective, although the other rank still runs."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     store, root = tmp_path / "store", tmp_path / "x"
     ranks = [Program("-c", _LEAVING, str(n), store, root, finalizes=n == 0, **pipes) for n in range(2)]
     try:
         output, _ = ranks[0].communicate(timeout=120)
-        said = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 greets
+        said = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 logs
         assert (said, ranks[0].returncode) == (["gave up"], 0)
     finally:
         ranks[0].kill()
@@ -119,7 +119,7 @@ def test_a_process_that_gave_a_save_up_ends_at_once(tmp_path: Path) -> None:
 
 
 def save_and_fail(rank: int, world_size: int, root: str) -> Any:
-    """Some ranks fail, each in its own way; then all save."""
+    """Save with errors on some ranks, then save on all; repeat for each kind of error."""
     corrupt = CorruptCheckpointError("bits flipped" * 100, path="file-7", fqn="w")
     seen = []
     ways: list[dict[int, BaseException]]
@@ -140,8 +140,8 @@ def save_and_fail(rank: int, world_size: int, root: str) -> Any:
 
 
 def test_errors_of_ranks_are_raised_on_all_with_ranks_and_facts(tmp_path: Path) -> None:
-    """One is of the cause's class and complete, however long it is; several come together; one of memory is
-    named too. The group stays usable."""
+    """A single error is raised on all ranks with its class and whole message; several are combined, and a
+    MemoryError is named. The group stays usable."""
     for *alone, several, memory in run_ranks(3, save_and_fail, str(tmp_path / "x")):
         for is_corrupt, path, message in alone:
             assert (is_corrupt, path) == (True, "file-7") and "bits flipped" * 100 in message
@@ -150,7 +150,7 @@ def test_errors_of_ranks_are_raised_on_all_with_ranks_and_facts(tmp_path: Path) 
 
 
 def save_in_a_later_life(rank: int, world_size: int, root: str) -> float:
-    """The store has what ranks posted who died in the same operations before a restart."""
+    """Save with a store that has aborts of the same operations from before a restart."""
     for serial in range(8):
         for operation in ("save", "load"):
             store_of_group().set(f"dcp/{operation}/{serial}/abort", "1")
@@ -161,12 +161,12 @@ def save_in_a_later_life(rank: int, world_size: int, root: str) -> float:
 
 
 def test_what_an_earlier_life_left_in_the_store_is_not_heeded(tmp_path: Path) -> None:
-    """torchrun keeps its store over restarts: aborts of ranks that died are none of today's."""
+    """torchrun keeps its store over restarts, so aborts by dead ranks must be ignored."""
     assert run_ranks(3, save_in_a_later_life, str(tmp_path / "x")) == [3.0] * 3
 
 
 def save_after_the_group_has_gone(rank: int, world_size: int, root: str) -> str:
-    """The group is passed on, but was destroyed."""
+    """Save with a process group that was destroyed."""
     group = dist.group.WORLD
     dist.destroy_process_group()
     with pytest.raises(dcp.CheckpointError) as caught:
@@ -175,7 +175,7 @@ def save_after_the_group_has_gone(rank: int, world_size: int, root: str) -> str:
 
 
 def test_a_destroyed_group_is_not_silently_left_out(tmp_path: Path) -> None:
-    """Ranks of a group that is gone do not each save alone to the same id."""
+    """Ranks of a destroyed group raise, instead of each saving alone to the same id."""
     for message in run_ranks(2, save_after_the_group_has_gone, str(tmp_path / "x")):
         assert "no longer initialised" in message
     assert not (tmp_path / "x").exists()

@@ -1,4 +1,4 @@
-"""Experts that are on several ranks and one tensor of the checkpoint: each rank writes and reads its own."""
+"""Experts on several ranks that are one tensor in the checkpoint: each rank writes and reads its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STACKED = "layers.0.moe.routed_experts.inner_experts"
 
 
 def hf_weights() -> dict[str, torch.Tensor]:
-    """Of transformers' names: experts apart."""
+    """Return weights under transformers' names, with separate experts."""
     found = {"model.norm.weight": numbered(WIDTH)}
     for expert in range(EXPERTS):
         for number, part in enumerate(("gate_proj", "up_proj")):
@@ -31,7 +31,7 @@ def hf_weights() -> dict[str, torch.Tensor]:
 
 
 def stacked() -> dict[str, torch.Tensor]:
-    """The same under torchtitan's names."""
+    """Return the same weights under torchtitan's names, with stacked experts."""
     own = hf_weights()
     made = {
         f"{STACKED}.{name}": torch.stack(
@@ -43,7 +43,7 @@ def stacked() -> dict[str, torch.Tensor]:
 
 
 def part_of(rank: int, groups: int, without: int | None = None) -> dict[str, torch.Tensor]:
-    """What a rank has: every so many-th expert, and all that is no expert."""
+    """Return a rank's weights: every ``groups``-th expert, and all other weights."""
     return {
         name: tensor
         for name, tensor in hf_weights().items()
@@ -53,7 +53,7 @@ def part_of(rank: int, groups: int, without: int | None = None) -> dict[str, tor
 
 
 def save_own_experts(rank: int, world_size: int, path: str, groups: int, how: str) -> None:
-    """Stacked by the save, with or without a wait for it."""
+    """Save with a map that stacks the experts, synchronously or not, and prove it."""
     weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS)
     own = part_of(rank, groups)
     if how == "save":
@@ -67,7 +67,7 @@ def save_own_experts(rank: int, world_size: int, path: str, groups: int, how: st
 
 
 def load_own_experts(rank: int, world_size: int, path: str, groups: int) -> None:
-    """Unstacked by the load: of the stacked tensors nothing but this rank's experts is read."""
+    """Load with a map that unstacks the experts, and check that only this rank's experts are read."""
     own = {name: torch.zeros_like(tensor) for name, tensor in part_of(rank, groups).items()}
     weights = dcp.weight_map("qwen3:hf-to-titan", num_experts=EXPERTS, inverse=True)
     report = dcp.load(own, checkpoint_id=path, map=weights)
@@ -85,7 +85,7 @@ def load_own_experts(rank: int, world_size: int, path: str, groups: int) -> None
     ],
 )
 def test_each_rank_has_its_own_part_of_the_stack(tmp_path: Path, ranks: int, groups: int, how: str) -> None:
-    """Written by who has it, replicas once, and proved; and the other way, also by ranks that hold others."""
+    """Each expert is written by its rank, replicas once, and proved; ranks with other experts load them."""
     run_ranks(ranks, save_own_experts, str(tmp_path), groups, how)
     assert_equal(dcp.read(tmp_path), stacked())
     assert dcp.read(tmp_path).keys() == stacked().keys()
@@ -96,8 +96,7 @@ def test_each_rank_has_its_own_part_of_the_stack(tmp_path: Path, ranks: int, gro
 
 
 def save_wrong(rank: int, world_size: int, path: str) -> list[str]:
-    """Expert 3 is nowhere, and it is known how many there are, or not; experts of rank 1 are of another
-    shape."""
+    """Save without expert 3, for several known numbers of experts, and save with another shape on rank 1."""
     own = part_of(rank, world_size, without=3)
     wide = {
         name: torch.zeros(HIDDEN, WIDTH + rank) if "experts" in name else tensor
@@ -113,8 +112,8 @@ def save_wrong(rank: int, world_size: int, path: str) -> list[str]:
 
 
 def test_experts_that_no_rank_has_or_that_differ_are_named_on_all(tmp_path: Path) -> None:
-    """Before anything is written; so is that nobody says how many there are. Of another shape they are not
-    said to be missing."""
+    """Missing experts, an unknown number of experts, and a shape that differs between ranks are errors before
+    any write."""
     gone = [f"'model.layers.0.mlp.experts.3.{part}.weight'" for part in ("gate_proj", "up_proj")]
     for missing, more, unknown, wide in run_ranks(2, save_wrong, str(tmp_path / "c")):
         assert f"PlanError: no rank has (all of) {', '.join(gone)}: " in missing

@@ -1,4 +1,4 @@
-"""`dcp.load` of a part, under other names, and of `PerRank` values by another number of ranks."""
+"""`dcp.load` of parts, under other names, and of `PerRank` values by another number of ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ PATTERNS = st.sampled_from(
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with an entry for each key."""
+    """Return a checkpoint with an entry for each key."""
     folder = tmp_path_factory.mktemp("stored")
     dcp.save({key: torch.ones(1) for key in KEYS}, checkpoint_id=folder, no_dist=True)
     return folder
 
 
 def chosen(patterns: list[str], key: str) -> bool:
-    """Whether a pattern means the key, or something above it."""
+    """Return whether a pattern matches the key or a key above it."""
     parts = key.split(".")
     above = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(name, pattern) for name in above for pattern in patterns)
@@ -50,7 +50,7 @@ def chosen(patterns: list[str], key: str) -> bool:
 def test_patterns_select_what_they_match_and_all_below(
     stored: Path, only: list[str] | None, exclude: list[str]
 ) -> None:
-    """Globs, each with everything below what it matches; case-sensitive; exclude wins."""
+    """A glob selects its matches and everything below, is case-sensitive, and yields to ``exclude``."""
     state = {key: torch.zeros(1) for key in KEYS}
     expected = [key for key in KEYS if (only is None or chosen(only, key)) and not chosen(exclude, key)]
     if not expected:
@@ -62,7 +62,7 @@ def test_patterns_select_what_they_match_and_all_below(
 
 
 def test_a_pattern_without_a_match_is_named_with_what_it_resembles(stored: Path) -> None:
-    """Suggestions are as deep as the pattern; patterns that match are not told, and nothing is loaded."""
+    """A pattern without a match raises with suggestions of the pattern's depth, and nothing is loaded."""
     state = {key: torch.zeros(1) for key in KEYS}
     with pytest.raises(PlanError, match=r"did you mean 'Model' or 'models'") as caught:
         dcp.load(state, checkpoint_id=stored, only=["modle.*", "opt"], exclude="zzz", no_dist=True)
@@ -71,7 +71,7 @@ def test_a_pattern_without_a_match_is_named_with_what_it_resembles(stored: Path)
 
 
 def test_rules_apply_in_order_each_to_what_the_last_one_gave(tmp_path: Path) -> None:
-    """As `re.sub`: anywhere in the key, with groups and with functions; several from one."""
+    """Rules apply in order as `re.sub`, with groups and functions, and may map several keys to one."""
     dcp.save({"layers.3.W": torch.ones(2), "n": 1, "spare": 2}, checkpoint_id=tmp_path, no_dist=True)
     state = {"module.layer3.w": torch.zeros(2), "module.layer3.w_ema": torch.zeros(2), "module.n": 0}
     rules: Any = {
@@ -87,7 +87,7 @@ def test_rules_apply_in_order_each_to_what_the_last_one_gave(tmp_path: Path) -> 
 
 
 def test_what_does_not_fit_is_told_under_both_names(tmp_path: Path) -> None:
-    """The state dict's, which the reader knows, and the one that was looked for."""
+    """An error has the key of the state dict and the renamed key."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(ShapeMismatchError, match=r"Size mismatch between .* for 'm\.w' \(renamed to 'w'\)"):
         dcp.load({"m": {"w": torch.zeros(3)}}, checkpoint_id=tmp_path, rename={"^m.": ""}, no_dist=True)
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_told_under_both_names(tmp_path: Path) -> None:
 
 
 def test_torchs_load_heeds_the_options(tmp_path: Path) -> None:
-    """The planner is enough, also for tensors on the meta device, which stay so if not loaded."""
+    """Options of the planner work in torch's load, and meta tensors that are not loaded stay meta."""
     saved = {"w": torch.ones(4, 2), "n": 3, "v": torch.ones(1), "b": torch.ones(2)}
     stock.save(saved, checkpoint_id=tmp_path)
     state: dict[str, Any] = {"m": {"w": torch.empty(4, 2, device="meta"), "n": 0}, "v": torch.zeros(1)}
@@ -119,7 +119,7 @@ def test_torchs_load_heeds_the_options(tmp_path: Path) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A model, an optimizer, and a step."""
+    """Return a checkpoint of a model, an optimizer and a step."""
     state = {
         "model": {"w": torch.arange(6.0).reshape(2, 3), "head": {"w": torch.ones(2), "name": "old"}},
         "opt": {"m": torch.full((2, 3), 2.0), "lr": 0.5},
@@ -130,7 +130,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def fresh() -> dict[str, Any]:
-    """The same structure with nothing in it, and objects at the top level."""
+    """Return the same structure without values, with objects at the top level."""
     return {
         "model": Part(w=torch.zeros(2, 3), head={"w": torch.zeros(2), "name": "new"}),
         "opt": Part(m=torch.zeros(2, 3), lr=0.0),
@@ -140,7 +140,7 @@ def fresh() -> dict[str, Any]:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_only_the_model(saved: Path, road: str) -> None:
-    """The optimizer is not asked for its state, which for a new one would mean to make it."""
+    """With only="model" the optimizer's state is not requested, which for a new one would create it."""
     state = fresh()
     report = load(state, saved, road, only="model")
     assert state["model"].state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -152,7 +152,7 @@ def test_only_the_model(saved: Path, road: str) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_without_a_part(saved: Path, road: str) -> None:
-    """An excluded entry keeps its value, and goes back to its object with what was loaded beside it."""
+    """An excluded entry keeps its value, and its object receives it with the loaded entries."""
     state = fresh()
     load(state, saved, road, exclude=["model.head", "*.lr"])
     (given,) = state["model"].given
@@ -163,7 +163,7 @@ def test_without_a_part(saved: Path, road: str) -> None:
 
 
 def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
-    """A planner brings its own; the load's are for one load, and need a planner that knows them."""
+    """Options of a load override the planner's for one load, and need a planner with such options."""
     planner = dcp.DefaultLoadPlanner(only="step")
     state = fresh()
     dcp.load(state, checkpoint_id=saved, planner=planner)
@@ -178,7 +178,7 @@ def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_patterns_are_about_the_names_before_the_renaming(saved: Path, road: str) -> None:
-    """Patterns choose by the names of the state dict, whatever the checkpoint calls it."""
+    """Patterns match the state dict's names, before they are renamed."""
     state = {"model": {"w": torch.zeros(2, 3)}, "ema": {"w": torch.zeros(2, 3)}}
     load(state, saved, road, rename={"^ema": "model"}, only="ema")
     assert state["ema"]["w"].any() and not state["model"]["w"].any()
@@ -188,13 +188,13 @@ def test_patterns_are_about_the_names_before_the_renaming(saved: Path, road: str
 
 
 def sharded(tensor: torch.Tensor, world_size: int) -> DTensor:
-    """Rows over all ranks."""
+    """Return a tensor sharded by rows over all ranks."""
     mesh = init_device_mesh("cpu", (world_size,))
     return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
 
 
 def save_sharded(rank: int, world_size: int, path: str) -> None:
-    """A model and the state of each rank's data loader and generator."""
+    """Save a model, and the state of each rank's data loader and generator."""
     state = {
         "layers": {"0": {"w": sharded(torch.arange(21.0).reshape(7, 3), world_size), "n": 3}},
         "loader": dcp.PerRank({"pos": 10 + rank, "gen": torch.full((3,), rank)}),
@@ -204,14 +204,14 @@ def save_sharded(rank: int, world_size: int, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What two ranks have saved."""
+    """Return a checkpoint saved by two ranks."""
     path = str(tmp_path_factory.mktemp("two"))
     run_ranks(2, save_sharded, path)
     return path
 
 
 def load_per_rank(rank: int, world_size: int, path: str, roads: list[tuple[str, str]]) -> list[Any]:
-    """By each road a rank's own values afterwards, or the error."""
+    """Load by each code path; return the rank's own values, or the error."""
     found: list[Any] = []
     for road, per_rank in roads:
         own: dict[str, Any] = {"pos": -1, "gen": torch.full((3,), -1)}
@@ -231,20 +231,21 @@ OWN: list[Any] = [(10 + rank, [rank] * 3, []) for rank in range(2)]
 
 @pytest.mark.parametrize("road", ["columns", "objects"])
 def test_other_ranks_values_are_kept_if_asked(of_two: str, road: str) -> None:
-    """Saved by 2: kept on all of 3 ranks and on 1; loaded by 2, and by default by as many as have one."""
+    """With per_rank="keep" 3 ranks and 1 rank keep their values, where 2 saved. Otherwise ranks with an entry
+    load it."""
     ways = [(road, "keep"), (road, "exact")]
     for kept, told in run_ranks(3, load_per_rank, of_two, ways):
         assert kept == KEPT
         assert "loader.rank-2.pos" in told and 'per_rank="keep"' in told
     assert run_ranks(2, load_per_rank, of_two, ways) == [[own, own] for own in OWN]
     assert run_ranks(1, load_per_rank, of_two, ways) == [[KEPT, OWN[0]]]
-    # torch's metadata have no number of ranks: those that have an entry take it
+    # torch's metadata has no number of ranks, so ranks with an entry load it
     found = run_ranks(3, load_per_rank, of_two, [("foreign reader", "keep")])
     assert found == [[OWN[0]], [OWN[1]], [KEPT]]
 
 
 def load_stages(rank: int, world_size: int, path: str, road: str) -> Any:
-    """Each rank has a stage of a pipeline, and each list of patterns is loaded by it."""
+    """Load a rank's pipeline stage with each list of patterns."""
     found: list[Any] = []
     for only in (["stages.0", "stages.1"], ["stages.0"], ["stages.0", "stages.2"]):
         stage, more = torch.zeros(2), torch.zeros(1)
@@ -259,7 +260,7 @@ def load_stages(rank: int, world_size: int, path: str, road: str) -> Any:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, road: str) -> None:
-    """Rank 0 has nothing that ``stages.1`` could mean, and rank 1 nothing at all to load."""
+    """A pattern needs a match on some rank, not on all; a rank may have nothing to load."""
     stages = {"0": torch.ones(2), "1": torch.ones(2)}
     dcp.save({"stages": stages, "more": torch.ones(1)}, checkpoint_id=tmp_path)
     full, none = ([1.0, 1.0], [0.0]), ([0.0, 0.0], [0.0])
@@ -269,12 +270,12 @@ def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, road: str) -> None
 
 
 def save_own(rank: int, world_size: int, path: str) -> None:
-    """A position of each rank, in an object's state."""
+    """Save a position per rank in an object's state."""
     dcp.save({"app": {"loader": dcp.PerRank({"position": rank})}}, checkpoint_id=path)
 
 
 def warnings_of_loads(rank: int, world_size: int, path: str) -> list[list[str]]:
-    """The messages of a load that keeps and of one that does not."""
+    """Return the warnings of loads with and without per_rank="keep"."""
     found: list[list[str]] = []
     for options in ({"per_rank": "keep"}, {}):
         for road in ROADS[:2]:
@@ -285,7 +286,7 @@ def warnings_of_loads(rank: int, world_size: int, path: str) -> list[list[str]]:
 
 
 def test_values_of_other_numbers_of_ranks_are_warned_of(tmp_path: Path) -> None:
-    """Kept ones begin anew on every rank, and those of ranks that are gone are nowhere: by name, once."""
+    """Values that are kept, and values of missing ranks that are not loaded, are named in one warning."""
     run_ranks(3, save_own, str(tmp_path))
     assert run_ranks(3, warnings_of_loads, str(tmp_path)) == [[[]] * 4] * 3
     (*kept, left, other_left), others = run_ranks(2, warnings_of_loads, str(tmp_path))

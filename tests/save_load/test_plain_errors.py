@@ -1,4 +1,4 @@
-"""What users see of their usual mistakes."""
+"""Error output of common mistakes: a few lines in the user's terms."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MAX_COLUMNS = 400
 
 
 def model() -> torch.nn.Module:
-    """With enough tensors that naming all of them would be a flood."""
+    """Return a model with too many tensors to name all of them."""
     return torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 6)
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two steps, a Hugging Face folder whose names begin otherwise, and a pickled module."""
+    """Return a run with two steps, a Hugging Face folder with another name prefix, and a pickled module."""
     root = tmp_path_factory.mktemp("places")
     state = model().state_dict()
     for step in (10, 20):
@@ -41,12 +41,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(act: Callable[[], Any]) -> str:
-    """What the interpreter would print of what ``act`` raises."""
+    """Return the interpreter's output for the error that ``act`` raises."""
     with pytest.raises(Exception) as caught:
         act()
     trace = caught.value.__traceback__
     while trace is not None and trace.tb_next is not None and _is_here(trace.tb_next):
-        trace = trace.tb_next  # a script's mistake has one frame
+        trace = trace.tb_next  # an error in a script has one frame
     return "".join(traceback.format_exception(type(caught.value), caught.value, trace))
 
 
@@ -55,7 +55,7 @@ def _is_here(trace: TracebackType) -> bool:
 
 
 def load(state: Any, where: Path, **options: Any) -> None:
-    """As a process alone loads."""
+    """Load in a single process."""
     dcp.load(state, checkpoint_id=where, no_dist=True, **options)
 
 
@@ -69,23 +69,23 @@ MANAGED: dict[str, Callable[[Any], Any]] = {
 
 
 def with_manager(root: Path, act: Callable[[Any], Any]) -> None:
-    """Of the run."""
+    """Call ``act`` with a manager of the run."""
     with dcp.CheckpointManager(root / "run", no_dist=True, handle_sigterm=False) as manager:
         act(manager)
 
 
 def save(state: Any, where: Path, **options: Any) -> None:
-    """As a process alone saves."""
+    """Save in a single process."""
     dcp.save(state, checkpoint_id=where, no_dist=True, **options)
 
 
 def save_later(state: Any, where: Path) -> None:
-    """In the background."""
+    """Save in the background."""
     dcp.async_save(state, checkpoint_id=where, no_dist=True).result()
 
 
 def weight(*shape: int, dtype: Any = None, name: str = WEIGHT) -> dict[str, Any]:
-    """One entry of a model."""
+    """Return a state with one entry of a model."""
     return {"model": {name: torch.zeros(shape, dtype=dtype)}}
 
 
@@ -118,7 +118,7 @@ MISTAKES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_usual_mistake_is_shown_in_a_few_lines(places: Path, mistake: str) -> None:
-    """The call and the message; no line is a flood either."""
+    """The output is the call and the message, within a limit of lines and columns."""
     text = shown(lambda: MISTAKES[mistake](places))
     lines = text.splitlines()
     assert len(lines) <= MAX_LINES, text
@@ -126,7 +126,7 @@ def test_a_usual_mistake_is_shown_in_a_few_lines(places: Path, mistake: str) -> 
 
 
 def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
-    """Programs find the class of the cause, RankFailedError, the ranks, torch's failures by rank."""
+    """Programs find the class of the cause, RankFailedError, the ranks, and torch's failures by rank."""
     with pytest.raises(dcp.MissingKeyError) as caught:
         MISTAKES["wrong key"](places)
     error: Any = caught.value
@@ -143,7 +143,7 @@ def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
 
 
 class _Acts:
-    """A `Stateful` of the user's, with a function of its own."""
+    """A `Stateful` of a user, which calls a given function."""
 
     def __init__(self, act: Callable[[], Any] = lambda: {"value": 1 / 0}) -> None:
         self.act = act
@@ -159,15 +159,15 @@ class _Acts:
 
 
 def test_debugging_shows_everything(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With DCP_DEBUG the error has its frames and its cause."""
+    """With DCP_DEBUG=1 the error has all frames and its cause."""
     monkeypatch.setenv("DCP_DEBUG", "1")
     text = shown(lambda: MISTAKES["wrong key"](places))
     assert "in plan_load" in text and "direct cause" in text
 
 
 def test_where_the_users_own_code_failed_is_shown(places: Path, tmp_path: Path) -> None:
-    """The traceback of the user's error stays, from the first frame outside of this package; of a load the
-    cause is told."""
+    """An error in a user's code keeps its traceback from the first frame outside of this package, also as the
+    cause of a load's error."""
     text = shown(lambda: save({"app": _Acts()}, tmp_path / "x"))
     assert '{"value": 1 / 0}' in text and "ZeroDivisionError" in text
     assert "state_dict_saver.py" not in text and "collectives.py" not in text
@@ -178,7 +178,7 @@ def test_where_the_users_own_code_failed_is_shown(places: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("wrong", [[1], "text", {"o": object()}, {1: 2}, {"t": torch.ones(1)}])
 def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_path: Path) -> None:
-    """The end of a save of hours would be late for it."""
+    """Invalid user_metadata is refused at the beginning, not after hours of saving."""
     place = tmp_path / "x"
     for save in (dcp.save, dcp.async_save):
         with pytest.raises(dcp.errors.OptionError, match="user_metadata"):
@@ -187,7 +187,7 @@ def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_p
 
 
 def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
-    """What each rank would print."""
+    """Return the output on each rank for several mistakes."""
     found = {}
     app: Any = _Acts() if rank == 0 else {"value": 1}
     found["of one rank"] = shown(lambda: dcp.save({"app": app}, checkpoint_id=root / "broken"))
@@ -210,7 +210,7 @@ def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
 
 
 def test_ranks_are_as_brief(places: Path) -> None:
-    """An error of one rank, others on each, and a rank that saves alone; the user's own frames on all."""
+    """Errors on one rank, on each, and of a rank alone are short; the user's frames are on all ranks."""
     results = run_ranks(2, mistakes_of_ranks, places)
     for rank, found in enumerate(results):
         for mistake, text in found.items():

@@ -1,4 +1,4 @@
-"""`dcp.prove`: what was saved is what is in the model now, or which ranks have what otherwise."""
+"""`dcp.prove`: the model equals the checkpoint, or the report names the ranks that differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 
 
 class Model(nn.Module):
-    """Cut by columns and by rows; and a buffer."""
+    """A model to shard by columns and by rows, with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,13 +31,13 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.tensor(7))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Whatever has gradients."""
+        """Return a result with gradients."""
         result: torch.Tensor = self.down(torch.relu(self.up(batch)))
         return result
 
 
 class Training:
-    """A model on a mesh, its optimizer, a data loader and a generator of each rank, after some steps."""
+    """A model on a mesh, its optimizer, and a data loader and generator per rank."""
 
     def __init__(self, rank: int, world: int, how: str, seed: int) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -55,7 +55,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(rank)
 
     def step(self, count: int) -> None:
-        """``count`` steps on batches that all ranks have alike."""
+        """Train ``count`` steps on batches that are equal on all ranks."""
         for number, _ in zip(range(count), self.loader, strict=False):
             torch.manual_seed(number)
             self.model(torch.randn(4, 10)).square().mean().backward()
@@ -63,7 +63,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """What is saved, loaded and proved."""
+        """Return the state to save, load and prove."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -76,7 +76,7 @@ class Training:
 
 
 def save_and_prove(rank: int, world: int, folder: str) -> str:
-    """Three steps, a save, a proof."""
+    """Train three steps, save, and prove."""
     training = Training(rank, world, "2d", seed=1)
     training.step(3)
     dcp.save(training.state(), storage_writer=dcp.FileSystemWriter(folder, digests=True))
@@ -84,7 +84,7 @@ def save_and_prove(rank: int, world: int, folder: str) -> str:
 
 
 def load_and_prove(rank: int, world: int, folder: str, how: str) -> str:
-    """Another mesh with other values is filled, and proved; not what is of ranks alone."""
+    """Load on another mesh, and prove all but the state per rank."""
     training = Training(rank, world, how, seed=2)
     state = {
         key: value for key, value in training.state().items() if key in ("model", "optimizer", "schedule")
@@ -106,8 +106,8 @@ def load_and_prove(rank: int, world: int, folder: str, how: str) -> str:
 
 
 def test_what_was_saved_is_there_on_the_same_and_on_other_meshes(tmp_path: Path) -> None:
-    """FSDP2 with tensor parallelism on four ranks, then FSDP2 on three, and one process: nothing but the
-    manifest is read, and each rank's report says what it has."""
+    """A checkpoint of FSDP2 with tensor parallelism on four ranks is proved there, on FSDP2 with three ranks,
+    and on one process. Only the manifest is read, and the report has each rank's share."""
     folder = str(tmp_path / "one")
     reports = run_ranks(4, save_and_prove, folder)
     assert len({*reports}) == 1
@@ -125,7 +125,7 @@ def test_what_was_saved_is_there_on_the_same_and_on_other_meshes(tmp_path: Path)
 
 
 def damage_and_prove(rank: int, world: int, folder: str) -> dict[str, str]:
-    """One thing after the other is not what was saved, on some ranks."""
+    """Prove with one change after another on some ranks."""
     training = Training(rank, world, "fsdp", seed=1)
     training.step(2)
     dcp.save(training.state(), storage_writer=dcp.FileSystemWriter(folder, digests=True))
@@ -164,8 +164,8 @@ DAMAGES: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
 
 
 def test_what_differs_is_named_with_the_ranks_that_have_it(tmp_path: Path) -> None:
-    """An element of one shard or replica, an Adam moment, a generator, a value, a name, a dtype, and nothing
-    else."""
+    """A change in a shard, a replica, an Adam moment, a generator, a value, a name or a dtype is the only
+    finding."""
     (reports, *_) = run_ranks(3, damage_and_prove, str(tmp_path / "one"))
     for what, expected in DAMAGES.items():
         proof = dcp.Proof.of_json(reports[what])
@@ -179,7 +179,7 @@ def test_what_differs_is_named_with_the_ranks_that_have_it(tmp_path: Path) -> No
 
 
 def test_checkpoints_without_digests_and_other_formats_are_read(tmp_path: Path) -> None:
-    """torch.save, and a save without digests: the tensors are read, and equal; then one differs."""
+    """For torch.save's files and checkpoints without digests the tensors are read and compared."""
     state: dict[str, Any] = {
         "w": torch.randn(30, 7),
         "s": torch.tensor(1.5),
@@ -202,7 +202,7 @@ def test_checkpoints_without_digests_and_other_formats_are_read(tmp_path: Path) 
 
 
 def parts_of(whole: torch.Tensor, *parts: tuple[int, int]) -> Any:
-    """The rows ``first`` to ``end`` of ``whole`` for each of ``parts``, one part behind the other."""
+    """Return the given row ranges of ``whole``, concatenated, as a CheckpointableTensor."""
     made: Any = torch.cat([whole[first:end] for first, end in parts])
     sizes = [end - first for first, end in parts]
     made.global_shape, made.local_sizes = tuple(whole.shape), tuple((size,) for size in sizes)
@@ -223,8 +223,8 @@ HELD = {
 @pytest.mark.parametrize("has_digests", [True, False])
 @pytest.mark.parametrize("name", HELD)
 def test_parts_have_each_element_once(tmp_path: Path, name: str, has_digests: bool) -> None:
-    """Their bytes are those that were saved, and parts that overlap do not make up for elements that nobody
-    has."""
+    """Parts must cover each element once with the saved bytes; overlaps do not make up for missing
+    elements."""
     whole = torch.arange(8.0)
     dcp.save({"w": whole}, storage_writer=dcp.FileSystemWriter(tmp_path, digests=has_digests))
     parts, kinds = HELD[name]
@@ -236,7 +236,7 @@ def test_parts_have_each_element_once(tmp_path: Path, name: str, has_digests: bo
 
 
 def hostile_state() -> dict[str, Any]:
-    """What equality of numbers would misjudge, and what has no elements or several in one memory."""
+    """Return values that numeric comparison would misjudge, empty tensors, and shared memory."""
     made = torch.arange(24.0)
     return {
         "nan": torch.tensor([float("nan"), 1.0, -float("inf")]),
@@ -268,8 +268,8 @@ CHANGES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("has_digests", [True, False])
 def test_bytes_are_proved_and_not_numbers(tmp_path: Path, has_digests: bool) -> None:
-    """A NaN is itself and no other one, -0.0 is not 0.0; tensors without elements or dimensions, of 8 bits,
-    conjugate, tied and transposed; each change is told, by its kind."""
+    """Bytes are compared, not numbers: NaNs with different bits differ, and -0.0 differs from 0.0. This holds
+    for empty, 0-d, 8-bit, conjugated, tied and transposed tensors, and each change is reported by kind."""
     state = hostile_state()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, digests=has_digests))
     assert dcp.prove(state, tmp_path).findings == ()

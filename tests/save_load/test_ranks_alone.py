@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 
 
 def save_alone_and_load(rank: int, world_size: int, path: str, saver: str) -> Any:
-    """Each rank saves other data under equal names, and loads."""
+    """Save different data under equal names on each rank, and load."""
     state: dict[str, Any] = {"w": torch.full((5,), float(rank)), "o": rank}
     {"ours": dcp.save, "stock": stock.save}[saver](state, checkpoint_id=path, use_collectives=False)
     wanted: dict[str, Any] = {"w": torch.zeros(5), "o": -1}
@@ -26,7 +26,7 @@ def save_alone_and_load(rank: int, world_size: int, path: str, saver: str) -> An
 
 @pytest.mark.parametrize("saver", ["ours", "stock"])
 def test_a_rank_loads_what_it_saved_on_its_own(tmp_path: Path, saver: str) -> None:
-    """As with stock; one process, which is none of the ranks, cannot tell which to take."""
+    """Each rank loads its own data, as with stock torch; a single process cannot choose between the ranks."""
     assert run_ranks(2, save_alone_and_load, str(tmp_path), saver) == [([r * 1.0] * 5, r) for r in (0, 1)]
     if saver == "ours":
         with pytest.raises(ReplicaMismatchError):
@@ -34,12 +34,12 @@ def test_a_rank_loads_what_it_saved_on_its_own(tmp_path: Path, saver: str) -> No
 
 
 def save_alone(rank: int, world_size: int, path: str) -> None:
-    """Each rank saves on its own."""
+    """Save on each rank without collectives."""
     dcp.save({f"w{rank}": torch.ones(2)}, checkpoint_id=path, use_collectives=False)
 
 
 def test_parts_that_an_older_world_left_are_not_mixed_in(tmp_path: Path) -> None:
-    """After 3 ranks, 2 save under the same id: the third's part is of another checkpoint."""
+    """If 3 ranks and then 2 save to the same id, the third rank's part belongs to another checkpoint."""
     run_ranks(3, save_alone, str(tmp_path))
     run_ranks(2, save_alone, str(tmp_path))
     with pytest.raises(CheckpointFormatError, match="by 2 and by 3 ranks"):
@@ -47,7 +47,7 @@ def test_parts_that_an_older_world_left_are_not_mixed_in(tmp_path: Path) -> None
 
 
 def test_ranks_do_not_save_on_their_own_under_a_common_checkpoint(tmp_path: Path) -> None:
-    """Readers would go on loading the common one."""
+    """A save without collectives over a common checkpoint is refused: readers would load the old one."""
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointConflictError):
         dcp.save({"w": torch.zeros(4)}, checkpoint_id=tmp_path, use_collectives=False)

@@ -1,4 +1,4 @@
-"""`dcp.read`: a checkpoint without a state dict that says what is wanted."""
+"""`dcp.read`: load a checkpoint without a state dict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 
 def a_state() -> dict[str, Any]:
-    """What training saves: nested, with keys that are ints, lists, empty dicts and plain values."""
+    """Return a nested training state with int keys, lists, an empty dict and plain values."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
@@ -40,7 +40,7 @@ def a_state() -> dict[str, Any]:
 
 
 def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    """Nesting, order, kinds of keys and values, without a template; an optimizer takes its state."""
+    """Nesting, order, and types of keys and values come back; an optimizer takes its state."""
     state = a_state()
     dcp.save(state, checkpoint_id=tmp_path)
     found = dcp.read(tmp_path)
@@ -54,7 +54,7 @@ def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_parts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
-    """Globs choose and leave out; what is chosen of a list stays at its place."""
+    """Globs include and exclude entries; an entry of a list stays at its position."""
     state = a_state()
     dcp.save(state, checkpoint_id=tmp_path)
     assert same(dcp.read(tmp_path, only="model"), {"model": state["model"]})
@@ -70,7 +70,7 @@ def test_parts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_names_and_dtypes_are_changed_as_in_a_conversion(tmp_path: Path) -> None:
-    """``rename`` goes from the checkpoint's names to the result's; integers keep their dtype."""
+    """``rename`` maps the checkpoint's names to the result's names; integers keep their dtype."""
     state = {"net": {"w": torch.arange(4.0), "n": torch.arange(3)}, "step": 1}
     dcp.save(state, checkpoint_id=tmp_path)
     found = dcp.read(tmp_path, rename={r"^net\.": "model."}, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def test_names_and_dtypes_are_changed_as_in_a_conversion(tmp_path: Path) -> None
 
 
 def test_tied_tensors_are_one_tensor(tmp_path: Path) -> None:
-    """Tensors that were tied are so again: a change of one is a change of both."""
+    """Tied tensors of a torch file are one tensor in the result."""
     weight = torch.arange(6.0)
     torch.save({"embed": weight, "head": weight, "other": weight.clone()}, tmp_path / "m.pt")
     found = dcp.read(tmp_path / "m.pt")
@@ -94,8 +94,8 @@ def test_tied_tensors_are_one_tensor(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_every_format(tmp_path: Path) -> None:
-    """Stock torch's folders, files of torch.save with all their containers, safetensors, Hugging Face; by the
-    names that everything else has where a file is no dict."""
+    """Stock torch's folders, torch.save's files with any containers, safetensors and Hugging Face folders are
+    read. A file that is no dict has the names that other functions use."""
     weights = {"model.a": torch.arange(4.0), "model.b": torch.ones(2, 2)}
     nested = {"model": {"a": weights["model.a"]}, "step": 3}
     stock.save(nested, checkpoint_id=tmp_path / "stock", no_dist=True)
@@ -125,11 +125,11 @@ def test_checkpoints_of_every_format(tmp_path: Path) -> None:
 
 
 class Own:
-    """A class of the user's."""
+    """A class of a user."""
 
 
 def test_values_that_need_trust(tmp_path: Path) -> None:
-    """Refused by name, left out, or allowed: nothing is silently missing."""
+    """A pickled class is refused by name, excluded, or allowed, but never dropped without an error."""
     dcp.save({"w": torch.ones(2), "own": Own()}, checkpoint_id=tmp_path / "dcp")
     torch.save({"w": torch.ones(2), "own": Own()}, tmp_path / "x.pt")
     for place in (tmp_path / "dcp", tmp_path / "x.pt"):
@@ -140,7 +140,7 @@ def test_values_that_need_trust(tmp_path: Path) -> None:
 
 
 def test_storages_of_others_and_options_that_cannot_be_meant(tmp_path: Path) -> None:
-    """torch's own reader serves; mistakes are errors before anything is read."""
+    """torch's reader works, and invalid options raise before any read."""
     dcp.save({"a": {"w": torch.arange(3.0)}, "step": 2}, checkpoint_id=tmp_path)
     found = dcp.read(storage_reader=stock.FileSystemReader(tmp_path), only="a")
     assert same(found, {"a": {"w": torch.arange(3.0)}})
@@ -165,7 +165,7 @@ def test_storages_of_others_and_options_that_cannot_be_meant(tmp_path: Path) -> 
 def test_notes_on_containers_that_nobody_writes(
     tmp_path: Path, notes: dict[str, Any], has_parts: bool
 ) -> None:
-    """A stranger's are an error of the format; parts do without a note on one container."""
+    """Invalid structure notes raise CheckpointFormatError; a part loads without the note of one container."""
     dcp.save({"a": {0: torch.ones(2)}, "b": torch.ones(2)}, checkpoint_id=tmp_path)
 
     def change(fields: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ def test_notes_on_containers_that_nobody_writes(
 
 
 def read_together(rank: int, world_size: int, root: Path) -> Any:
-    """A sharded state of two ranks, read by both and by one alone."""
+    """Save a sharded state by two ranks, read it on both, and on each alone."""
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(20.0).reshape(5, 4)
     state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "own": dcp.PerRank({"rank": rank})}
@@ -201,7 +201,7 @@ def read_together(rank: int, world_size: int, root: Path) -> Any:
 
 
 def test_every_rank_gets_whole_tensors(tmp_path: Path) -> None:
-    """However they were sharded; each rank's own values are there for all; one rank's error is all ranks'."""
+    """Tensors are read whole with all ranks' `PerRank` values, and an error is raised on all ranks."""
     for result in run_ranks(2, read_together, tmp_path / "x"):
         is_whole, alone, message = result
         assert is_whole

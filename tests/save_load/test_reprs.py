@@ -1,4 +1,4 @@
-"""What a prompt shows of what the functions return: some lines, whatever the size of the checkpoint."""
+"""The repr of results: a few lines for a checkpoint of any size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TENSORS = 300
 
 
 def test_what_a_call_returns_is_short_to_see(tmp_path: Path) -> None:
-    """Of a save, a load that asked for one of many names, and a conversion; what they hold is all there."""
+    """The results of a save, a partial load and a conversion have a short repr, and hold all entries."""
     state = {f"layer.{n}": torch.zeros(2) for n in range(TENSORS)}
     saved = dcp.save({**state, "step": 1}, checkpoint_id=tmp_path / "ours")
     assert repr(saved) == "<metadata of 300 tensors and 1 objects>"

@@ -1,4 +1,4 @@
-"""`dcp.Rescale`: values of each rank that another number of ranks loads."""
+"""`dcp.Rescale`: values per rank that another number of ranks loads."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MANY = 40
 
 
 def numbers(rank: int) -> list[int]:
-    """Whole numbers of a rank, up to 60 bits."""
+    """Return whole numbers of a rank, up to 60 bits."""
     return [(-1) ** case * ((1 << 3 * case // 2) + 7 * rank) for case in range(MANY)]
 
 
 def rows(rank: int, case: int) -> list[int]:
-    """Some items of a rank, or none."""
+    """Return some items of a rank, or none."""
     return list(range(100 * rank, 100 * rank + (7 * case + 3 * rank) % 11))
 
 
 def of_rules(rank: int) -> dict[str, Any]:
-    """Each rule for many values, also as tensors and in dicts."""
+    """Return many values for each rule, also tensors and dicts."""
     state: dict[str, Any] = {"same": dcp.Rescale({"epoch": 3, "l": [torch.ones(2), (1, "a")]}, "same")}
     for case, number in enumerate(numbers(rank)):
         tensor = torch.tensor(rows(rank, case)).view(-1, 1)
@@ -40,12 +40,12 @@ def of_rules(rank: int) -> dict[str, Any]:
 
 
 def save_rules(rank: int, world_size: int, path: str) -> None:
-    """Each rank's values."""
+    """Save the values of each rank."""
     dcp.save(of_rules(rank), checkpoint_id=path)
 
 
 def load_rules(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Those of a rank among others."""
+    """Load on a rank, and return the values."""
     state = of_rules(rank)
     dcp.load(state, checkpoint_id=path)
     return {name: value.value for name, value in state.items()}
@@ -53,7 +53,7 @@ def load_rules(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_sums_stay_and_lists_are_cut_anew(world_size: int, of_three: str) -> None:
-    """Whole numbers to the last one, dealt out evenly; every item once, in the order of the ranks."""
+    """A sum of whole numbers is exact and even; a split has every item once, in the order of ranks."""
     found = run_ranks(world_size, load_rules, of_three)
     for case in range(MANY):
         sums, parts = ([each[f"{rule}{case}"] for each in found] for rule in ("sum", "split"))
@@ -71,7 +71,7 @@ def test_sums_stay_and_lists_are_cut_anew(world_size: int, of_three: str) -> Non
 
 @pytest.fixture(scope="module")
 def of_three(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Saved by three ranks."""
+    """Return a checkpoint saved by three ranks."""
     path = str(tmp_path_factory.mktemp("three"))
     run_ranks(3, save_rules, path)
     return path
@@ -86,12 +86,12 @@ WRONG: list[tuple[Any, list[Any]]] = [
 
 
 def save_wrong(rank: int, world_size: int, path: str) -> None:
-    """Values that their rules are not for."""
+    """Save values that do not suit the rules."""
     dcp.save({f"v{n}": dcp.PerRank(states[rank]) for n, (_, states) in enumerate(WRONG)}, checkpoint_id=path)
 
 
 def test_values_that_a_rule_is_not_for(tmp_path: Path) -> None:
-    """An error that names the value, not a guess; a rule that is none is an error where it is marked."""
+    """A value unsuited to its rule is an error with its name; `Rescale` refuses an unknown rule."""
     run_ranks(2, save_wrong, str(tmp_path))
     for number, (rule, _) in enumerate(WRONG):
         with pytest.raises(CheckpointError, match=f"v{number}"):
@@ -102,7 +102,7 @@ def test_values_that_a_rule_is_not_for(tmp_path: Path) -> None:
 
 
 class App:
-    """An object with values that differ by rank, some below lists and dicts."""
+    """A `Stateful` with values that differ by rank, some in lists and dicts."""
 
     def __init__(self, rank: int) -> None:
         self.own = {
@@ -115,7 +115,7 @@ class App:
         self.given: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Each value with a rule of its own."""
+        """Return the values, each with a rule."""
         return {
             "list": [dcp.Rescale({"seen": self.own["seen"], "half": self.own["half"]}, "sum")],
             "rows": dcp.Rescale(self.own["weights"], "split"),
@@ -125,7 +125,7 @@ class App:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep it."""
+        """Keep the state."""
         self.given = state_dict
 
 
@@ -137,24 +137,24 @@ def saved(rank: int, world_size: int, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved by two ranks."""
+    """Return a checkpoint saved by two ranks."""
     path = tmp_path_factory.mktemp("two")
     run_ranks(2, saved, str(path))
     return path
 
 
 def told(states: list[Any], rank: int, world_size: int) -> Any:
-    """A rule."""
+    """Merge states by a function, as a rule."""
     return [sorted(state["parts"]) for state in states], rank, world_size
 
 
 def loaded(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
-    """What an `App` is given, and what there is to tell."""
+    """Load an `App`, and return its values and the report's names."""
     app, odd = App(7), dcp.Rescale(None, told)
     if world_size == 2:
         app = App(rank)
         app.own["seen"], app.queue = 0, []
-    state = {"app": app} | ({"odd": odd} if world_size != 2 else {})  # as many as saved fill what is there
+    state = {"app": app} | ({"odd": odd} if world_size != 2 else {})  # two ranks fill existing values
     report = dcp.load(state, checkpoint_id=path, **options)
     assert report.kept_per_rank == []
     given = app.given
@@ -164,7 +164,7 @@ def loaded(rank: int, world_size: int, path: str, options: dict[str, Any]) -> An
 
 
 def test_other_numbers_of_ranks(of_two: Path) -> None:
-    """2 save, 3 and 1 load: every rule, in objects, lists and dicts; ``per_rank`` changes nothing."""
+    """Where 2 ranks saved, 3 and 1 load by every rule, in objects, lists and dicts, for any ``per_rank``."""
     names = ["app.list.0", "app.noise", "app.queue", "app.rows", "odd"]
     odd: Any = [["0"], ["0", "1"]]
     for options in ({}, {"per_rank": "keep"}):
@@ -178,7 +178,7 @@ def test_other_numbers_of_ranks(of_two: Path) -> None:
 
 
 def test_as_many_ranks_get_their_own(of_two: Path) -> None:
-    """Whatever the rule is; stock torch sees what it sees of `PerRank`."""
+    """As many ranks as saved load their own values, for any rule; stock torch sees a `PerRank`."""
     assert run_ranks(2, loaded, str(of_two), {}) == [
         (11, 0.5, [0.0], [0], [0, 0], None, []),
         (21, 1.5, [1.0, 1.0], [1, 1], [1, 1], None, []),
@@ -189,7 +189,7 @@ def test_as_many_ranks_get_their_own(of_two: Path) -> None:
 
 
 def test_names_and_parts(of_two: Path) -> None:
-    """Under another name, and left out where the patterns leave it out."""
+    """A value is rescaled under another name, and left alone if the patterns exclude it."""
     state: dict[str, Any] = {"mine": {"queue": dcp.Rescale([], "split"), "plain": 0}}
     report = dcp.load(state, checkpoint_id=of_two, rename={"^mine": "app"}, unexpected="ignore")
     assert (state["mine"]["queue"].value, report.rescaled) == ([0, 1, 1], ["mine.queue"])
@@ -199,7 +199,7 @@ def test_names_and_parts(of_two: Path) -> None:
 
 
 def test_by_torchs_protocol(of_two: Path) -> None:
-    """A planner that overrides a step rescales as well; a foreign reader cannot, and says so."""
+    """A planner that overrides a step rescales too; a foreign reader cannot, and raises."""
     state: dict[str, Any] = {"app": {"queue": dcp.Rescale([], "split")}}
     dcp.load(state, checkpoint_id=of_two, planner=TakesObjects(), unexpected="ignore")
     assert state["app"]["queue"].value == [0, 1, 1]
@@ -208,7 +208,7 @@ def test_by_torchs_protocol(of_two: Path) -> None:
 
 
 def test_a_rule_that_fails_changes_nothing(of_two: Path, tmp_path: Path) -> None:
-    """Nor does a damaged state of another rank, which is noticed."""
+    """If a rule fails, or another rank's state is damaged, an error is raised and no value changes."""
     state: dict[str, Any] = {"app": {"plain": 0, "rows": dcp.Rescale(torch.zeros(1), "same")}}
     with pytest.raises(PlanError, match="differs"):
         dcp.load(state, checkpoint_id=of_two, unexpected="ignore")
@@ -223,12 +223,12 @@ def test_a_rule_that_fails_changes_nothing(of_two: Path, tmp_path: Path) -> None
 
 
 def one_has_it(rank: int, world_size: int, path: str) -> None:
-    """Rank 1 alone."""
+    """Save a value on rank 1 alone."""
     dcp.save({"own": dcp.Rescale(rank, "sum")} if rank else {"w": torch.ones(1)}, checkpoint_id=path)
 
 
 def test_states_of_some_ranks_are_no_states_of_all(tmp_path: Path) -> None:
-    """A sum of a part of them is none."""
+    """A sum over a part of the ranks would be wrong, so it is an error."""
     run_ranks(2, one_has_it, str(tmp_path))
     with pytest.raises(PlanError, match=r"'own'.*2 ranks saved.*\[1\] only"):
         dcp.load({"own": dcp.Rescale(0, "sum")}, checkpoint_id=tmp_path)

@@ -1,4 +1,4 @@
-"""`dcp.save` through a weight map: what is committed is what a save and a conversion make."""
+"""`dcp.save` through a weight map: the result equals a save and a conversion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT = dcp.weight_map(FUSED, inverse=True, vocab=13, hidden=24)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """By stock torch, which knows nothing of maps."""
+    """Read by stock torch, which has no maps."""
     metadata = stock.FileSystemReader(path).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_it_is_what_a_save_and_a_conversion_are(tmp_path: Path) -> None:
-    """Fused and padded one way, split and cut the other; stock torch reads both."""
+    """A mapped save fuses and pads, or splits and cuts, and stock torch reads the result."""
     dcp.save(apart(), checkpoint_id=tmp_path / "fused", map=FUSED, no_dist=True)
     assert read(tmp_path / "fused").keys() == fused().keys()
     assert_equal(read(tmp_path / "fused"), fused())
@@ -56,7 +56,7 @@ def test_it_is_what_a_save_and_a_conversion_are(tmp_path: Path) -> None:
 
 
 def save_sharded(rank: int, world_size: int, path: str, how: str) -> None:
-    """The parts on a mesh of two by two, some of them replicated, in three ways."""
+    """Save parts on a mesh of two by two, some of them replicated, in one of three ways."""
     mesh = init_device_mesh("cpu", (2, 2))
     placements: dict[str, list[Placement]] = {
         "0.q.weight": [Shard(0), Shard(0)],
@@ -94,8 +94,8 @@ def save_sharded(rank: int, world_size: int, path: str, how: str) -> None:
     "how", ["thread", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("save", "process"))]
 )
 def test_shards_of_several_ranks(tmp_path: Path, how: str) -> None:
-    """Each box is written once, replicas by one; values keep their places; a copy of what is permuted is
-    taken before the training goes on."""
+    """Each box is written once, a replica by one rank, and values keep their names. Permuted tensors are
+    copied before training continues."""
     run_ranks(4, save_sharded, str(tmp_path / "c"), how)
     found = dcp.read(tmp_path / "c")
     assert_equal(found, fused())
@@ -107,7 +107,7 @@ def test_shards_of_several_ranks(tmp_path: Path, how: str) -> None:
 
 
 def test_tied_copies_are_stored_once(tmp_path: Path) -> None:
-    """As tied weights are; and what is only renamed or transposed is not copied."""
+    """Copies by a map are stored once, as tied weights are."""
     weights = {"rules": [{"from": {"e": "v w"}, "to": {"tok": "v w", "head": "v w"}, "copies": ["head"]}]}
     whole = numbered(512, 64)
     dcp.save({"e": whole}, checkpoint_id=tmp_path, map=weights, no_dist=True)
@@ -119,15 +119,15 @@ def test_tied_copies_are_stored_once(tmp_path: Path) -> None:
 
 
 def save_half_of_the_experts(rank: int, world_size: int, path: str) -> str:
-    """Which are stacked in the target."""
+    """Save half of the experts on each rank, which the map stacks; return the error."""
     names = [name for name in apart() if name.startswith("experts")]
     own = {name: apart()[name] for name in names[rank::world_size]}
     return told(lambda: dcp.save(own, checkpoint_id=path, map=FUSED))
 
 
 def test_what_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    """Names that no rule knows, parts that another rank has, more boxes than anybody wants, other ways to
-    save."""
+    """Names without a rule, parts on another rank, too many boxes, and foreign writers raise before any
+    write."""
     with pytest.raises(PlanError, match="no rule knows 'more'"):
         dcp.save(apart() | {"more": torch.ones(2)}, checkpoint_id=tmp_path / "c", map=FUSED, no_dist=True)
     for text in run_ranks(2, save_half_of_the_experts, str(tmp_path / "c")):
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> No
     ["float8_e4m3fn", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("bool", "complex128"))],
 )
 def test_tensors_of_no_elements_or_dimensions(tmp_path: Path, kind: str) -> None:
-    """And views of others, of unusual types; there and back, and into another type's memory order."""
+    """Empty and 0-d tensors and views of unusual dtypes are mapped there and back."""
     whole = (torch.arange(24) % 2).to(getattr(torch, kind)).view(4, 6)
     state = {"x": whole, "t": whole.T, "n": whole[:0], "s": whole[1, 1]}
     rules: list[dict[str, Any]] = [{"from": {name: "a b"}, "to": {f"{name}2": "b a"}} for name in "xtn"]

@@ -1,4 +1,4 @@
-"""`dcp.state_dict`: state of models and optimizers out, through a checkpoint, and back into others."""
+"""`dcp.state_dict`: get states of models and optimizers, save, load, and set them in new ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def state_of(training: Training, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """Model and optimizer as one state."""
+    """Return model and optimizer as one state."""
     model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
     return {"model": model, "optimizer": optimizer}
 
@@ -47,7 +47,7 @@ def put_back(training: Training, state: dict[str, Any], options: StateDictOption
 def set_into_another(
     rank: int, world: int, root: str, name: str, flatten: bool, routes: list[int]
 ) -> list[str]:
-    """Save one training, load and set into one built anew; what its model and optimizer then lack."""
+    """Save a training, load into a new training, and return the differences."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     found = []
     for saver, load in (ROUTES[number] for number in routes):
@@ -67,11 +67,11 @@ def set_into_another(
 WORLDS = {"fsdp1": 2, "fsdp2": 3, "ddp": 2, "tensor_parallel": 2, "fsdp2_tensor_parallel": 4}
 WORLDS |= {"hybrid_sharded": 4, "frozen": 2}
 SETTING = [
-    # each by one of the routes, which all load the same (test_parallel_models)
+    # one of the routes each; test_parallel_models shows that all load the same
     ("fsdp1", 2, False, [0]),
     ("fsdp2", 3, True, [1]),
     ("fsdp2_tensor_parallel", 4, True, [2]),
-    ("pipeline", 2, True, [0]),  # in groups, those of its stages collide
+    ("pipeline", 2, True, [0]),  # without flattening, groups of the stages collide
     *(
         pytest.param(name, world, flatten, [*range(len(ROUTES))], marks=pytest.mark.exhaustive)
         for flatten in (False, True)
@@ -89,7 +89,7 @@ def test_models_and_optimizers_get_back_what_was_saved(
 
 
 def full_state(rank: int, world: int, root: str, name: str) -> list[str]:
-    """Save a full, offloaded state dict of rank 0; set it from rank 0 into all; what differs on any rank."""
+    """Save a full, offloaded state dict on rank 0, broadcast it from rank 0, and return the differences."""
     training = RECIPES[name][0](world)
     put_back(training, fill(state_of(training)))
     full = state_of(training, FULL)
@@ -107,16 +107,16 @@ def full_state(rank: int, world: int, root: str, name: str) -> list[str]:
         if tuple(map(int, torch.__version__.split(".")[:2])) < (
             2,
             13,
-        ):  # full tensors have odd strides there, and torch broadcasts memory
+        ):  # full tensors may be non-contiguous there, and torch broadcasts memory
             for _, value in leaves(loaded):
                 if isinstance(value, torch.Tensor):
                     value.data = value.contiguous()
     broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # not set_state_dict: where the model state is empty it leaves the model out, and rank 0 waits for ever
+    # not set_state_dict: it skips a model with an empty state, and rank 0 would wait for ever
     set_model_state_dict(other.model, loaded["model"], options=broadcast)
     set_optimizer_state_dict(other.model, other.optimizer, loaded["optimizer"], options=broadcast)
     found += [f"set {item}" for item in differences(state_of(other))]
-    # and the full checkpoint loads straight into the sharded state
+    # the full checkpoint also loads into the sharded state
     third = state_of(RECIPES[name][0](world))
     dcp.load(third, checkpoint_id=f"{root}/full")
     return found + [f"sharded {item}" for item in differences(third)]
@@ -133,12 +133,12 @@ def full_state(rank: int, world: int, root: str, name: str) -> list[str]:
 def test_a_full_state_of_rank_0_is_saved_broadcast_and_resharded(
     name: str, world: int, tmp_path: Path
 ) -> None:
-    """full_state_dict and cpu_offload to save, broadcast_from_rank0 to set; the full one loads sharded."""
+    """full_state_dict and cpu_offload save, broadcast_from_rank0 sets, and sharded states load it."""
     assert run_ranks(world, full_state, str(tmp_path), name) == [[]] * world
 
 
 def without_frozen(rank: int, world: int, root: str) -> list[Any]:
-    """Save without frozen parameters; names stored, strict and other loads of them."""
+    """Save without frozen parameters; return the stored names, and results of strict and partial loads."""
     training = RECIPES["frozen"][0](world)
     trained_only = StateDictOptions(ignore_frozen_params=True)
     state = state_of(training, trained_only)
@@ -167,8 +167,8 @@ def without_frozen(rank: int, world: int, root: str) -> list[Any]:
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
-    """ignore_frozen_params stores none of them; a full load is refused, a partial one keeps and reports
-    them."""
+    """With ignore_frozen_params no frozen parameter is stored; a strict load raises, and a partial load keeps
+    and reports them."""
     for names, differing, refused, missing, kept in run_ranks(2, without_frozen, str(tmp_path)):
         assert not any("first" in name for name in names) and len(names) == 4
         assert (differing, refused, kept) == ([], True, True)

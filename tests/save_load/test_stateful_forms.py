@@ -1,4 +1,4 @@
-"""Objects that have less state when they are made than they had when they were saved."""
+"""Objects whose state is smaller when they are made than when they were saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 
 class _Holder:
-    """Has whatever state it is given, and remembers that it was given some."""
+    """A `Stateful` that keeps any given state, and counts loads."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -36,7 +36,7 @@ class _Holder:
 
 
 def tensor(*values: float) -> torch.Tensor:
-    """A small tensor."""
+    """Return a small tensor."""
     return torch.tensor(values, dtype=torch.float32)
 
 
@@ -73,7 +73,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 
 def told(value: Any) -> Any:
-    """A value with its types, and lists for tensors."""
+    """Return a value with its types, and lists for tensors."""
     if isinstance(value, torch.Tensor):
         return ("tensor", str(value.dtype), value.tolist())
     if isinstance(value, dcp.PerRank):
@@ -85,14 +85,12 @@ def told(value: Any) -> Any:
 
 @pytest.mark.parametrize("road", ["columns", "objects", "stock"])
 def test_an_object_is_given_what_was_saved(tmp_path: Path, road: str) -> None:
-    """Whatever it has when it is made: by each way through a load, and of what stock torch saved.
-
-    A state that is not there yet keeps the classes of its containers as far as the checkpoint tells them.
-    """
+    """Any initial state becomes the saved state, by each code path of a load, and for stock torch's
+    checkpoints. New containers have the saved classes as far as the checkpoint records them."""
     planner = TakesObjects() if road == "objects" else None
     left_out = (
         {"own of the rank", "empty dict in a dict"} if road == "stock" else set()
-    )  # which stock does not save
+    )  # stock torch does not save these
     forms = {name: form for name, form in FORMS.items() if name not in left_out}
     saved = {name: _Holder(copy.deepcopy(after)) for name, (_, after) in forms.items()}
     fresh = {name: _Holder(copy.deepcopy(before)) for name, (before, _) in forms.items()}
@@ -108,7 +106,7 @@ def test_an_object_is_given_what_was_saved(tmp_path: Path, road: str) -> None:
 
 
 class _Extra(nn.Linear):
-    extra: Any = None  # which it has once it was used
+    extra: Any = None  # set after the first use
 
     def get_extra_state(self) -> Any:
         return self.extra
@@ -118,7 +116,7 @@ class _Extra(nn.Linear):
 
 
 def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
-    """Below a module's own keys the same holds as for any object."""
+    """The extra state of a module is loaded like any object's state."""
     modules = {name: _Extra(2, 2) for name in ("tensor", "dict", "list")}
     modules["tensor"].extra, modules["dict"].extra, modules["list"].extra = tensor(1), {"a": 1}, [tensor(2)]
     dcp.save(dict(modules), checkpoint_id=tmp_path)
@@ -130,7 +128,7 @@ def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
 
 
 def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
-    """Tensors that the ranks have in parts, in an object whose dict has none of the rest when it is made."""
+    """Save and load an object with sharded tensors, and with entries that are missing when it is made."""
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(24.0).reshape(4, 6)
     own = {"layer0": tensor(0)} if rank == 0 else {"layer1": tensor(1)}
@@ -158,7 +156,7 @@ def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
 
 @pytest.mark.parametrize("road", ["columns", "objects", "stock"])
 def test_ranks_that_share_an_object(tmp_path: Path, road: str) -> None:
-    """Entries that a rank has stay its own, sharded as there; those that no rank has come whole to each."""
+    """A rank's entries stay its own with their sharding; entries that no rank has are loaded whole."""
     for rank, (seen, x, stage) in enumerate(run_ranks(2, _sharded, str(tmp_path), road)):
         assert seen == told({"a": 1, "t": tensor(7)}) and x == told(tensor(3))
         assert stage == told({f"layer{rank}": tensor(rank)})

@@ -1,4 +1,4 @@
-"""The matrix of writers and readers, with the one torch that is installed here."""
+"""The matrix of writers and readers, with the installed torch only."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.torch_matrix import matrix, table
 
 @pytest.mark.exhaustive
 def test_stock_and_ours_read_each_other(tmp_path: Path) -> None:
-    """Written by two ranks, read by one and, sharded otherwise, by two."""
+    """dcp and stock torch load each other's checkpoints of two ranks, on one rank and on two resharded."""
     found = matrix([sys.executable], tmp_path)
     assert [len(answers) for answers in found.values()] == [2, 2]
     assert not [wrong for answers in found.values() for wrong in answers.values() if wrong], found

@@ -1,4 +1,4 @@
-"""Programs that replace the name ``torch.distributed.checkpoint`` everywhere find all that they use of it."""
+"""Submodules of dcp: programs that replace the name ``torch.distributed.checkpoint`` find all names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODULES = [module.name for module in pkgutil.iter_modules(stock.__path__) if mod
 
 
 def names_in(module: ModuleType) -> list[str]:
-    """What is defined there, underscored or not: no modules, nothing that it imports from elsewhere."""
+    """Return the names defined in a module, private names included, without modules and imports."""
     named = ((name, getattr(module, name)) for name in dir(module) if not name.startswith("__"))
     return [
         name
@@ -25,14 +25,14 @@ def names_in(module: ModuleType) -> list[str]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_name_of_each_module_is_there(name: str) -> None:
-    """Ours or torch's, also those that are not documented."""
+    """Each name is dcp's or torch's, also if it is undocumented."""
     theirs = import_module(f"torch.distributed.checkpoint.{name}")
     ours = import_module(f"dcp.{name}")
     assert not [defined for defined in names_in(theirs) if not hasattr(ours, defined)]
 
 
 def test_what_torch_has_not_is_an_attribute_error() -> None:
-    """As of any module, with our name in it."""
+    """An unknown name raises AttributeError or ModuleNotFoundError with dcp's module name."""
     module = import_module("dcp.state_dict")
     with pytest.raises(AttributeError, match=r"module 'dcp\.state_dict' has no attribute '_init_optim'"):
         getattr(module, "_init_optim")  # noqa: B009 - names are objects to mypy

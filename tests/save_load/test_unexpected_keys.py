@@ -1,4 +1,4 @@
-"""Entries of a checkpoint below what was asked for, which nobody takes: an error, unless left out."""
+"""Unexpected keys: entries of the checkpoint below requested keys that no rank takes are an error."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.support.ranks import RankRaised, run_ranks
 
 
 def save(path: Path, **more: Any) -> None:
-    """A model with an encoder, and beside it what nobody asks for."""
+    """Save a model with an encoder, and other entries."""
     model = {"encoder": {"w": torch.ones(2), "b": torch.ones(2)}, "head": {"w": torch.ones(3), "n": 4}}
     dcp.save({"model": model, "optim": {"m": torch.ones(2)}, "step": 3} | more, checkpoint_id=path)
 
 
 def encoder() -> dict[str, Any]:
-    """A part of the model."""
+    """Return a target for the encoder."""
     return {"model": {"encoder": {"w": torch.zeros(2), "b": torch.zeros(2)}}}
 
 
 @pytest.mark.parametrize("road", ROADS)
 def test_what_nobody_takes_is_an_error_that_says_how_to_allow_it(tmp_path: Path, road: str) -> None:
-    """Before anything is read; each of the ways that the message names loads the rest."""
+    """Unexpected keys raise before any read, and each remedy in the message loads the rest."""
     save(tmp_path)
     state = encoder()
     with pytest.raises(UnexpectedKeyError) as caught:
@@ -53,7 +53,7 @@ def test_what_nobody_takes_is_an_error_that_says_how_to_allow_it(tmp_path: Path,
 
 
 def test_keys_of_the_top_level_are_not_asked_for(tmp_path: Path) -> None:
-    """Of a nested checkpoint, and of a flat one with dots in its keys."""
+    """Other keys at the top level are not unexpected, also in a flat checkpoint with dotted keys."""
     save(tmp_path / "nested")
     state: dict[str, Any] = {"step": 0}
     dcp.load(state, checkpoint_id=tmp_path / "nested")
@@ -66,8 +66,8 @@ def test_keys_of_the_top_level_are_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_state_dict_of_an_optimizer_without_state(tmp_path: Path) -> None:
-    """A plain dict has no optimizer to make its state, so that it is said what to do; empty dicts and lists
-    are asked for as others."""
+    """An optimizer's state dict without state is an error with a remedy, because a dict cannot create the
+    state. Empty dicts and short lists are errors too."""
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
     torch.autograd.backward(net(torch.ones(1, 2)).sum())
@@ -84,7 +84,7 @@ def test_the_state_dict_of_an_optimizer_without_state(tmp_path: Path) -> None:
 
 
 class _StepsInTrainModeOnly(torch.optim.SGD):
-    """As schedulefree's optimizers do."""
+    """An optimizer that must be in train mode, as those of schedulefree."""
 
     def train(self) -> None:
         for group in self.param_groups:
@@ -99,7 +99,7 @@ class _StepsInTrainModeOnly(torch.optim.SGD):
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("kind", ["LBFGS", "train mode"])
 def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, road: str) -> None:
-    """LBFGS needs a closure, others a mode. A fresh one gets its state, and trains as the one saved."""
+    """Optimizers that need a closure or a mode get their state, and train as the saved one."""
     makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=4),
         "train mode": lambda net: _StepsInTrainModeOnly(net.parameters(), lr=0.1, momentum=0.9),
@@ -129,8 +129,8 @@ def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, r
 
 
 def test_planners_bring_it_or_decide_themselves(tmp_path: Path) -> None:
-    """The option of a planner holds where the call has none; nonsense is refused. torch's planners leave out
-    what they do not know, as torch's load does; so do torch's functions with ours."""
+    """A planner's option applies unless the call has one. torch's planners, and dcp's planners in torch's
+    functions, ignore unexpected keys, as torch does."""
     save(tmp_path)
     lenient, states = dcp.DefaultLoadPlanner(unexpected="ignore"), [encoder() for _ in range(3)]
     dcp.load(states[0], checkpoint_id=tmp_path, planner=lenient)
@@ -138,7 +138,7 @@ def test_planners_bring_it_or_decide_themselves(tmp_path: Path) -> None:
         dcp.load(encoder(), checkpoint_id=tmp_path, planner=lenient, unexpected="error")
     with pytest.raises(PlanError, match="unexpected must be"):
         dcp.load(encoder(), checkpoint_id=tmp_path, unexpected="drop")  # type: ignore[arg-type]
-    with pytest.raises(MissingKeyError):  # what is missing comes first, as with a prefix too many
+    with pytest.raises(MissingKeyError):  # reported first, for instance for an additional prefix
         dcp.load({"model": {"module": {"w": torch.zeros(2)}}}, checkpoint_id=tmp_path)
     dcp.load(states[1], checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
     stock.load(states[2], storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())
@@ -160,7 +160,7 @@ def _stages(rank: int, world_size: int, path: str, road: str) -> list[str]:
 
 @pytest.mark.parametrize("road", ROADS)
 def test_ranks_take_what_others_leave(tmp_path: Path, road: str) -> None:
-    """A stage of a pipeline has its own layers only; what no rank takes is an error on all."""
+    """A key is expected if any rank takes it, as in a pipeline; otherwise all ranks raise."""
     for result in run_ranks(2, _stages, str(tmp_path), road, failures=True):
         assert isinstance(result, RankRaised)
         assert result.type_name == "UnexpectedKeyError"

@@ -1,4 +1,4 @@
-"""Destinations of unusual memory, casts that lose something, and limits of the process."""
+"""Loads into unusual memory, lossy casts, and limits of the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.examples import examples
 
 @pytest.mark.parametrize("kind", ["requires grad", "inference"])
 def test_casts_into_leaves_and_inference_tensors(tmp_path: Path, kind: str) -> None:
-    """Autograd's rules are about computing; a load fills memory."""
+    """A cast fills Parameters and inference tensors, because autograd's rules concern computing only."""
     stored = torch.randn(300, 300)
     dcp.save({"w": stored}, checkpoint_id=tmp_path)
     with torch.inference_mode(kind == "inference"):
@@ -64,7 +64,7 @@ CASTS: dict[str, tuple[torch.Tensor, torch.dtype, str | None]] = {
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("verify", ["blocks", "none"])
 def test_casts_that_lose_more_than_digits_are_in_the_report(tmp_path: Path, verify: Any) -> None:
-    """Overflow, imaginary parts and fractions are reported; what is only rounded is no loss."""
+    """Overflow, dropped imaginary parts and fractions are reported; rounding is not."""
     dcp.save({name: stored for name, (stored, _, _) in CASTS.items()}, checkpoint_id=tmp_path)
     state = {name: torch.zeros(stored.shape, dtype=dtype) for name, (stored, dtype, _) in CASTS.items()}
     report = dcp.load(state, checkpoint_id=tmp_path, dtype="cast", verify=verify)
@@ -77,8 +77,8 @@ def test_casts_that_lose_more_than_digits_are_in_the_report(tmp_path: Path, veri
 def test_memory_that_elements_share_is_no_destination(
     tmp_path_factory: pytest.TempPathFactory, axes: list[tuple[int, int]]
 ) -> None:
-    """A view is refused where counting finds two elements in one place, and else filled: rows would silently
-    overwrite each other."""
+    """A view with two elements in one place is refused, because rows would overwrite each other; others are
+    filled."""
     sizes, strides = tuple(size for size, _ in axes), tuple(stride for _, stride in axes)
     places = [
         sum(at * stride for at, stride in zip(index, strides, strict=True)) for index in np.ndindex(*sizes)
@@ -96,7 +96,7 @@ def test_memory_that_elements_share_is_no_destination(
 
 
 def test_entries_that_differ_are_not_loaded_into_the_same_memory(tmp_path: Path) -> None:
-    """The last one would win: both are named, and one of them alone is loaded."""
+    """Different entries for the same memory are both named in an error; one of them alone is loaded."""
     stored = torch.arange(16.0).view(4, 4)
     dcp.save({"a": stored, "b": stored + 100, "c": stored}, checkpoint_id=tmp_path)
     base = torch.zeros(12, 8)
@@ -104,9 +104,9 @@ def test_entries_that_differ_are_not_loaded_into_the_same_memory(tmp_path: Path)
         (base[:4, :4], base[:4, :4]),
         (base[:2].view(4, 4), base[:2].view(4, 4)),
         (base[:2].view(4, 4), base[1:3].view(4, 4)),
-        (base[:4, :4], base[:4, 2:6].t()),  # rows and columns
+        (base[:4, :4], base[:4, 2:6].t()),  # rows and columns overlap
         (base[:4, :4], base[:4, :2].view(torch.int32).view(torch.bfloat16)),
-        (base[:4, :4], base.flatten()[6:38].view(4, 8)[:, :4]),  # beyond a row
+        (base[:4, :4], base.flatten()[6:38].view(4, 8)[:, :4]),  # the view extends beyond a row
     ):
         state = {"a": a, "b": b, "c": torch.zeros(4, 4)}
         with pytest.raises(PlanError, match=r"share memory .* different values in the checkpoint: 'a', 'b'"):
@@ -117,7 +117,7 @@ def test_entries_that_differ_are_not_loaded_into_the_same_memory(tmp_path: Path)
 
 @pytest.mark.parametrize("way", ["one payload", "copies", "torch", "file"])
 def test_entries_that_are_equal_are_loaded_into_the_same_memory(tmp_path: Path, way: str) -> None:
-    """Tied weights, NaN among them, whole or in part, be they one payload in the checkpoint or two."""
+    """Tied weights, also with NaN, whole or in part, load from one payload or from two."""
     base = torch.arange(32.0).view(4, 8)
     base[0, 5] = torch.nan
     state = {"embedding": base, "head": base, "part": base[1:3, 2:5], "turned": base.t()}
@@ -141,7 +141,7 @@ def test_entries_that_are_equal_are_loaded_into_the_same_memory(tmp_path: Path, 
 
 @pytest.mark.parametrize("count", [3, 2000])
 def test_slices_that_interleave_share_no_memory(tmp_path: Path, count: int) -> None:
-    """A fused weight may be divided by columns, into few or very many."""
+    """Column slices of a fused weight share no memory, for few or very many slices."""
     state = {f"w{number}": torch.full((2, 3), float(number)) for number in range(count)}
     dcp.save(dict(state), checkpoint_id=tmp_path)
     fused = torch.zeros(2, 3 * count)
@@ -153,7 +153,7 @@ def test_slices_that_interleave_share_no_memory(tmp_path: Path, count: int) -> N
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("rows", [1, 5000])
 def test_read_only_memory_is_named(tmp_path: Path, rows: int) -> None:
-    """A memory map of mode "r" cannot be filled: to try it ends the process, or looks like a damaged file."""
+    """A read-only memory map is refused: a write would end the process, or look like a damaged file."""
     dcp.save({"x": torch.ones(2), "w": torch.ones(rows, 100)}, checkpoint_id=tmp_path / "c")
     np.zeros((rows, 100), np.float32).tofile(tmp_path / "map")
     state = {"x": torch.zeros(2)}
@@ -169,7 +169,7 @@ def test_read_only_memory_is_named(tmp_path: Path, rows: int) -> None:
 
 
 def test_more_files_than_a_process_can_open(tmp_path: Path) -> None:
-    """A checkpoint of a file for each tensor saves and loads under any limit."""
+    """A checkpoint with one file for each tensor saves and loads under a low limit of open files."""
     state = {f"w{number}": torch.full((10,), float(number)) for number in range(200)}
     wanted = {name: torch.zeros(10) for name in state}
     writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False, sync_files=False)
@@ -186,7 +186,7 @@ def test_more_files_than_a_process_can_open(tmp_path: Path) -> None:
 
 
 def test_an_object_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
-    """Stock's metadata have no file sizes: the file itself bounds what is read."""
+    """Stock metadata has no file sizes, so the size of the file limits the read."""
     stock.save({"o": {1, 2, 3}}, checkpoint_id=tmp_path)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():

@@ -1,4 +1,4 @@
-"""Readers, writers and planners that serve several saves or loads."""
+"""Readers, writers and planners used for several saves or loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.loaded import Unpicklable, values
 
 
 def test_a_failed_save_leaves_what_the_same_writer_committed_before(tmp_path: Path) -> None:
-    """A writer without a new id begins a new save all the same: its failure removes its own files only."""
+    """Without a new id a writer still begins a new save, whose failure removes its own files only."""
     writer = FileSystemWriter(tmp_path)
     dcp.save({"w": torch.ones(4)}, storage_writer=writer)
     with pytest.raises(dcp.CheckpointError):
@@ -28,7 +28,7 @@ def test_a_failed_save_leaves_what_the_same_writer_committed_before(tmp_path: Pa
 
 
 def test_a_reader_that_loads_again_sees_what_was_saved_since(tmp_path: Path) -> None:
-    """Neither index nor figures of the first load are kept."""
+    """A reader keeps neither index nor statistics of its previous load."""
     reader = FileSystemReader(tmp_path)
     for value in (1.0, 2.0):
         dcp.save({"w": torch.full((4,), value)}, checkpoint_id=tmp_path)
@@ -40,7 +40,7 @@ def test_a_reader_that_loads_again_sees_what_was_saved_since(tmp_path: Path) -> 
 
 
 def test_a_reader_serves_one_thread_at_a_time(tmp_path: Path) -> None:
-    """It would mix up two loads; so the second one says so, and the first one ends well."""
+    """A second thread's load by the same reader raises, and the first load succeeds."""
     dcp.save({"w": torch.ones(4), "own": {"x": 1}}, checkpoint_id=tmp_path)
     reader, asked, go_on = FileSystemReader(tmp_path), threading.Event(), threading.Event()
 
@@ -74,8 +74,8 @@ class _Steps(dcp.DefaultLoadPlanner):
 
 @pytest.mark.parametrize("make", [dcp.DefaultLoadPlanner, _Steps])
 def test_options_hold_for_one_load_on_either_road(tmp_path: Path, make: type[dcp.DefaultLoadPlanner]) -> None:
-    """On columns and by torch's protocol; the next loads with the same objects go by their own. A policy that
-    nobody knows is not taken for the default one."""
+    """Options of a call apply to that load only, on columns and by torch's protocol; an unknown option value
+    raises."""
     dcp.save({"w": torch.ones(4), "x": torch.ones(4)}, checkpoint_id=tmp_path)
     reader, planner = FileSystemReader(tmp_path), make()
     wanted = {"w": torch.zeros(4, dtype=torch.float64), "x": torch.zeros(4), "more": torch.zeros(1)}
@@ -93,7 +93,7 @@ def test_options_hold_for_one_load_on_either_road(tmp_path: Path, make: type[dcp
 
 
 class _Watching(dict[str, Any]):
-    """Notes whether garbage is collected while a load looks at its tensors."""
+    """A dict that records whether garbage collection is enabled while a load reads its tensors."""
 
     def __init__(self, *items: Any) -> None:
         super().__init__(*items)
@@ -106,7 +106,7 @@ class _Watching(dict[str, Any]):
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_loads_leave_the_collection_of_garbage_as_it_was(tmp_path: Path, is_on: bool) -> None:
-    """Also those that fail; and none is collected while a load plans, which makes many objects that live."""
+    """Garbage collection is off while a load plans, and restored even if the load fails."""
     state = {f"w{n}": torch.full((3,), n) for n in range(500)}
     dcp.save({"in": state}, checkpoint_id=tmp_path, no_dist=True)
     watching = _Watching(state)

@@ -22,8 +22,7 @@ def bytes_of(arena: HostArena) -> torch.Tensor:
 
 
 def arenas_here() -> tuple[int, int, int]:
-    """Return the number of memory files open and mapped for arenas in this process, and of names in
-    /dev/shm."""
+    """Return the number of open and of mapped memory files of arenas, and of names in /dev/shm."""
     files, mapped = open_files(), mapped_files()
     counts = [sum("memfd:dcp-staging" in line for line in lines) for lines in (files, mapped)]
     return counts[0], counts[1], sum("/dev/shm/" in line for line in files + mapped)

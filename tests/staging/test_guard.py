@@ -1,5 +1,4 @@
-"""The guard of staged copies: a copy that differs from the state at the call is an error with the tensors'
-names."""
+"""The guard of staged copies: a copy that differs from the state is an error with the tensors' names."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def patterns(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_dtype_stride_and_tie_is_staged_bit_for_bit(
     specs: list[TensorSpec], guard: str, threads: int
 ) -> None:
-    """No tensor causes a false alarm: copies are contiguous, with equal shape and dtype, and ties stay
-    ties."""
+    """No tensor is a false alarm: copies are contiguous, with equal shape, dtype and ties."""
     state = make_tensors(specs)
     samples = sample_state(state)
     staged = copied(state, guard=guard, threads=threads)

@@ -21,8 +21,7 @@ def finished(staged: StagedState) -> StagedState:
 
 
 def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
-    """Memory of an unfinished save is not overwritten; the wait has a timeout, whose error suggests more
-    arenas."""
+    """Memory of an unfinished save is not overwritten; the error of the timeout suggests more arenas."""
     state = {"w": torch.ones(1000)}
     stager = DefaultStager()
     first = finished(stager.stage_local(collect(state)))

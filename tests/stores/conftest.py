@@ -1,4 +1,4 @@
-"""Which tests of the contract of stores every run needs, and which only `make test-all`."""
+"""Selection of contract tests for every run; the others run with `make test-all`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LARGE_BYTES = 16 << 20
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is to be durable is stored no otherwise by other stores, and every size that buffers may break at,
-    the disk's tries; fsspec's local files are its memory's in all but what their class says."""
+    """Mark contract tests as exhaustive that repeat others: durable writes and all sizes around buffers
+    concern the disk, and fsspec's local store is like its memory store."""
     for item in items:
         if not isinstance(item, pytest.Function) or getattr(item.cls, "__name__", "") not in _OTHERS:
             continue

@@ -1,6 +1,6 @@
-"""Bodies of answers.
+"""Bodies of HTTP responses.
 
-They are received where they belong: connections are kept, answers that do not fit and early ends are told.
+They are received into the caller's buffers over kept connections; wrong or short responses are errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Reply = Callable[[socket.socket, int], None]
 
 @dataclass
 class _Server:
-    """Listens on loopback; ``reply`` gets the connection and the number of the request, from 0 on."""
+    """A server on loopback; ``reply`` gets the connection and the number of the request, from 0 on."""
 
     reply: Reply
     tls: bool = False
@@ -102,7 +102,7 @@ def _opened(server: _Server, size: int = len(_BODY), **options: object) -> ReadH
 
 
 def test_bodies_fill_buffers_over_one_connection() -> None:
-    """Several buffers are filled in order, and the connection is used again."""
+    """Several buffers are filled in order, and the connection is reused."""
     with _Server(lambda connection, _: connection.sendall(_whole())) as server:
         handle = _opened(server)
         for _ in range(3):
@@ -117,7 +117,7 @@ def test_bodies_fill_buffers_over_one_connection() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, len(_BODY) - 1])
 def test_a_body_that_ends_too_early_is_an_error(size: int) -> None:
-    """A connection that breaks in the body fails the attempt, at whatever byte."""
+    """A connection that breaks at any byte of the body fails the attempt."""
 
     def reply(connection: socket.socket, _: int) -> None:
         connection.sendall(_whole(_BODY[:size], length=len(_BODY)))
@@ -128,7 +128,7 @@ def test_a_body_that_ends_too_early_is_an_error(size: int) -> None:
 
 
 def test_a_trickle_is_not_waited_for() -> None:
-    """A byte now and then keeps no attempt alive."""
+    """A very slow body fails the attempt."""
 
     def reply(connection: socket.socket, _: int) -> None:
         connection.sendall(_whole(b"", "bytes 0-999/1000", 1000))
@@ -143,14 +143,14 @@ def test_a_trickle_is_not_waited_for() -> None:
 
 
 def test_an_address_of_ipv6_is_asked() -> None:
-    """In brackets, as URLs have it."""
+    """An IPv6 address in brackets is accepted."""
     with _Server(lambda connection, _: connection.sendall(_whole()), host="::1") as server:
         assert _opened(server).pread(len(_BODY), 0) == _BODY
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS")
 def test_tls_is_verified_unless_switched_off() -> None:
-    """Trusted by its authority, refused without, taken as it is with verify=False."""
+    """TLS certificates are verified with the given authority, unless verify=False."""
     with _Server(lambda connection, _: connection.sendall(_whole()), tls=True) as server:
         for verify, good in ((str(_LOOPBACK), True), (True, False), (False, True)):
             handle = _opened(server, client_kwargs={"verify": verify})
@@ -160,7 +160,7 @@ def test_tls_is_verified_unless_switched_off() -> None:
 
 @pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])
 def test_other_bytes_than_those_asked_for_are_an_error(told: str) -> None:
-    """A cache on the way that answers with another range: nothing else would tell where nothing is hashed."""
+    """A response with another range, as by a faulty cache, is an error, which no hash would detect."""
     answer = _whole(b"0123456789", told)
     refused = pytest.raises(StorageError, match="from 0 on came instead of 50")
     with (

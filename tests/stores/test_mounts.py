@@ -1,4 +1,4 @@
-"""Mounts that lack an operation, or fail at one: what is done instead, what is raised, what is left."""
+"""Mounts that lack an operation, or fail in one: fallbacks, errors, and leftover files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ REFUSALS = {
     "link": ("EINVAL", "EACCES", "EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK", "EXDEV", "ENOENT"),
     "flock": ("EINVAL", "EBADF", "EPERM", "EOPNOTSUPP", "ENOSYS", "ENOLCK"),
 }
-"""fsync of folders alone; link says ENOENT where files have no link count."""
+"""fsync is refused for folders only; link fails with ENOENT where files have no link count."""
 
 FAILURES = [
     (call, name)
     for call in REFUSALS
     for name in ("EIO", "ENOSPC", "EDQUOT", "ESTALE", "ETIMEDOUT")
-    if (call, name) != ("flock", "ESTALE")  # the lock file was removed on another host, and is opened again
+    if (call, name) != ("flock", "ESTALE")  # another host removed the lock file, which is opened again
 ]
 
 
@@ -46,7 +46,7 @@ def _odd_files(folder: Path) -> list[str]:
 
 
 def saves_where_refused(root: Path, count: int) -> tuple[list[Any], list[str]]:
-    """By each refusal what is seen after a save, one over it and a conversion; all that was logged."""
+    """Save, replace and convert under each refusal; return the results and the log."""
     seen, logged = [], list[str]()
     for call, names in REFUSALS.items():
         for name in names[:count]:
@@ -63,7 +63,7 @@ def saves_where_refused(root: Path, count: int) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize("count", [1, pytest.param(9, marks=pytest.mark.exhaustive)])
 def test_what_a_mount_refuses_is_done_otherwise(tmp_path: Path, count: int) -> None:
-    """Saves and conversions go on, leave nothing behind, and one line for each thing says what is missing."""
+    """Saves and conversions work and leave nothing behind, and one log line names each missing operation."""
     seen, logged = in_lab(saves_where_refused, tmp_path, count)
     assert seen == [(call, name, 2, True, []) for call, names in REFUSALS.items() for name in names[:count]]
     missing = ["a file system that cannot sync folders", "a file system without hard links"]
@@ -74,7 +74,7 @@ def test_what_a_mount_refuses_is_done_otherwise(tmp_path: Path, count: int) -> N
 
 @pytest.mark.parametrize(("call", "name"), FAILURES)
 def test_a_failure_is_not_taken_for_a_refusal(tmp_path: Path, call: str, name: str) -> None:
-    """It is raised with operation, path and errno; what was there stays, and nothing else does."""
+    """A failure is raised with operation, path and errno; old files stay, and no others are left."""
     folder = tmp_path / "x"
     save_version(folder, 1)
     target = tmp_path / "new" if call == "link" else folder
@@ -87,7 +87,7 @@ def test_a_failure_is_not_taken_for_a_refusal(tmp_path: Path, call: str, name: s
 
 
 def test_what_cannot_be_done_otherwise_names_the_option(tmp_path: Path) -> None:
-    """A mount that cannot sync files, and one that can neither link nor rename."""
+    """Without fsync of files, or without link and rename, the error names the option to use."""
 
     def no_sync(call: str, path: Path) -> int:
         return errno.EINVAL if call == "fsync" else 0
@@ -117,7 +117,7 @@ ACTS: dict[str, Callable[[Path], object]] = {
 
 
 def fail_at_each_call(root: Path, act: str) -> list[str]:
-    """Fail each system call of ``act`` once; the errors that do not tell operation and path."""
+    """Fail each system call of ``act`` once; return the errors without operation and path."""
     faults = []
     for at in itertools.count(1):
         folder = root / str(at)
@@ -125,7 +125,7 @@ def fail_at_each_call(root: Path, act: str) -> list[str]:
         calls: list[tuple[str, str]] = []
 
         def errno_of(call: str, path: Path, calls: list[tuple[str, str]] = calls, at: int = at) -> int:
-            if path.name.endswith(" (deleted)"):  # a lock's file: the outcome is there before it is let go
+            if path.name.endswith(" (deleted)"):  # a lock file: the outcome is known before the unlock
                 return 0
             calls.append((call, path.name))
             return errno.EIO if len(calls) == at else 0
@@ -149,5 +149,5 @@ def fail_at_each_call(root: Path, act: str) -> list[str]:
     [act if act in ("load", "read") else pytest.param(act, marks=pytest.mark.exhaustive) for act in ACTS],
 )
 def test_all_failures_are_typed(tmp_path: Path, act: str) -> None:
-    """Whatever call of the system fails, the error is a StorageError with its operation and path."""
+    """A failure of any system call is a StorageError with operation and path."""
     assert in_lab(fail_at_each_call, tmp_path, act) == []

@@ -1,4 +1,4 @@
-"""How long connections and threads of object stores live: while they are used, and of a few places longer."""
+"""Lifetime of connections and threads of object stores: while in use, and longer for a few places."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.s3 import raw_s3
 _MIB = 1 << 20
 _HANG_SECONDS = 60.0
 _FEW = 4
-"""As many places as may keep a connection without being used; more are asked one after the other below."""
+"""The number of places that may keep an unused connection. The tests use more, one after the other."""
 
 
 def _store(server: Any, url: str, token: int = 0, **options: object) -> Store:
-    """As with credentials that are given out anew: to us other options are another place."""
+    """Open a store as with new credentials: other options are another place."""
     common = {**server.storage_options, "retry_seconds": 100.0 + token, "part_bytes": 5 * _MIB}
     return open_store(url, common | options)
 
@@ -35,7 +35,7 @@ def _open_others(server: Any, url: str) -> None:
 
 
 def _comes_true(condition: Callable[[], bool]) -> bool:
-    """Whether it comes to hold, which the event loop or the collector may take a moment for."""
+    """Wait for a condition that the event loop or the garbage collector may delay."""
     deadline = time.monotonic() + _HANG_SECONDS
     while not condition():
         gc.collect()
@@ -53,7 +53,7 @@ def _connections(server: Any) -> int:
 
 
 def test_old_credentials_leave_nothing_behind(s3_proxy: Any, s3_root: str) -> None:
-    """A process that is given new ones again and again has the connections and threads of a few."""
+    """With frequently renewed credentials only the connections and threads of a few places exist."""
     first = _store(s3_proxy, s3_root)
     before = set(threading.enumerate())
     with first.create("data", durable=True) as handle:
@@ -69,7 +69,7 @@ def test_old_credentials_leave_nothing_behind(s3_proxy: Any, s3_root: str) -> No
 
 
 def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
-    """By a store or only a handle, however many others come."""
+    """The connections of a store or an open handle stay, however many other places are used."""
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/data", b"12345")
     handle = _store(s3_server, s3_root).open_read("data", expected_bytes=5)
@@ -80,7 +80,7 @@ def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
 
 
 def test_idle_connections_are_not_used_again(s3_server: Any, s3_root: str, monkeypatch: Any) -> None:
-    """What has been silent for long may be forgotten on the way, and would be waited for."""
+    """A connection that was idle for long is not reused, because the network may have dropped it."""
     connected = Mock(side_effect=socket.socket.connect)
     monkeypatch.setattr(socket.socket, "connect", lambda *to: connected(*to))
     store, now = _store(s3_server, s3_root, token=90), time.monotonic
@@ -91,7 +91,7 @@ def test_idle_connections_are_not_used_again(s3_server: Any, s3_root: str, monke
 
 
 def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: Any, s3_root: str) -> None:
-    """It lets go of the parent's stores as it opens its own; the parent's requests need no repetition."""
+    """A fork releases the parent's stores when it opens its own; the parent's requests need no retry."""
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/data", b"12345")
     store = _store(s3_server, s3_root)

@@ -1,4 +1,4 @@
-"""What the contract does not say of object services: options, conditions they ignore, forks, listings."""
+"""Object stores beyond the contract: options, ignored conditions, forks and listings."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MIB = 1 << 20
 
 @pytest.fixture
 def store(s3_server: Any, s3_root: str) -> Store:
-    """A prefix of its own on the real server."""
+    """Return a store with a prefix of its own on the real server."""
     return open_store(s3_root, s3_server.storage_options | {"part_bytes": 5 * _MIB})
 
 
 @pytest.fixture
 def raw(s3_server: Any) -> Iterator[RawS3]:
-    """Plain requests to the same server."""
+    """Yield a client for plain requests to the same server."""
     with raw_s3(s3_server) as client:
         yield client
 
@@ -38,8 +38,8 @@ def raw(s3_server: Any) -> Iterator[RawS3]:
 # -- conditions ----------------------------------------------------------------------------------------------
 
 
-class _Obliging(AbstractFileSystem):  # type: ignore[misc]  # it comes without types
-    """As a file system that takes mode="create" and ignores it."""
+class _Obliging(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system that accepts mode="create" and ignores it."""
 
     protocol = "obliging"
     inner = MemoryFileSystem()
@@ -66,13 +66,13 @@ fsspec.register_implementation("obliging", _Obliging, clobber=True)
 
 
 def test_a_service_that_ignores_conditions_is_refused() -> None:
-    """That it takes a condition says nothing: it is tried; nothing is published, nor left of the trial."""
+    """Conditions are tried, because accepting one proves nothing; the trial leaves nothing behind."""
     store = open_store(f"obliging://{uuid.uuid4().hex}")
     with pytest.raises(StorageError, match="conditional_writes") as caught:
         store.publish("m", b"1", durable=True, expected=None)
     assert caught.value.path == store.url
     assert _Obliging.inner.find("/obliging") == []
-    store.publish("m", b"2", durable=True)  # asks for no comparison
+    store.publish("m", b"2", durable=True)  # without a condition
     assert store.read("m", limit_bytes=9) == b"2"
 
 
@@ -80,7 +80,7 @@ def test_a_service_that_ignores_conditions_is_refused() -> None:
 
 
 def test_files_of_many_parts_have_their_bytes_in_order(store: Store, raw: RawS3) -> None:
-    """Also the last part, which is short; a file beside it that was replaced meanwhile is no mixture."""
+    """All parts, a short last one too, are in order; a file replaced during a read is an error."""
     data = pattern_bytes(23 * _MIB + 7)
     with store.create("data", durable=True, expected_bytes=len(data)) as handle:
         handle.write(data)
@@ -94,7 +94,7 @@ def test_files_of_many_parts_have_their_bytes_in_order(store: Store, raw: RawS3)
 
 
 def test_folders_and_their_files_by_one_listing(store: Store, raw: RawS3) -> None:
-    """Only files exactly one folder deep count, whatever else lies there."""
+    """Only files exactly one folder deep are listed."""
     keys = ("a/m", "a/deep/m", "b/m", "b/n", "top", "d/", "f/.lock")
     raw.write_many([(f"{store.url}/{key}", b"12") for key in keys])
     before = store.traffic().get("requests", 0)
@@ -105,8 +105,8 @@ def test_folders_and_their_files_by_one_listing(store: Store, raw: RawS3) -> Non
     assert {"a", "b"} <= set(store.folders()) and "" not in store.folders()
 
 
-class _Roots(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
-    """fsspec's memory, by a scheme that is not ours."""
+class _Roots(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """fsspec's memory under an unknown scheme."""
 
     protocol = "rootcloud"
 
@@ -116,8 +116,8 @@ fsspec.register_implementation("rootcloud", _Roots, clobber=True)
 
 @pytest.mark.parametrize("kind", ["{}", "file://{}", "memory://{}", "rootcloud://bucket{}"])
 def test_a_run_in_any_root(kind: str, tmp_path: Path) -> None:
-    """A path, its URL, memory and any file system of fsspec's: steps are saved, found, pinned, kept and
-    listed; files of the root and deeper folders are none."""
+    """Steps are saved, listed, pinned and retained in a path, its URL, memory, and any fsspec file system.
+    Files of the root and in deeper folders are not steps."""
     url = kind.format(tmp_path / "a run")
     neighbours = (url, f"{url}/step-00000001/deeper", f"{url}/step-00000009")
     options = {"conditional_writes": "off"} if "cloud" in kind else None
@@ -157,6 +157,6 @@ _WRONG: dict[str, list[object]] = {
     + [("/tmp/run", {"key": "1"}), *((url, None) for url in ("s3://", "s3:///run", "s3a:///run"))],
 )
 def test_options_and_urls_that_make_no_sense(url: str, options: dict[str, object] | None) -> None:
-    """They are refused before any request."""
+    """Invalid options and URLs are refused before any request."""
     with pytest.raises(CheckpointError):
         open_store(url, options)

@@ -1,4 +1,4 @@
-"""Which place a checkpoint id means, and ids that name none: one typed error, before anything is asked."""
+"""Checkpoint ids as places: valid ids, and a typed error for an invalid id before any access."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcp.storage.stores import MemoryStore, PosixStore, open_store
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A str or PathLike is a folder; a relative one is resolved at once, not when it is used."""
+    """A str or PathLike is a folder; a relative path is resolved at once, not at its use."""
     monkeypatch.chdir(tmp_path)
     stores = [open_store("a b"), open_store(Path("a b")), open_store((tmp_path / "a b").as_uri())]
     monkeypatch.chdir("/")
@@ -26,12 +26,12 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["weird:name", "c:/x", "run:", "//x"])
 def test_what_only_looks_like_a_url(text: str) -> None:
-    """A colon does not make a URL."""
+    """A colon alone does not make a URL."""
     assert isinstance(open_store(text), PosixStore)
 
 
 def test_memory_is_shared_by_name() -> None:
-    """Two stores of one name have the same files, those of another name have not."""
+    """Two stores of one name share files; stores of other names do not."""
     open_store("memory://shared").publish("m", b"1", durable=False)
     assert isinstance(open_store("memory://shared"), MemoryStore)
     assert open_store("MEMORY://shared").read("m", limit_bytes=1) == b"1"
@@ -40,7 +40,7 @@ def test_memory_is_shared_by_name() -> None:
 
 @pytest.mark.parametrize("text", ["nosuch://bucket/key", "file://host/x", "file://"])
 def test_unsupported_urls(text: str) -> None:
-    """Any other scheme, and a file on another host, is an error which names the URL."""
+    """An unknown scheme, and a file on another host, are an error with the URL."""
     with pytest.raises(StorageError) as caught:
         open_store(text)
     assert caught.value.path == text
@@ -48,7 +48,7 @@ def test_unsupported_urls(text: str) -> None:
 
 
 def test_empty_path() -> None:
-    """An empty id is most likely an unset variable: it must not mean the current folder."""
+    """An empty id is probably an unset variable, and must not mean the current folder."""
     with pytest.raises(StorageError, match="empty path"):
         open_store("")
 
@@ -79,7 +79,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", NO_PLACES)
 @pytest.mark.parametrize("use", USES)
 def test_what_names_no_place_is_told_at_once(use: str, kind: str) -> None:
-    """The error is of this package and says what was given."""
+    """An id of a wrong type, or with NUL or unencodable characters, is a StorageError that quotes it."""
     with pytest.raises(StorageError) as caught:
         USES[use](NO_PLACES[kind])
     assert any(word in str(caught.value) for word in ("must be a str", "NUL", "encoding"))
@@ -92,14 +92,14 @@ OTHERS = [("save", "/proc/x", "/proc/x cannot be made"), ("manager", __file__, "
 
 @pytest.mark.parametrize(("use", "name", "words"), LONG + OTHERS)
 def test_a_name_that_the_file_system_refuses(use: str, name: str, words: str, tmp_path: Path) -> None:
-    """What only the file system knows is its error, typed."""
+    """A name that only the file system can refuse is a StorageError too."""
     with pytest.raises(StorageError, match=words):
         USES[use](tmp_path / name)
 
 
 @pytest.mark.parametrize("leads_to", ["nowhere", "link"])
 def test_a_link_that_leads_nowhere(leads_to: str, tmp_path: Path) -> None:
-    """The error names the link; "File exists", or a folder without a checkpoint, would be half of it."""
+    """The error of a dangling link names the link, instead of "File exists" or a missing checkpoint."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / leads_to)
     for place in (link, link / "step-1"):
@@ -114,7 +114,7 @@ def test_a_link_that_leads_nowhere(leads_to: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [Path("s3://bucket/run"), "gs:/bucket", "simplecache::s3://bucket/run"])
 def test_urls_that_lost_a_slash_are_told(place: Any) -> None:
-    """pathlib takes two slashes of a URL for one; a folder of that name would be made in silence."""
+    """pathlib reduces two slashes of a URL to one; it must not make a folder of that name."""
     for act in (open_store, USES["save"], USES["manager"]):
         with pytest.raises(StorageError, match=r"lost a slash|chained"):
             act(place)

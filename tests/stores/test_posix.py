@@ -1,4 +1,4 @@
-"""What is particular to a folder: links, odd files, the order of durable steps, interrupts, lost handles."""
+"""Details of folders: links, special files, the order of durable steps, and modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASIDE = ".tmp-"
 
 
 class Steps(list[tuple[str, str]]):
-    """An observer that records; temporary names are shortened, since they are random."""
+    """An observer that records steps, with random temporary names shortened."""
 
     def __call__(self, step: str, name: str) -> None:
         """Record the step."""
@@ -36,7 +36,7 @@ def _calls_that_read(store: PosixStore, name: str) -> list[Callable[[], object]]
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
-    """A checkpoint cannot read another file through a link; it is as if it were not there, or refused."""
+    """A checkpoint cannot read another file through a link: the link is invisible or refused."""
     secret, root = tmp_path / "secret", tmp_path / "root"
     secret.write_bytes(b"secret")
     root.mkdir()
@@ -55,7 +55,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_on_request_and_roots_may_be_links(tmp_path: Path) -> None:
-    """The caches of model hubs are folders of links; a root that is one was named by its user."""
+    """Links are followed on request, as in caches of model hubs; a user's root may be a link."""
     (tmp_path / "blob").write_bytes(b"12345")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -68,7 +68,7 @@ def test_links_are_followed_on_request_and_roots_may_be_links(tmp_path: Path) ->
 
 
 def test_odd_files_are_refused_without_hanging(tmp_path: Path) -> None:
-    """A FIFO, a socket and a folder are no part of a checkpoint; a FIFO is not waited for."""
+    """A FIFO, a socket and a folder are not files of a checkpoint, and a FIFO does not block."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -86,7 +86,7 @@ def test_odd_files_are_refused_without_hanging(tmp_path: Path) -> None:
 
 
 def test_a_missing_root_is_empty_to_readers_and_an_error_to_writers(tmp_path: Path) -> None:
-    """Nothing is there to read; whoever writes is told the place, by a typed error."""
+    """Reads of a missing root find nothing; writes raise a StorageError with the path."""
     store = PosixStore(tmp_path / "missing")
     assert (store.list(), store.stat("m"), store.version("m")) == ([], None, None)
     store.remove_root()
@@ -103,7 +103,7 @@ def test_a_missing_root_is_empty_to_readers_and_an_error_to_writers(tmp_path: Pa
 
 @pytest.mark.parametrize("blocker", ["file", "dangling"])
 def test_a_root_in_the_place_of_a_file_is_refused(tmp_path: Path, blocker: str) -> None:
-    """Something else in the folder's place, or in its parent's, is a typed error."""
+    """Another kind of file in place of the root, or of its parent, is a StorageError."""
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "dangling").symlink_to("nowhere/at/all")
     for path in (tmp_path / blocker, tmp_path / blocker / "below"):
@@ -115,7 +115,7 @@ def test_a_root_in_the_place_of_a_file_is_refused(tmp_path: Path, blocker: str) 
 
 
 def test_make_root_is_durable(tmp_path: Path) -> None:
-    """Each new folder is synced in its parent, outermost first; an existing one costs nothing."""
+    """Each new folder is synced in its parent, outermost first; an existing folder needs no sync."""
     steps = Steps()
     store = PosixStore(tmp_path / "a" / "b", steps)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_make_root_is_durable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_content_is_durable_before_its_name_and_the_name_after(tmp_path: Path, durable: bool) -> None:
-    """Content is synced before it gets its name, and the folder after; the lock is for replacements only."""
+    """Content is synced before it is named, and the folder afterwards; only replacements take the lock."""
     steps = Steps()
     store = PosixStore(tmp_path, steps)
     aside = [("create", ASIDE), ("pwrite", ASIDE), ("fsync", ASIDE)]
@@ -140,7 +140,7 @@ def test_content_is_durable_before_its_name_and_the_name_after(tmp_path: Path, d
 
 
 def test_the_system_is_really_asked_to_sync(tmp_path: Path) -> None:
-    """Of a durable file, and of the folder: calls of the kernel, and none where nothing is to be durable."""
+    """A durable file and its folder are synced by system calls; without durability there are none."""
     asked: list[tuple[str, str]] = []
 
     def note(call: str, path: Path) -> int:
@@ -168,7 +168,7 @@ def test_the_system_is_really_asked_to_sync(tmp_path: Path) -> None:
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
-    """Files are as readable as the user's other files, for a shared folder."""
+    """Files follow the user's umask, as in a shared folder."""
     previous = os.umask(0o027)
     try:
         store = PosixStore(tmp_path / "root")

@@ -1,4 +1,4 @@
-"""Locks of killed processes and files of forked ones, in processes of their own."""
+"""Locks of killed processes, and files of forked processes, tested in separate processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _hold_until_killed(folder: Path, ready: Path) -> None:
 
 
 def lock_of_a_killed_process(folder: Path) -> float:
-    """Who waits for the lock of a living process gives up; that of a killed one is free at once."""
+    """Time out on the lock of a live process, kill it, and take the lock at once."""
     holder = Child(_hold_until_killed, folder, folder.parent / "ready")
     while not (folder.parent / "ready").exists():
         pass
@@ -38,7 +38,7 @@ def lock_of_a_killed_process(folder: Path) -> float:
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    """It excludes others while its holder lives, says how long was waited, and leaves nothing behind."""
+    """A lock excludes others while its holder lives, an error has the waiting time, and no file is left."""
     (tmp_path / "root").mkdir()
     assert in_lab(lock_of_a_killed_process, tmp_path / "root") == 0.1
     assert list((tmp_path / "root").iterdir()) == []
@@ -80,5 +80,5 @@ print("fine")
 
 
 def test_a_fork_does_not_reach_its_parents_files(tmp_path: Path) -> None:
-    """Nor its buffers: it is told, writes files of its own, and the parent's are whole."""
+    """A fork cannot write to its parent's open file or buffers, and may write its own files."""
     _assert_fine(FORKED, tmp_path)

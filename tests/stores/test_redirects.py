@@ -1,4 +1,4 @@
-"""A bucket that is asked for in the wrong region or at the wrong endpoint."""
+"""Requests for a bucket in the wrong region or at the wrong endpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BODY = "<?xml version='1.0'?><Error><Code>{}</Code><Message>Use another endpoin
 
 @contextmanager
 def _elsewhere(status: int, code: str, *, extra: str = "", **headers: str) -> Iterator[dict[str, object]]:
-    """A service that sends everybody away; options for it that are patient."""
+    """Yield options of a service that redirects every request, with a long retry_seconds."""
     answer = Answer(status, _BODY.format(code, extra).encode(), headers)
     with scripted_service(lambda _: answer) as service:
         yield {"endpoint_url": service.url, "key": "k", "secret": "s", "retry_seconds": 3600.0}
@@ -42,12 +42,12 @@ def _check(options: dict[str, object], *words: str) -> None:
 
 @pytest.mark.parametrize("status", [pytest.param(301, marks=pytest.mark.exhaustive), 307])
 def test_a_redirection_that_does_not_say_where(status: int) -> None:
-    """botocore asks for the region, and is redirected again; that is no recursion of ours, nor patience."""
+    """botocore looks up the region and is redirected again; this causes neither recursion nor retries."""
     with _elsewhere(status, "PermanentRedirect") as options:
         _check(options, "another region or endpoint")
 
 
 def test_a_redirection_that_names_the_region() -> None:
-    """What the service says is passed on."""
+    """The error has the region that the service names."""
     with _elsewhere(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}) as options:
         _check(options, 'client_kwargs={"region_name": "eu-west-1"}')

@@ -1,6 +1,6 @@
-"""Errors of services. Internal: a pure table over exceptions of libraries that are not all installed here.
+"""Errors of services. Internal: a pure table of exceptions from libraries that are not all installed.
 
-What never passes is told at once, with what to do about it.
+A permanent error is raised at once, with a remedy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dcp.storage.stores.objects.requests import Failure, filesystem_failure, s3_
 
 
 class GoogleAuthError(Exception):
-    """As google.auth's."""
+    """An error like google.auth's."""
 
     def __init__(self, text: str, retryable: bool = False) -> None:
         super().__init__(text)
@@ -31,7 +31,7 @@ class GoogleAuthError(Exception):
 
 
 class HttpError(Exception):
-    """As gcsfs', with a code; as azure.core's, with a status."""
+    """An error like gcsfs' (with a code) or azure.core's (with a status)."""
 
     def __init__(self, code: int | str | None = None, text: str = "", **attributes: object) -> None:
         super().__init__(text)
@@ -44,7 +44,7 @@ RefreshError = type("RefreshError", (GoogleAuthError,), {})
 TransportError = type("TransportError", (GoogleAuthError,), {})
 HttpResponseError = type("HttpResponseError", (HttpError,), {})
 ClientAuthenticationError = type("ClientAuthenticationError", (HttpResponseError,), {})
-AuthenticationException = type("AuthenticationException", (Exception,), {})  # paramiko's
+AuthenticationException = type("AuthenticationException", (Exception,), {})  # of paramiko
 
 
 def _hub(status: int) -> Exception:
@@ -100,7 +100,7 @@ FINAL, PASSING = Failure.FINAL, Failure.PASSING
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_what_they_mean(error: Exception, kind: Failure, advice: str) -> None:
-    """By type, status or name; and what the user can do is in the message, only where it helps."""
+    """Type, status or name decide the kind; the message has advice only where it helps."""
     meant = filesystem_failure(error, "cloud://")
     assert meant.kind is kind
     assert type(error).__name__ in str(meant)
@@ -128,7 +128,7 @@ def test_what_they_mean(error: Exception, kind: Failure, advice: str) -> None:
     ],
 )
 def test_what_answers_of_s3_mean(status: int, code: str, kind: Failure) -> None:
-    """By code where there is one, else by status; a wish to wait is heard."""
+    """The code decides, or else the status; a retry-after header is respected."""
     metadata = {"HTTPStatusCode": status, "HTTPHeaders": {"retry-after": "3"}}
     error = ClientError({"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": metadata}, "GetObject")
     found = s3_failure(error, "b")
@@ -137,14 +137,14 @@ def test_what_answers_of_s3_mean(status: int, code: str, kind: Failure) -> None:
 
 
 def test_a_certificate_that_is_not_trusted_stays_so() -> None:
-    """Said at once, while a handshake that was cut short is tried again."""
+    """An untrusted certificate is a permanent error, while an interrupted handshake is retried."""
     untrusted = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
     for text, kind in ((untrusted, FINAL), ("[SSL: UNEXPECTED_EOF_WHILE_READING]", PASSING)):
         assert s3_failure(SSLError(endpoint_url="https://e", error=text), "b").kind is kind
 
 
-class _Locked(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
-    """A file system that nobody has logged in to."""
+class _Locked(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system without credentials."""
 
     protocol = "lockedcloud"
 
@@ -155,7 +155,7 @@ class _Locked(MemoryFileSystem):  # type: ignore[misc]  # it comes without types
 
 
 def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
-    """After one attempt of each request, however patient they are asked to be."""
+    """Missing credentials raise after one attempt of each request, whatever retry_seconds is."""
     fsspec.register_implementation("lockedcloud", _Locked, clobber=True)
     options = {"retry_seconds": 3600.0}
     for act in (dcp.save, dcp.load):
