@@ -52,6 +52,6 @@ def _path_of(target: Any) -> Path:
     if not isinstance(target, int):
         return Path(os.fsdecode(target)).absolute()
     try:
-        return Path(os.readlink(f"/proc/self/fd/{target}"))  # noqa: PTH115 - Path would come back here
+        return Path(os.readlink(f"/proc/self/fd/{target}"))  # noqa: PTH115 - called by the patched functions
     except OSError:
         return Path()

@@ -185,7 +185,7 @@ def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     begun = time.monotonic()
     try:
         return function(*args)
-    except BaseException as error:  # noqa: BLE001 - reported to the test, which decides
+    except BaseException as error:  # noqa: BLE001 - reported to the test
         return raised_by(error, time.monotonic() - begun)
 
 

@@ -95,7 +95,7 @@ class KindRuns:
                 if kind.leaves_plans:
                     kind.clear_plans(context, params)
                 return {}
-        except Exception as error:  # noqa: BLE001 - it is the answer
+        except Exception as error:  # noqa: BLE001 - part of the result
             return error
 
     @contextmanager

@@ -346,5 +346,5 @@ class LedgerMachine(RuleBasedStateMachine):
 
 def run_any_order(database: Database, count: int, steps: int) -> None:
     """Try ``count`` runs of ``steps`` steps; few in quick runs."""
-    make: Any = lambda: LedgerMachine(database)  # noqa: E731 - what makes a machine, which need not be its class
+    make: Any = lambda: LedgerMachine(database)  # noqa: E731 - hypothesis calls it to create a machine
     run_state_machine_as_test(make, settings=examples(count, quick=3, steps=steps))

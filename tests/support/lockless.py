@@ -159,7 +159,7 @@ class _Actor(Generic[T]):
     def _run(self) -> None:
         try:
             self.outcome.value = self._act(self._store)
-        except BaseException as error:  # noqa: BLE001 - the test decides
+        except BaseException as error:  # noqa: BLE001 - part of the outcome
             self.outcome.error = error
         self.outcome.log = self._store.log
         self.is_done = True
@@ -200,7 +200,7 @@ def run_in_turns(
         running[waiting[0] if failure else choose(waiting)].step()
         try:
             after_step()
-        except BaseException as error:  # noqa: BLE001 - raised below, when no thread waits any more
+        except BaseException as error:  # noqa: BLE001 - raised below, after all threads have ended
             failure = failure or error
     if failure is not None:
         raise failure

@@ -250,7 +250,7 @@ def _become(order: _Order, not_yet: Connection, *ends: Connection) -> None:
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    except Exception:  # noqa: BLE001 - as any program that fails
+    except Exception:  # noqa: BLE001 - printed like an uncaught exception
         traceback.print_exc()
         sys.exit(1)
 

@@ -80,7 +80,7 @@ def _serve(connection: Connection, number: int) -> None:
                 )
                 all_are_here(store, rank, world_size)
             connection.send(function(rank, world_size, *args))
-        except BaseException as error:  # noqa: BLE001 - reported to the test, which decides
+        except BaseException as error:  # noqa: BLE001 - reported to the test
             facts = {
                 k: v for k, v in getattr(error, "facts", {}).items() if isinstance(v, (int, str, bool, list))
             }
@@ -121,7 +121,7 @@ class Ranks:
             self.close()  # a process has ended between two jobs, or has had many groups
         self._grow(world_size)
         with tempfile.TemporaryDirectory(prefix="dcp-ranks-") as folder:
-            path = os.path.join(folder, "store")  # noqa: PTH118 - FileStore wants a str
+            path = os.path.join(folder, "store")  # noqa: PTH118 - FileStore requires a str
             for rank, (_, connection) in enumerate(self._workers[:world_size]):
                 connection.send((function, args, rank, world_size, path, timeout_seconds))
             return self._collect(world_size, timeout_seconds)

@@ -65,7 +65,7 @@ class Place:
         state = version_state(0, large=self.large)
         try:
             stock_load(state, storage_reader=FsspecReader(self.url, **self._uncached), no_dist=True)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - what stock says is asked for
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - part of the result
             return type(error).__name__
         return version_of(state, large=self.large)
 

@@ -76,7 +76,7 @@ def _attempt(whose: str, folder: str, **options: bool) -> str:
     target = state(filled=False, **options)
     try:
         import_module(PACKAGES[whose]).load(target, checkpoint_id=folder)
-    except BaseException as error:  # noqa: BLE001 - whatever stock torch raises is the answer
+    except BaseException as error:  # noqa: BLE001 - part of the result
         return f"{type(error).__name__}: {error}"
     found, wanted = _told(target), _told(state(filled=True, sharded=False))
     return "" if found == wanted else f"differs: {found}"

@@ -63,7 +63,7 @@ class _Parts:
             "dataloader": parts["dataloader"],
             "lr_scheduler": parts["lr_schedulers"],
         }
-        self.folder = os.path.join(base_folder, config.folder)  # noqa: PTH118 - as torchtitan does
+        self.folder = os.path.join(base_folder, config.folder)  # noqa: PTH118 - like torchtitan
         self.export_dtype = getattr(torch, config.export_dtype)
         self.interval, self.load_only = config.interval, config.load_only
         self.exclude_from_loading = config.exclude_from_loading

@@ -120,7 +120,7 @@ def seen_by_stock(folder: Path, *, large: int = 0) -> int | str:
     state = version_state(0, large=large)
     try:
         stock_load(state, checkpoint_id=folder, no_dist=True)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - what stock says is what is asked for
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - part of the result
         return type(error).__name__
     return version_of(state, large=large)
 

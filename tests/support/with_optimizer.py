@@ -94,7 +94,7 @@ def _there(load: Any, version: int) -> str:
     try:
         load(whole)
         return "whole" if _is_version(whole, version) else "mixed"
-    except (Exception, CheckpointException):  # noqa: BLE001 - of stock, whose errors are of any class
+    except (Exception, CheckpointException):  # noqa: BLE001 - stock torch raises errors of any class
         load(weights)
         return "weights" if _is_version(weights, version) else "mixed"
 
