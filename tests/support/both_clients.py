@@ -16,8 +16,7 @@ from dcp.server.client import AsyncClient, Client
 __all__ = ["KINDS", "client_of"]
 
 KINDS = ("sync", pytest.param("async", marks=pytest.mark.exhaustive))
-"""The asynchronous client is generated from the synchronous one, so `make test` runs most tests on one
-client."""
+"""The synchronous client is generated from the asynchronous one: `make test` runs most tests on one client."""
 
 
 class _Awaited:

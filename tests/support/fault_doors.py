@@ -1,5 +1,4 @@
-"""Helpers of the tests of faults: a failing store, the command line in this process, and findings of ``dcp
-verify``."""
+"""Helpers of the tests of faults: a failing store, the command line, and findings of ``dcp verify``."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault; ``status`` and ``code`` belong to `Kind.ANSWER`."""
+    """A fault of a request; ``status`` and ``code`` are those of an injected answer."""
 
     kind: Kind
     status: int = 0

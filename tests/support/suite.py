@@ -42,17 +42,17 @@ class Module:
 
     @cached_property
     def private(self) -> frozenset[str]:
-        """Private attributes used by the file without permission."""
+        """Private attributes of other objects used by the file."""
         return _private(_tree(self.text)) if "._" in self.text else frozenset()
 
     @property
     def name(self) -> str:
-        """The name of the test in pytest."""
+        """The path of the file, as in test ids of pytest."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
     def is_test(self) -> bool:
-        """True if pytest collects the function."""
+        """True if pytest collects the file."""
         return self.path.name.startswith("test_")
 
 

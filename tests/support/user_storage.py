@@ -60,7 +60,7 @@ class ItemWriter(_Placed, StorageWriter):
     """Pickles each item into a file of its own; uses the interface before torch added keywords."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Do nothing; without the ``rank`` and ``use_collectives`` of newer storages."""
+        """Record the call; without the ``rank`` and ``use_collectives`` of newer storages."""
         self.calls.append("set_up")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
