@@ -16,7 +16,7 @@ from dcp.server.client import AsyncClient, Client
 __all__ = ["KINDS", "client_of"]
 
 KINDS = ("sync", pytest.param("async", marks=pytest.mark.exhaustive))
-"""The synchronous client is generated from the asynchronous one: `make test` runs most tests on one client."""
+"""The synchronous client is generated from the asynchronous one; `make test` runs most tests on the first."""
 
 
 class _Awaited:

@@ -13,8 +13,8 @@ class Resource:
     """A resource. ``body`` creates one, with ``named`` as its name; each of ``wrong`` replaces members and is
     refused.
 
-    ``scope`` is required for creation and changes, ``read_scope`` for reading. ``root`` belongs to a resource
-    that is hidden from keys of other roots.
+    ``scope`` is required for creation and changes, ``read_scope`` for reading. Keys of roots other than
+    ``root`` cannot see the resource.
     """
 
     path: str
