@@ -98,8 +98,8 @@ def structure_of_notes(notes: Sequence[ContainerNote]) -> dict[str, Any]:
     structure = {"version": STRUCTURE_VERSION, "containers": [dict(note) for note in notes], "values": {}}
     if encode_plain(structure, limit_bytes=_MAX_NOTES_BYTES) is None:
         logger.warning(
-            "the state dict has too many keys other than strings; their types are not stored. Loading "
-            "into a state dict with such keys restores them; elsewhere they become strings"
+            "the state dict has too many keys that are not strings, so their types are not stored. Loading "
+            "into a state dict with these keys restores the types; other loads return the keys as strings"
         )
         return {}
     return {"structure": structure}
@@ -123,7 +123,7 @@ def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
             or not all(map(_is_plain, note.get("keys", ())))
             or not isinstance(note.get("metadata", {}), dict)
         ):
-            raise CheckpointFormatError("the notes on the structure of the checkpoint are malformed")
+            raise CheckpointFormatError("the checkpoint's notes on nested containers are malformed")
         notes[tuple(path)] = note
     return notes
 
@@ -169,19 +169,19 @@ def with_original_keys(nested: Any, notes: Mapping[Path, ContainerNote], path: P
 def _as_int(name: str | int) -> str | int:
     try:
         number = int(name)
-    except ValueError:  # of a stranger's; also for more digits than Python reads
+    except ValueError:  # another name, or more digits than Python reads
         return name
     return number if str(number) == name else name
 
 
 def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[str]]:
-    """Return (all notes, differences as text); at a difference, the note of the first part counts.
+    """Return (all notes, differences as text); at a difference, the note of the first part is used.
 
-    Parts differ if a string stands for keys of two types.
+    Parts differ if a name has keys of two types.
     """
     distinct = list({(id(notes), id(paths)): (notes, paths) for notes, paths in parts}.values())
     first = distinct[0][0] if distinct else ()
-    # by bytes, because True == 1, but their strings differ
+    # compare bytes, because True == 1 with different strings
     if all(notes is first or encode_notes(notes) == encode_notes(first) for notes, _ in distinct):
         return first, []
     joined: dict[Path, dict[str, Any]] = {tuple(note["path"]): {} for notes, _ in distinct for note in notes}
@@ -218,8 +218,8 @@ def _join_keys(path: Path, keys: dict[str, Any], found: Mapping[str, Any]) -> It
         if type(known) is not type(key):
             where = f"below {'.'.join(map(str, path))!r}" if path else "at the top"
             yield (
-                f"{name!r} {where} is a key of type {type(known).__name__.lstrip('_')} on one rank and "
-                f"{type(key).__name__.lstrip('_')} on another, and a checkpoint has one name for both"
+                f"the key {name!r} {where} is of type {type(known).__name__.lstrip('_')} on one rank and "
+                f"{type(key).__name__.lstrip('_')} on another: use the same key types on all ranks"
             )
 
 

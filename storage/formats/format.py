@@ -109,7 +109,7 @@ class Format:
         """
         try:
             return self.begins is not None and self.begins(begin)
-        except Exception as error:  # whatever another package's format does
+        except Exception as error:  # raised by the format of another package
             raise UnsupportedFormatError(
                 f"the format {self.name!r} failed to recognize a file: {type(error).__name__}: {error}. "
                 "Fix or uninstall its package"

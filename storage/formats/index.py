@@ -243,7 +243,7 @@ class CheckpointIndex:
 
     @cached_property
     def box_start(self) -> Int64:
-        """Positions of the chunks' boxes in ``chunk_offsets`` and ``chunk_sizes``."""
+        """Position of each chunk's box in ``chunk_offsets`` and ``chunk_sizes``."""
         return starts(np.diff(self.shape_start)[self.chunk_tensors])
 
     @cached_property
@@ -313,7 +313,7 @@ class CheckpointIndex:
         """
         for is_wrong, problem in chain(_tensor_rules(self), _chunk_rules(self), _object_rules(self)):
             if is_wrong:
-                raise CheckpointFormatError(f"checkpoint index is inconsistent: {problem}")
+                raise CheckpointFormatError(f"the checkpoint index is inconsistent: {problem}")
 
 
 _Rules = Iterator[tuple[bool | np.bool_, str]]
@@ -328,7 +328,7 @@ def _tensor_rules(index: CheckpointIndex) -> _Rules:
     )
     for name, rows in columns.items():
         found = len(getattr(index, name))
-        yield found != rows, f"column {name} has {found} rows, not {rows}"
+        yield found != rows, f"column {name} has {found} rows, expected {rows}"
     for name, rows, total in (
         ("shape_start", tensors, len(index.shape_values)),
         ("chunk_start", tensors, chunks),
@@ -337,22 +337,22 @@ def _tensor_rules(index: CheckpointIndex) -> _Rules:
         begins = getattr(index, name)
         is_wrong = len(begins) != rows + 1 or begins[0] != 0 or begins[-1] != total
         yield is_wrong or (np.diff(begins) < 0).any(), f"positions {name} do not ascend from 0 to {total}"
-    # not by `position`, which only loads need
-    yield len(set(index.fqns)) != tensors, "two tensors have one name"
+    # without `position`, which only loads need
+    yield len(set(index.fqns)) != tensors, "two tensors have the same name"
     yield not np.isin(index.dtype_codes, list(dtypes.BY_CODE)).all(), "unknown dtype code"
-    yield (index.shape_values < 0).any(), "negative size"
+    yield (index.shape_values < 0).any(), "a tensor has a negative size"
     volumes = row_products(index.shape_values.astype(np.float64), index.shape_start)
     # in float64, because int64 would overflow
-    yield (volumes * itemsizes(index.dtype_codes) > 2.0**62).any(), "a tensor is larger than any storage"
+    yield (volumes * itemsizes(index.dtype_codes) > 2.0**62).any(), "a tensor has more than 2**62 bytes"
     is_wrong = len(index.digests) not in (0, tensors) or not {*map(len, index.digests)} <= {0, SUM_BYTES}
-    yield is_wrong, "digests are not those of its tensors"
+    yield is_wrong, f"tensor digests must have {SUM_BYTES} bytes, one for each tensor"
 
 
 def _chunk_rules(index: CheckpointIndex) -> _Rules:
     for name in index.files:
         is_wrong = name in ("", ".", "..") or "/" in name or "\\" in name or "\x00" in name
-        yield is_wrong, f"file name {name!r} is not a plain name"
-    yield len(set(index.files)) != len(index.files), "two files have one name"
+        yield is_wrong, f"file name {name!r} has a path separator, or is empty or reserved"
+    yield len(set(index.files)) != len(index.files), "two files have the same name"
     box_start, sizes, files = index.box_start, index.chunk_sizes, index.chunk_files
     is_wrong = not len(index.chunk_offsets) == len(sizes) == box_start[-1]
     yield is_wrong, "boxes have the wrong number of dimensions"
@@ -363,54 +363,54 @@ def _chunk_rules(index: CheckpointIndex) -> _Rules:
         box_start[-1]
     )
     limits = index.shape_values[rows]
-    yield (index.chunk_offsets < 0).any() or (sizes < 0).any(), "negative box"
+    yield (index.chunk_offsets < 0).any() or (sizes < 0).any(), "a chunk has negative offsets or sizes"
     is_outside = (index.chunk_offsets > limits) | (sizes > limits - index.chunk_offsets)
-    yield is_outside.any(), "a chunk reaches outside its tensor"
+    yield is_outside.any(), "a chunk exceeds its tensor"
     element_bytes = itemsizes(index.dtype_codes)[index.chunk_tensors]
-    # float64 first: a lying shape must not wrap around in int64 and then pass
+    # float64 first: a forged shape could overflow int64 and pass
     volumes = row_products(sizes.astype(np.float64), box_start)
-    yield (volumes * element_bytes > 2.0**62).any(), "a chunk is larger than any storage"
+    yield (volumes * element_bytes > 2.0**62).any(), "a chunk has more than 2**62 bytes"
     expected = row_products(sizes, box_start) * element_bytes
     for chunk, strides in index.payload_strides.items():
-        yield not 0 <= chunk < len(files), "strides belong to no chunk"
+        yield not 0 <= chunk < len(files), "strides refer to an unknown chunk"
         box = index.box(chunk).sizes
         is_wrong = len(strides) != len(box) or min(strides, default=0) < 0
-        yield is_wrong, "strides are negative, or not as many as dimensions"
+        yield is_wrong, "strides are negative, or have another number of dimensions than the chunk"
         length = extent(box, strides) * int(element_bytes[chunk])
-        yield length >= 1 << 62, "a chunk is larger than any storage"
+        yield length >= 1 << 62, "a chunk has more than 2**62 bytes"
         expected[chunk] = length
-    yield (index.payload_lengths != expected).any(), "a payload's length is not that of its box"
-    yield (files < 0).any() or (files >= len(index.files)).any(), "a chunk names a file that is not listed"
+    yield (index.payload_lengths != expected).any(), "a payload's length does not match its chunk"
+    yield (files < 0).any() or (files >= len(index.files)).any(), "a chunk refers to an unknown file"
     begins, ends = index.record_offsets, index.record_offsets + index.record_lengths
-    yield (begins < 0).any() or (index.record_lengths < 0).any(), "negative record range"
-    yield (ends < begins).any(), "a record's range overflows"
+    yield (begins < 0).any() or (index.record_lengths < 0).any(), "a record has a negative range"
+    yield (ends < begins).any(), "a record's range overflows int64"
     payloads = index.payload_offsets
     is_outside = (payloads < begins) | (index.payload_lengths > ends - payloads)
-    yield (is_outside & (payloads != UNKNOWN)).any(), "a payload reaches outside its record"
+    yield (is_outside & (payloads != UNKNOWN)).any(), "a payload exceeds its record"
     totals = index.file_sizes[files]
-    yield ((totals != UNKNOWN) & (ends > totals)).any(), "a record reaches outside its file"
+    yield ((totals != UNKNOWN) & (ends > totals)).any(), "a record exceeds its file"
     counts, blocks = np.diff(index.crc_start), -(-index.payload_lengths // BLOCK_BYTES)
     yield ((counts != 0) & (counts != blocks)).any(), "a chunk has the wrong number of block checksums"
     for row, crc in index.record_crcs.items():
         is_wrong = not (0 <= row < len(files) and 0 <= crc < 1 << 32)
-        yield is_wrong, "a record's checksum belongs to no chunk, or is none"
+        yield is_wrong, "a record's checksum refers to an unknown chunk, or is not a CRC-32"
 
 
 def _object_rules(index: CheckpointIndex) -> _Rules:
     objects, names = index.objects, set(index.objects.fqns)
     for name in ("files", "offsets", "lengths", "crcs", "plain"):
         yield len(getattr(objects, name)) != len(objects.fqns), f"object column {name} has the wrong length"
-    yield len(names) != len(objects.fqns), "two objects have one name"
-    yield not names.isdisjoint(index.fqns), "an object and a tensor have one name"
+    yield len(names) != len(objects.fqns), "two objects have the same name"
+    yield not names.isdisjoint(index.fqns), "an object and a tensor have the same name"
     if not names:
         return
     files, plain = objects.files, objects.plain
-    yield ((files < -1) | (files >= len(index.files))).any(), "an object names a file that is not listed"
-    yield ((plain < -1) | (plain >= len(objects.values))).any(), "an object names a value that is not there"
+    yield ((files < -1) | (files >= len(index.files))).any(), "an object refers to an unknown file"
+    yield ((plain < -1) | (plain >= len(objects.values))).any(), "an object refers to an unknown value"
     stored = files >= 0
     yield ((plain < 0) & ~stored).any(), "an object has neither a value nor a record"
     begins, lengths = objects.offsets[stored], objects.lengths[stored]
-    yield (begins < 0).any() or (lengths < 0).any(), "negative object range"
+    yield (begins < 0).any() or (lengths < 0).any(), "an object has a negative range"
     totals, ends = index.file_sizes[files[stored]], begins + lengths
     is_outside = ((totals != UNKNOWN) & (ends > totals)) | (ends < 0)
-    yield is_outside.any(), "an object reaches outside its file"
+    yield is_outside.any(), "an object exceeds its file"

@@ -82,7 +82,7 @@ def _hint(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenS
     root = open_parent_folder(checkpoint_id, open_store=open_store)
     path = root.local_path
     if path is not None and broken_link(path):
-        return ""  # which the message says
+        return ""  # the message says so
     if path is not None and not os.path.lexists(path):
         return f"{root.url} holds no checkpoint: {_beside_missing(path)}"
     names = sorted(root.names(), key=_by_number, reverse=True)
@@ -208,9 +208,9 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 if store.stat(manifest_name) is not None:
                     continue
                 logger.warning(
-                    "%s is missing from a checkpoint of dcp: reading %s alone, without key types (keys "
-                    "become strings), empty dicts, digests, user metadata and provenance. Restore the "
-                    "manifest from a copy, or load the checkpoint and save it again",
+                    "%s is missing from a checkpoint of dcp: only %s is read, without key types (keys become "
+                    "strings), empty dicts, digests, user metadata and provenance. Restore the manifest from "
+                    "a copy, or load the checkpoint and save it again",
                     store.path_of(manifest_name),
                     metadata_name,
                 )
@@ -221,24 +221,25 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
         if _is_long_start_of(index, start):
             return index
         metadata = _whole(store, metadata_name, start)
-        published = index.torch_metadata_crc, index.replaced_torch_metadata_crc  # with it, or to be replaced
+        published = index.torch_metadata_crc, index.replaced_torch_metadata_crc
         if metadata is None or crc32(metadata) in published:
             return index
-        # Our save replaces two files, one after the other: only if the manifest is still the same was
-        # it another writer of .metadata, or damage.
+        # Our save replaces two files, one after the other. If the manifest is unchanged, .metadata comes
+        # from another writer or is damaged.
         if _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES) != manifest:
             continue
         if _is_ours(index, metadata):
             logger.warning(
                 "%s differs from the file committed with the manifest: it is damaged. dcp reads the "
-                "manifest; stock torch would read the damaged file. Save again, or restore the file.",
+                "manifest instead, but stock torch would read the damaged file. Save again, or restore the "
+                "file from a copy",
                 store.path_of(metadata_name),
             )
             return index
         with _located(store.path_of(metadata_name)):
             return decode_torch_metadata(metadata)
     raise CheckpointConflictError(
-        f"{store.url} was replaced {_ATTEMPTS} times while it was being opened; give each save its own id",
+        f"{store.url} was replaced {_ATTEMPTS} times while it was opened; give each save its own id",
         path=store.url,
     )
 
@@ -314,7 +315,7 @@ def _unless_missing(read: Callable[_P, T], *args: _P.args, **named: _P.kwargs) -
             return read(*args, **named)
         except CheckpointNotFoundError:
             return None
-        except CorruptCheckpointError:  # replaced between two requests: the new one is whole
+        except CorruptCheckpointError:  # replaced between two requests: read the new file
             if attempt == _ATTEMPTS:
                 raise
     return None
@@ -437,12 +438,12 @@ def _explain_links(place: SourcePlace) -> None:
     folder = Path(place.store.url)
     fault = broken_link(folder) if place.store.capabilities.is_local else None
     if fault is not None:
-        raise CheckpointNotFoundError(f"{fault}: there is no checkpoint", path=str(folder))
+        raise CheckpointNotFoundError(f"{folder} holds no checkpoint: {fault}", path=str(folder))
     links = [path.name for path in folder.glob("*") if path.is_symlink()] if folder.is_dir() else []
     if any(name.endswith(file_suffixes()) for name in links):
         raise CheckpointNotFoundError(
-            f"{folder}: its weights are symbolic links, as in the cache of a model hub, and could point "
-            "at any of your files. If you trust the folder: dcp.load(..., "
+            f"{folder}: the weight files are symbolic links, as in the cache of a model hub. Links are not "
+            "followed, because they could point at any file. If you trust the folder: dcp.load(..., "
             "storage_reader=dcp.FileSystemReader(folder, "
             "open_store=functools.partial(dcp.storage.stores.PosixStore, follow_links=True)))",
             path=str(folder),
@@ -458,7 +459,7 @@ def index_of_file(store: Store, name: str) -> CheckpointIndex:
     with store.open_read(name) as handle:
         if name.endswith(DATA_SUFFIX):
             raise CheckpointNotFoundError(
-                f"{store.path_of(name)} is a data file of a checkpoint: give its folder, {store.url}",
+                f"{store.path_of(name)} is a data file of a checkpoint: pass its folder, {store.url}",
                 path=store.path_of(name),
             )
         one = _format_of_file(name, handle.pread(min(BEGIN_BYTES, handle.size_bytes), 0))
@@ -474,7 +475,7 @@ def _format_of_file(name: str, begin: bytes) -> Format:
         (one for one in of_files if one.begins_so(begin)),
         (one for one in of_files if one.takes_the_rest),
     )
-    return next(meant)  # no more are asked: another package's may fail
+    return next(meant)  # later formats are not asked: those of other packages may fail
 
 
 @contextmanager
@@ -494,7 +495,9 @@ def _read_as(one: Format, path: str) -> Iterator[None]:
 
 def _checked(index: CheckpointIndex) -> CheckpointIndex:
     if not isinstance(index, CheckpointIndex):
-        raise UnsupportedFormatError(f"the format's reader returned a {type(index).__name__}, not an index")
+        raise UnsupportedFormatError(
+            f"the format's reader returned a {type(index).__name__}, not a CheckpointIndex: fix its package"
+        )
     return index
 
 

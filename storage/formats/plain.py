@@ -99,7 +99,7 @@ class _Encoder:
             raise ValueError
 
     def _write_dict(self, value: dict[Any, Any], depth: int) -> None:
-        if (  # paths by name, as many as there are tensors: at once
+        if (  # paths by name, one per tensor: pack them together
             value
             and depth < MAX_PLAIN_DEPTH
             and _STRINGS.issuperset(map(type, value))
@@ -119,7 +119,7 @@ class _Encoder:
             self.write(item, depth)
 
     def _write_sequence(self, value: Sequence[Any], is_tuple: bool, depth: int) -> None:
-        if _STRINGS.issuperset(map(type, value)):  # names and paths, as many as there are tensors: at once
+        if _STRINGS.issuperset(map(type, value)):  # names and paths, one per tensor: pack them together
             self._left -= len(value) + sum(map(len, value))
             if self._left < 0:
                 raise ValueError
@@ -139,12 +139,12 @@ def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
         CheckpointFormatError: For other bytes.
     """
     if len(data) > limit_bytes:
-        raise CheckpointFormatError(f"plain data of {len(data)} bytes is above the limit of {limit_bytes}")
+        raise CheckpointFormatError(f"plain data has {len(data)} bytes, more than the limit of {limit_bytes}")
     try:
         if len(data) > _SHORT_BYTES:
             unpacker = msgpack.Unpacker(max_buffer_size=len(data))
             unpacker.feed(data)
-            unpacker.skip()  # a check without allocation that the heads of containers are true
+            unpacker.skip()  # checks the heads of containers without allocation
         value = msgpack.unpackb(
             data,
             ext_hook=_extension,
@@ -155,10 +155,10 @@ def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
     except CheckpointFormatError:
         raise
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError) as error:
-        raise CheckpointFormatError(f"malformed plain data: {error}") from error
+        raise CheckpointFormatError(f"plain data is not valid msgpack: {error}") from error
     if encode_plain(value, limit_bytes=len(data)) != data:
         raise CheckpointFormatError(
-            "plain data is nested too deeply, or is not written as plain data has to be"
+            f"plain data is not in the canonical encoding, or nested deeper than {MAX_PLAIN_DEPTH} levels"
         )
     return value
 

@@ -96,33 +96,40 @@ def register_format(one: Format) -> None:
         OptionError: If ``one`` is not a `Format`, or suffixes are not a tuple.
     """
     if not isinstance(one, Format):
-        raise OptionError(f"a {type(one).__name__} is not a Format: {one!r:.200}")
+        raise OptionError(f"register_format() needs a Format, not a {type(one).__name__}: {one!r:.200}")
     if not (isinstance(one.suffixes, tuple) and isinstance(one.vague_suffixes, tuple)):
-        raise OptionError(f"suffixes of the format {one.name!r} must be tuples of ends of names: ('.npy',)")
+        raise OptionError(f"suffixes of the format {one.name!r} must be tuples of strings, such as ('.npy',)")
     taken = {other.target.name for other in _FORMATS.values() if other.target and other.name != one.name}
     if one.name in (ours.name for ours in _OURS) or not _NAME.fullmatch(one.name):
-        raise UnsupportedFormatError(f"a format cannot be registered under the name {one.name!r}")
+        raise UnsupportedFormatError(
+            f"the format name {one.name!r} is built in or invalid: a name has up to 16 lower-case letters, "
+            "digits and underscores"
+        )
     if one.target is not None and one.target.name in taken:
-        raise UnsupportedFormatError(f"{one.target.name!r} is written by another format than {one.name!r}")
+        raise UnsupportedFormatError(
+            f"the format {one.name!r} cannot write {one.target.name!r}, the target of another format"
+        )
     for pattern in filter(None, (one.folder_files, one.folder_marks)):
         _refuse_apart(one.name, pattern)
     for suffix in one.suffixes:
         if not suffix or suffix != suffix.lower():
-            raise UnsupportedFormatError(f"{suffix!r}, as a suffix of {one.name!r}: give some in lower case")
+            raise UnsupportedFormatError(
+                f"the suffix {suffix!r} of the format {one.name!r} must be non-empty and in lower case"
+            )
     _FORMATS[one.name] = one
     file_names.cache_clear()
 
 
 def _refuse_apart(name: str, pattern: re.Pattern[str]) -> None:
-    """Raise UnsupportedFormatError for a pattern that conflicts with those of other formats."""
+    """Raise UnsupportedFormatError for a pattern with flags that `_scoped` cannot combine with others."""
     try:
         is_fine = not pattern.flags & ~_FLAGS and bool(re.compile(_scoped(pattern)))
-    except re.error:  # as of flags within it
+    except re.error:  # such as flags inside the pattern
         is_fine = False
     if not is_fine:
         raise UnsupportedFormatError(
-            f"{pattern.pattern!r}, of {name!r}: a pattern has no flags but the arguments re.IGNORECASE and "
-            "re.DOTALL"
+            f"the pattern {pattern.pattern!r} of the format {name!r} may have only the flags re.IGNORECASE "
+            "and re.DOTALL, passed to re.compile()"
         )
 
 
@@ -138,9 +145,10 @@ def _load_extensions() -> None:
         found = loaded_extension(GROUP, name)
         if not isinstance(found, Format) or found.name != name:
             raise UnsupportedFormatError(
-                f"the entry point {name} of the group {GROUP} is no Format of that name: {found!r:.200}"
+                f"the entry point {name} of the group {GROUP} must be a Format with the name {name!r}, not "
+                f"{found!r:.200}: fix or uninstall its package"
             )
-        if name not in _FORMATS:  # what a program has registered itself counts
+        if name not in _FORMATS:  # a registration by the program has precedence
             register_format(found)
 
 
@@ -223,12 +231,12 @@ def target_named(name: str) -> tuple[Format, Target]:
     Raises:
         OptionError: For an unknown name; the message lists all.
     """
-    for some in (lambda: _OURS, formats):  # metadata is read when it is none of these
+    for some in (lambda: _OURS, formats):  # entry points are loaded only for other names
         for one in some():
             if one.target is not None and one.target.name == name:
                 return one, one.target
-    from dcp.storage.near_names import close_to  # here: only an error has time for it
+    from dcp.storage.near_names import close_to  # a slow import, only for errors
 
     close = close_to(name, target_names()) if isinstance(name, str) else ()
-    meant = f"; {close[0]} may be meant" if close else ""
+    meant = f". Did you mean {close[0]!r}?" if close else ""
     raise OptionError(f"to must be one of {', '.join(target_names())}, not {name!r}{meant}")

@@ -39,7 +39,9 @@ def parse_json(
     """
     for mark, limit, kind in _MAX_COUNTS:
         if text.count(mark) > limit:
-            raise CheckpointFormatError(f"{what} has more {kind} than any checkpoint needs")
+            raise CheckpointFormatError(
+                f"{what} has more than {limit:,} {kind}, the limit of this reader: it is damaged or hostile"
+            )
     try:
         document = json.loads(
             text.decode("utf-8"),
@@ -49,7 +51,7 @@ def parse_json(
     except CheckpointFormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(f"{what} is not JSON: {error}") from error
+        raise CheckpointFormatError(f"{what} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointFormatError(f"{what} is not a JSON object")
     return document
@@ -58,14 +60,14 @@ def parse_json(
 def _unique(what: str, convert: Callable[[dict[str, Any]], Any] | None, pairs: list[tuple[str, Any]]) -> Any:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise CheckpointFormatError(f"{what} has one key twice")
+        raise CheckpointFormatError(f"{what} has duplicate keys")
     if not all(map(_is_text, result)):
-        raise CheckpointFormatError(f"a key of {what} is not Unicode text")
+        raise CheckpointFormatError(f"{what} has a key that is not valid Unicode text")
     return result if convert is None else convert(result)
 
 
 def _no_constant(what: str, name: str) -> Any:
-    raise CheckpointFormatError(f"{what} has {name}, which is not JSON")
+    raise CheckpointFormatError(f"{what} has the value {name}, which is not valid JSON")
 
 
 MAX_HEADER_BYTES: Final = 32 << 20
@@ -111,12 +113,14 @@ def parse_header(read: Callable[[int, int], bytes], size: int | None) -> Safeten
         UnsupportedFormatError: For unknown element types.
     """
     if size is not None and size < LENGTH_BYTES:
-        raise CheckpointFormatError(f"{size} bytes are too few for a safetensors file")
+        raise CheckpointFormatError(
+            f"the file has {size} bytes, too few for a safetensors file: it is truncated or of another format"
+        )
     length = int.from_bytes(_exactly(read, 0, LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES or (size is not None and length > size - LENGTH_BYTES):
         raise CheckpointFormatError(
-            f"the safetensors header claims {length} bytes, which is more than the file or the limit "
-            f"({MAX_HEADER_BYTES}) allows"
+            f"the safetensors header claims {length} bytes, more than the file has or the limit of "
+            f"{MAX_HEADER_BYTES}: the file is truncated, damaged or of another format"
         )
     text = _exactly(read, LENGTH_BYTES, length)
     header = _parse_cached(text) if length <= _CACHED_HEADER_BYTES else _parse(text)
@@ -124,7 +128,8 @@ def parse_header(read: Callable[[int, int], bytes], size: int | None) -> Safeten
     described = data_offset + max((entry.end for entry in entries.values()), default=0)
     if size is not None and described != size:
         raise CheckpointFormatError(
-            f"the safetensors file has {size} bytes, and its header describes {described}"
+            f"the safetensors file has {size} bytes, but its header describes {described}: it is truncated "
+            "or damaged; download or copy it again"
         )
     return header
 
@@ -132,17 +137,21 @@ def parse_header(read: Callable[[int, int], bytes], size: int | None) -> Safeten
 def _exactly(read: Callable[[int, int], bytes], offset: int, length: int) -> bytes:
     data = read(offset, length)
     if len(data) != length:
-        raise CheckpointFormatError(f"the safetensors header ends after {len(data)} of {length} bytes")
+        raise CheckpointFormatError(
+            f"the safetensors header ends after {len(data)} of {length} bytes: the file is truncated"
+        )
     return bytes(data)
 
 
 def _parse(text: bytes) -> SafetensorsHeader:
     if not text.startswith(b"{"):
-        raise CheckpointFormatError("the safetensors header does not begin with '{'")
+        raise CheckpointFormatError(
+            "the safetensors header does not begin with '{': the file is damaged or of another format"
+        )
     document = parse_json(text, "the safetensors header", _compactly())
     metadata = document.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointFormatError("the safetensors header's __metadata__ does not map strings to strings")
+        raise CheckpointFormatError("__metadata__ of the safetensors header does not map strings to strings")
     entries = {
         name: fields if isinstance(fields, SafetensorsEntry) else _entry(name, fields)
         for name, fields in document.items()
@@ -151,8 +160,8 @@ def _parse(text: bytes) -> SafetensorsHeader:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
             raise CheckpointFormatError(
-                f"tensor {name!r} begins at byte {entry.begin} of the safetensors data, not at {position}: "
-                "tensors must neither overlap nor leave holes",
+                f"tensor {name!r} begins at byte {entry.begin} of the safetensors data, expected {position}: "
+                "tensors must not overlap or leave gaps",
                 fqn=name,
             )
         position = entry.end
@@ -182,10 +191,13 @@ def _compactly() -> Callable[[dict[str, Any]], Any]:
         if others > _MAX_OTHER_OBJECTS:
             if unknown_type:
                 raise UnsupportedFormatError(
-                    "the safetensors header has unknown element types "
-                    f"({unknown_type!r}): it was written by a newer safetensors"
+                    f"the safetensors header has unknown element types, such as {unknown_type!r}: it was "
+                    "written by a newer safetensors; upgrade dcphub"
                 )
-            raise CheckpointFormatError("the safetensors header has too many bytes that describe no tensor")
+            raise CheckpointFormatError(
+                f"the safetensors header has more than {_MAX_OTHER_OBJECTS} entries that describe no tensor: "
+                "the file is damaged or hostile"
+            )
         return fields
 
     return convert
@@ -194,17 +206,17 @@ def _compactly() -> Callable[[dict[str, Any]], Any]:
 def _entry(name: str, fields: Any) -> SafetensorsEntry:
     if not isinstance(fields, dict) or not fields.keys() >= _FIELDS:
         raise CheckpointFormatError(
-            f"tensor {name!r} of the safetensors header needs dtype, shape and data_offsets", fqn=name
+            f"tensor {name!r} of the safetensors header lacks dtype, shape or data_offsets", fqn=name
         )
     type_name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
         raise CheckpointFormatError(
-            f"tensor {name!r} of the safetensors header has a malformed shape or range", fqn=name
+            f"tensor {name!r} of the safetensors header has an invalid shape or data_offsets", fqn=name
         )
     if not isinstance(type_name, str) or type_name not in _BY_SAFETENSORS_NAME:
         raise UnsupportedFormatError(
-            f"tensor {name!r} has the safetensors element type {str(type_name)[:40]!r}, which is not known "
-            "here: it was written by a newer safetensors",
+            f"tensor {name!r} has the safetensors element type {str(type_name)[:40]!r}, which this dcphub "
+            "cannot read: it was written by a newer safetensors; upgrade dcphub",
             fqn=name,
             element_type=str(type_name)[:40],
         )
@@ -212,7 +224,8 @@ def _entry(name: str, fields: Any) -> SafetensorsEntry:
     begin, end = offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointFormatError(
-            f"tensor {name!r} of the safetensors header has {end - begin} bytes, not its shape's",
+            f"tensor {name!r} of the safetensors header has {end - begin} bytes, which do not match its "
+            "dtype and shape",
             fqn=name,
         )
     return SafetensorsEntry(dtype.code, tuple(shape), begin, end)
@@ -222,7 +235,7 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
-# -- an index of it ------------------------------------------------------------------------------------------
+# -- index ---------------------------------------------------------------------------------------------------
 
 
 def index_of_safetensors_file(
@@ -250,7 +263,7 @@ def index_of_safetensors_file(
 
 
 def _shard_offsets(entries: Mapping[str, SafetensorsEntry], sharding: str, name: str) -> Any:
-    """Return the offsets of the file's tensors in the whole tensors, flat: 0 unless noted by stock DCP."""
+    """Return the flat offsets of the file's tensors in the global tensors, 0 without notes of stock DCP."""
     noted = parse_json(sharding.encode("utf-8", "surrogatepass"), f"{_SHARDING_KEY} of {name}")
     offsets: list[int] = []
     for fqn, entry in entries.items():
@@ -264,7 +277,7 @@ def _shard_offsets(entries: Mapping[str, SafetensorsEntry], sharding: str, name:
             or not all(type(offset) is int and 0 <= offset < 1 << 62 for offset in saved)
         ):
             raise CheckpointFormatError(
-                f"{name}: {_SHARDING_KEY} has no offsets for {fqn[:200]!r} that fit its shape", fqn=fqn
+                f"{name}: {_SHARDING_KEY} has no valid saved_offsets for the shape of {fqn[:200]!r}", fqn=fqn
             )
         offsets += saved
     return np.array(offsets, dtype=np.int64)
@@ -302,8 +315,8 @@ def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
         f"{t.name!r} ({dtypes.BY_CODE[t.dtype_code].name})" for t in tensors if t.dtype_code not in _RANK
     ]
     names = [tensor.name for tensor in tensors]
-    wrong += [f"{name!r}, a reserved name" for name in names if name == "__metadata__"]
-    wrong += [f"{name!r}, which is no Unicode text" for name in names if not _is_text(name)]
+    wrong += [f"{name!r} (reserved name)" for name in names if name == "__metadata__"]
+    wrong += [f"{name!r} (not valid Unicode)" for name in names if not _is_text(name)]
     if wrong:
         raise PlanError(
             f"a safetensors file cannot hold {listed(wrong, most=10, show=str)}; exclude or rename them, or "
@@ -315,7 +328,7 @@ def header_order(tensors: Sequence[HeaderTensor]) -> list[int]:
 
 
 def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return length and JSON for contiguous ``tensors``, padded to a multiple of 8 bytes.
+    """Return the header of contiguous ``tensors``: length and JSON, padded to a multiple of 8 bytes.
 
     Raises:
         PlanError: If the header exceeds the limit of readers.
@@ -337,9 +350,8 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise PlanError(
-            f"the header of a safetensors file would take {len(text)} bytes, and readers accept "
-            f"{MAX_HEADER_BYTES}: "
-            "make smaller shards"
+            f"the header of a safetensors file would have {len(text)} bytes, but readers accept "
+            f"{MAX_HEADER_BYTES}: make smaller shards"
         )
     return len(text).to_bytes(8, "little") + text
 

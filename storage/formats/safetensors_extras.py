@@ -40,7 +40,8 @@ def encode_extras(extras: Mapping[str, Any]) -> str:
     data = encode_plain(dict(extras), limit_bytes=MAX_EXTRAS_BYTES)
     if data is None:
         raise PlanError(
-            "values and nesting of the checkpoint are too large for the metadata of a safetensors file"
+            f"the objects and nesting of the checkpoint exceed {MAX_EXTRAS_BYTES >> 20} MiB, the limit for "
+            "the metadata of a safetensors file: exclude large objects, or convert to another format"
         )
     return base64.b64encode(zlib.compress(data)).decode("ascii")
 
@@ -55,7 +56,9 @@ def decode_extras(text: str) -> dict[str, Any]:
             f"the safetensors metadata {EXTRAS_KEY!r} is malformed: {error}"
         ) from error
     if not stream.eof:
-        raise CheckpointFormatError(f"the safetensors metadata {EXTRAS_KEY!r} is too large")
+        raise CheckpointFormatError(
+            f"the safetensors metadata {EXTRAS_KEY!r} is truncated, or larger than {MAX_EXTRAS_BYTES} bytes"
+        )
     value = decode_plain(data, limit_bytes=MAX_EXTRAS_BYTES)
     if not isinstance(value, dict):
         raise CheckpointFormatError(f"the safetensors metadata {EXTRAS_KEY!r} is not a dict")
@@ -81,8 +84,8 @@ def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
     extras = decode_extras(text)
     if extras.get("version") != EXTRAS_VERSION:
         raise UnsupportedFormatError(
-            f"{store.url}: the metadata {EXTRAS_KEY!r} is of another version than {EXTRAS_VERSION}: it was "
-            "written by a newer dcphub; read it with one"
+            f"{store.url}: the safetensors metadata {EXTRAS_KEY!r} does not have version {EXTRAS_VERSION}: "
+            "it was written by a newer dcphub; upgrade dcphub"
         )
     paths = _checked(extras, "paths", dict)
     known = {*index.fqns, *_checked(extras, "values", dict)}
@@ -107,14 +110,18 @@ def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
 def _checked(extras: Mapping[str, Any], name: str, kind: type) -> Any:
     value = extras.get(name, kind())
     if not isinstance(value, kind):
-        raise CheckpointFormatError(f"{name} of the metadata {EXTRAS_KEY!r} is no {kind.__name__}")
+        raise CheckpointFormatError(
+            f"{name} of the safetensors metadata {EXTRAS_KEY!r} is not a {kind.__name__}"
+        )
     return value
 
 
 def _path(fqn: str, paths: Mapping[str, Any]) -> Path:
     path = paths.get(fqn, (fqn,))
     if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
-        raise CheckpointFormatError(f"the path of {fqn!r} in the metadata {EXTRAS_KEY!r} is malformed")
+        raise CheckpointFormatError(
+            f"the path of {fqn!r} in the safetensors metadata {EXTRAS_KEY!r} is malformed"
+        )
     return path
 
 
@@ -123,7 +130,9 @@ def _encoded(values: Mapping[Any, Any]) -> dict[str, bytes]:
     for fqn, value in values.items():
         data = encode_plain(value, limit_bytes=_MAX_VALUE_BYTES)
         if data is None or not isinstance(fqn, str):
-            raise CheckpointFormatError(f"a value of the metadata {EXTRAS_KEY!r} is malformed")
+            raise CheckpointFormatError(
+                f"the value of {fqn!r:.200} in the safetensors metadata {EXTRAS_KEY!r} is malformed"
+            )
         found[fqn] = data
     return found
 

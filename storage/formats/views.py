@@ -126,8 +126,8 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
     worlds = {part.provenance.get("world_size") for part in parts} - {None}
     if len(worlds) > 1:
         raise CheckpointFormatError(
-            f"the parts come from saves by {' and by '.join(sorted(map(str, worlds)))} ranks: an older "
-            "save left its parts behind; remove those, and give each save its own id"
+            f"the folder has parts of saves by {' and by '.join(sorted(map(str, worlds)))} ranks: remove the "
+            "parts of the older save, and give each save its own checkpoint id"
         )
     whole = concatenated(parts)
     rank_of = np.repeat(ranks, [part.tensor_count for part in parts]).tolist()
@@ -139,9 +139,9 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
             if rank_of[first] == own_rank:
                 continue
             raise CheckpointFormatError(
-                f"{fqn} is {whole.dtype(first).name} {whole.shape(first)} in the part of rank "
-                f"{rank_of[first]}, and {whole.dtype(row).name} {whole.shape(row)} in the part of rank "
-                f"{rank_of[row]}: they do not form one checkpoint; load with as many ranks as saved",
+                f"{fqn!r} is {whole.dtype(first).name} {whole.shape(first)} in the part of rank "
+                f"{rank_of[first]}, but {whole.dtype(row).name} {whole.shape(row)} in the part of rank "
+                f"{rank_of[row]}, so the parts do not form one checkpoint; load with as many ranks as saved",
                 fqn=fqn,
                 rank=rank_of[row],
             )
@@ -173,8 +173,8 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
 
 def _mismatch(fqn: str, first_rank: int, rank: int) -> ReplicaMismatchError:
     return ReplicaMismatchError(
-        f"ranks {first_rank} and {rank} each saved {fqn} on their own, with different data; load with as "
-        "many ranks as saved",
+        f"ranks {first_rank} and {rank} saved {fqn!r} independently with different data; load with as many "
+        "ranks as saved",
         fqn=fqn,
         rank=rank,
     )
@@ -195,10 +195,13 @@ def _with_distinct_files(index: CheckpointIndex) -> CheckpointIndex:
     for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
         known = sizes.setdefault(name, size)
         if UNKNOWN not in (known, size) and known != size:
-            raise CheckpointFormatError(f"ranks disagree about the size of {name}", path=name)
+            raise CheckpointFormatError(
+                f"the parts of two ranks have different sizes for the file {name}: the checkpoint is damaged",
+                path=name,
+            )
         sizes[name] = max(known, size)
     number = {name: row for row, name in enumerate(sizes)}
-    table = np.array([*map(number.__getitem__, index.files), -1], np.int64)  # the last is what -1 takes
+    table = np.array([*map(number.__getitem__, index.files), -1], np.int64)  # row -1 stays -1
     return replace(
         index,
         files=list(sizes),
@@ -249,8 +252,8 @@ class DroppedPart:
     def __str__(self) -> str:
         try:
             when = f"{datetime.fromtimestamp(self.seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        except (OverflowError, ValueError, OSError):  # a stranger's
-            when = "an unknown day"
+        except (OverflowError, ValueError, OSError):  # of an invalid manifest
+            when = "an unknown date"
         return f"{self.name} was dropped on {when}"
 
 

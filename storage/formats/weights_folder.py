@@ -1,17 +1,16 @@
-"""Folders of weights as model hubs have them, as one `CheckpointIndex`; only headers are read.
+"""Weight folders of model hubs as one `CheckpointIndex`. Only headers are read.
 
-Of a suffix such as ``.safetensors`` a folder has, and the first of these that is there counts:
+The first of these that exists gives the files (for the suffix ``.safetensors``; ``.bin`` is similar):
 
 1. ``model.safetensors.index.json``, or the only ``*.safetensors.index.json``: every tensor must be in the
-   file that its ``weight_map`` names; other tensors of those files count, too
+   file named by ``weight_map``; other tensors of these files are included
 2. ``model.safetensors``
-3. where the format takes them all, other ``*.safetensors`` files; of files numbered ``-00001-of-00003`` none
-   may be missing
+3. all ``*.safetensors`` files, if the format allows it; files numbered ``-00001-of-00003`` must be complete
 
-A name that stands in two files is an error, unless they are shards of one tensor as
-`torch.distributed.checkpoint.HuggingFaceStorageWriter` notes them in ``DCP_SHARDING_INFO``. What else is in
-the folder is left alone. ``__metadata__`` of the files is the index's ``user``, as far as the files agree;
-the rest of it is in ``provenance["file_metadata"]`` by file. Torch-free.
+A tensor name in two files is an error, except for shards of one tensor, noted in ``DCP_SHARDING_INFO`` by
+`torch.distributed.checkpoint.HuggingFaceStorageWriter`. Other files of the folder are ignored. Entries of
+``__metadata__`` that are equal in all files become ``user`` of the index, others
+``provenance["file_metadata"]`` by file. Torch-free.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> Chec
     if missing:
         raise CorruptCheckpointError(
             f"{store.url}: {len(missing)} of {len(files)} weight files are missing: "
-            f"{', '.join(missing[:_LISTED])}; fetch or copy the folder again",
+            f"{', '.join(missing[:_LISTED])}; download or copy the folder again",
             path=store.path_of(missing[0]),
         )
     threads = min(len(files), store.read_profile.threads or _THREADS)
@@ -86,7 +85,7 @@ def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> Chec
     return _joined(store, indexes, are_parts=are_parts)
 
 
-# -- which files ---------------------------------------------------------------------------------------------
+# -- selection of files --------------------------------------------------------------------------------------
 
 
 def _choose(
@@ -108,8 +107,8 @@ def _the_one(store: Store, names: Sequence[str], suffix: str, usual: str) -> str
         return usual if found else None
     if len(found) > 1:
         raise CheckpointFormatError(
-            f"{store.url} has weights of several models: {', '.join(found[:_LISTED])}; keep each in a "
-            "folder of its own",
+            f"{store.url} has weights of several models ({', '.join(found[:_LISTED])}): move each model to "
+            "its own folder",
             path=store.url,
         )
     return found[0]
@@ -120,11 +119,11 @@ def _read_weight_map(store: Store, name: str, suffix: str) -> _Weights:
     document = parse_json(store.read(name, limit_bytes=MAX_WEIGHT_MAP_BYTES), path)
     mapped = document.get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
-        raise CheckpointFormatError(f"{path} has no weight_map", path=path)
+        raise CheckpointFormatError(f"{path} has no weight_map, or an empty one", path=path)
     for fqn, file in mapped.items():
         if not isinstance(file, str) or not file.endswith(suffix):
             raise CheckpointFormatError(
-                f"{path}: the weight_map has no *{suffix} file for {fqn[:200]!r}", path=path, fqn=fqn
+                f"{path}: weight_map must name a *{suffix} file for {fqn[:200]!r}", path=path, fqn=fqn
             )
     return sorted({check_name(file) for file in mapped.values()}), mapped
 
@@ -142,7 +141,7 @@ def _check_numbers(store: Store, files: Iterable[str]) -> None:
         if missing:
             raise CorruptCheckpointError(
                 f"{store.url}: {missing} of the {count} files {stem}-*-of-{count:05}{suffix} are "
-                "missing; fetch or copy the folder again",
+                "missing; download or copy the folder again",
                 path=store.url,
             )
 
@@ -156,8 +155,8 @@ def _check_map(store: Store, mapped: Mapping[str, str], indexes: Mapping[str, Ch
         known = fqn in index.position or fqn in index.objects.position
         if not known and fqn not in index.provenance.get("refused_objects", {}):
             raise CorruptCheckpointError(
-                f"{store.url}: {fqn[:200]!r} is not in {file}, as stated by the weight_map; the files are "
-                "of different versions, download the folder again",
+                f"{store.url}: weight_map places {fqn[:200]!r} in {file}, which does not contain it: the "
+                "files have different versions; download the folder again",
                 path=store.path_of(file),
                 fqn=fqn,
             )
@@ -175,13 +174,13 @@ def _joined(store: Store, indexes: list[CheckpointIndex], *, are_parts: bool) ->
             if not are_parts:
                 raise CheckpointNotFoundError(
                     f"{store.url} is not a single checkpoint: {fqn[:200]!r} is in {len(numbers)} files "
-                    f"({files}), each a checkpoint of its own; give one of them",
+                    f"({files}), each a separate checkpoint; pass the path of one of them",
                     path=store.url,
                     fqn=fqn,
                 )
             raise CheckpointFormatError(
                 f"{store.url}: {fqn[:200]!r} is in {len(numbers)} files ({files}), without an index that "
-                "selects one",
+                "selects one; remove the duplicate, or download the folder again",
                 path=store.url,
                 fqn=fqn,
             )
@@ -204,7 +203,9 @@ def _with_whole_shapes(
         rows = [(number, indexes[number].position[fqn]) for number in numbers]
         ends = [indexes[number].shape(row) for number, row in rows]
         if len({len(end) for end in ends}) > 1:
-            raise CheckpointFormatError(f"the shards of {fqn[:200]!r} differ in their dimensions", fqn=fqn)
+            raise CheckpointFormatError(
+                f"the shards of {fqn[:200]!r} have different numbers of dimensions", fqn=fqn
+            )
         whole = [max(sizes) for sizes in zip(*ends, strict=True)]
         for number, row in rows:
             begin = int(indexes[number].shape_start[row])
@@ -218,8 +219,8 @@ def _check_covered(store: Store, joined: CheckpointIndex) -> None:
         found = sum(int(joined.payload_lengths[chunk]) for chunk in joined.chunks(row))
         if found != size_bytes:
             raise CorruptCheckpointError(
-                f"{store.url}: the shards of {fqn[:200]!r} have {found} bytes together, and the tensor has "
-                f"{size_bytes}: files are missing, or of different saves",
+                f"{store.url}: the shards of {fqn[:200]!r} have {found} bytes in total, but the tensor has "
+                f"{size_bytes}: files are missing, or from different saves",
                 path=store.url,
                 fqn=fqn,
             )

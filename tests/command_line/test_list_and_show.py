@@ -173,7 +173,7 @@ def test_show_of_what_is_not_committed_fails_with_one_line(tmp_path: Path) -> No
     file is missing."""
     folder = save_ours(tmp_path / "x")
     one_file = run("verify", data_file(folder))
-    assert one_file.status == 3 and f"data file of a checkpoint: give its folder, {folder}\n" in one_file.err
+    assert one_file.status == 3 and f"data file of a checkpoint: pass its folder, {folder}\n" in one_file.err
     for name in ("manifest.msgpack", ".metadata"):
         (folder / name).unlink()
     failed = run("show", folder)

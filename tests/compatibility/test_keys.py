@@ -114,7 +114,7 @@ def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> 
     with pytest.raises(dcp.errors.PlanError, match="duplicated flatten key"):
         dcp.save(clash, checkpoint_id=tmp_path / "c", no_dist=True)
     torch.save(clash, tmp_path / "c.pt")
-    with pytest.raises(dcp.errors.CheckpointFormatError, match="flatten to the name"):
+    with pytest.raises(dcp.errors.CheckpointFormatError, match="flatten to the same name"):
         dcp.open_index(tmp_path / "c.pt")
 
 

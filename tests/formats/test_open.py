@@ -138,8 +138,8 @@ def test_saves_of_stocks_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "error", "said"),
     [
-        ("differ", ReplicaMismatchError, "ranks 0 and 1 each saved same"),
-        ("shapes", CheckpointFormatError, r"same is .* in the part of rank 0, and .* rank 1:"),
+        ("differ", ReplicaMismatchError, "ranks 0 and 1 saved 'same' independently"),
+        ("shapes", CheckpointFormatError, r"'same' is .* in the part of rank 0, but .* rank 1,"),
     ],
 )
 def test_saves_that_contradict_each_other_are_not_merged(

@@ -248,7 +248,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
     "no JSON": (
         lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
         CheckpointFormatError,
-        "not JSON",
+        "not valid JSON",
     ),
     "two of one name": (_duplicate, CheckpointFormatError, "without an index that selects one"),
     "two models": (

@@ -175,12 +175,12 @@ def test_notes_on_containers_that_nobody_writes(
         fields["provenance"] = [len(packed), zero, packed]
 
     rewrite_manifest(tmp_path, change)
-    with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on the structure"):
+    with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on nested containers"):
         dcp.read(tmp_path)
     if has_parts:
         assert torch.equal(dcp.read(tmp_path, only="a")["a"]["0"], torch.ones(2))
     else:
-        with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on the structure"):
+        with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on nested containers"):
             dcp.read(tmp_path, only="a")
 
 

@@ -81,12 +81,14 @@ def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator
         CheckpointFormatError: For an invalid version.
     """
     if not isinstance(version, list) or list(map(type, version)) != [int, int]:
-        raise CheckpointFormatError(f"{what} has no version")
+        raise CheckpointFormatError(f"{what} has no valid format version")
     found = (version[0], version[1])
-    text = f"{what} has format version {found[0]}.{found[1]}, and this dcphub knows {known[0]}.{known[1]}"
+    text = f"{what} has format version {found[0]}.{found[1]}, but this dcphub reads {known[0]}.{known[1]}"
     if found[0] != known[0]:
         age = "newer" if found > known else "older"
-        raise UnsupportedFormatError(f"{text}: it was written by a {age} dcphub; use one", version=version)
+        raise UnsupportedFormatError(
+            f"{text}: it was written by a {age} dcphub; load it with that version", version=version
+        )
     try:
         yield
     except CheckpointFormatError as error:
@@ -116,7 +118,10 @@ def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> byte
     if encoder.decoded_bytes > _BUDGET_FLOOR_BYTES + _BUDGET_RATIO * len(data):
         data = _encode(index, _ColumnEncoder(compact=False))  # regular data beyond the reader's budget
     if len(data) > MAX_MANIFEST_BYTES:
-        raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
+        raise PlanError(
+            f"the manifest would have {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES}: save "
+            "fewer tensors, or split the state into several checkpoints"
+        )
     return data
 
 
@@ -164,7 +169,7 @@ class _ColumnEncoder:
     def strings(self, texts: Sequence[str]) -> list[Any]:
         """Encode strings as `rows` of UTF-8, with lone surrogates (WTF-8)."""
         listed, before = list(texts), self.decoded_bytes
-        if listed and listed == self._longest[0]:  # as a flat state dict has, three times
+        if listed and listed == self._longest[0]:  # a flat state dict has its names three times
             self.decoded_bytes += self._longest[2]
             return self._longest[1]
         joined = "".join(listed)
@@ -179,8 +184,8 @@ class _ColumnEncoder:
         encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
         if encoded is None:
             raise PlanError(
-                f"{what} cannot be stored in the manifest: it holds values other than None, bool, int, "
-                "float, complex, str, bytes, list, tuple and dict, or more than "
+                f"{what} cannot be stored in the manifest: it has values other than None, bool, int, float, "
+                "complex, str, bytes, list, tuple and dict, or more than "
                 f"{MAX_PLAIN_SECTION_BYTES >> 20} MiB"
             )
         return self.blob(encoded)
@@ -193,7 +198,7 @@ def _base_and_width(values: Int64) -> tuple[int, int]:
     if low == high:
         return low, 0
     width = _WIDTH_OF_BITS[(high - low).bit_length()]
-    # without a base where that takes no more room
+    # no base if the width is the same without
     is_plain = width == 8 or (low >= 0 and _WIDTH_OF_BITS[high.bit_length()] == width)
     return (0 if is_plain else low), width
 
@@ -265,7 +270,7 @@ def _encode_planner_data(data: Any, encoder: _ColumnEncoder) -> dict[str, Any] |
         return None
     paths: list[Any] = list(data.values()) if type(data) is dict else [None]
     if _TUPLES.issuperset(map(type, paths)) and _NAMES.issuperset(map(type, data)):
-        # By kinds, because there may be a million parts, and hardly any is a position.
+        # Vectorized by type, because there may be a million parts, with few positions.
         parts = list(chain.from_iterable(paths))
         is_name = list(map(is_, map(type, parts), repeat(str)))
         positions = list(compress(parts, map(not_, is_name)))
@@ -296,7 +301,7 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
     with reading_version(version, _VERSION, "the manifest"):
         index = _decode(section)
         index.check()
-        if section.values.get("planner_data") is not None:  # few ask, and they take longer than all else
+        if section.values.get("planner_data") is not None:  # rarely needed, and the slowest part
             index.defer_planner_data(partial(_decode_planner_data, section.section("planner_data"), version))
     return index
 
@@ -305,27 +310,29 @@ def _unpack(data: bytes) -> _Section:
     """Return the encoded fields of a manifest with a valid CRC. Raises like `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointFormatError(
-            f"a manifest of {len(data)} bytes is above the limit of {MAX_MANIFEST_BYTES}"
+            f"the manifest has {len(data)} bytes, more than the limit of {MAX_MANIFEST_BYTES}"
         )
     tail = len(data) - _CRC.size
     if not data[: max(0, tail)].endswith(_CRC_HEAD):
         raise CorruptCheckpointError(
-            f"the manifest does not end with its checksum ({len(data)} bytes): it is truncated or damaged"
+            f"the manifest ({len(data)} bytes) does not end with its checksum: it is truncated or damaged. "
+            "Load another checkpoint"
         )
     (expected,) = _CRC.unpack_from(data, tail)
     found = crc32(memoryview(data)[:tail])
     if found != expected:
         raise CorruptCheckpointError(
-            f"the manifest's CRC-32 is {found:08x}, not {expected:08x}: these are not the bytes committed"
+            f"the manifest is damaged: its CRC-32 is {found:08x}, expected {expected:08x}. Load another "
+            "checkpoint"
         )
     try:
-        # Limits first: msgpack allocates an array on the word of its header.
+        # With limits, because msgpack allocates an array of the size in its header.
         fields = msgpack.unpackb(data, max_array_len=16, max_map_len=256, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise CheckpointFormatError(f"the manifest is not msgpack as specified: {error}") from error
+        raise CheckpointFormatError(f"the manifest is not valid msgpack: {error}") from error
     if not isinstance(fields, dict) or fields.get("kind") != _KIND:
         raise CheckpointFormatError("the file is not a dcphub manifest")
-    return _Section(fields, "it", [_BUDGET_FLOOR_BYTES + _BUDGET_RATIO * len(data)])
+    return _Section(fields, "root", [_BUDGET_FLOOR_BYTES + _BUDGET_RATIO * len(data)])
 
 
 class _Section:
@@ -336,13 +343,13 @@ class _Section:
 
     def __init__(self, values: Any, name: str, budget: list[int]) -> None:
         if not isinstance(values, dict):
-            raise CheckpointFormatError(f"{name} of the manifest is not a map")
+            raise CheckpointFormatError(f"field {name} of the manifest is not a map")
         self.values = values
         self.budget = budget
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.values:
-            raise CheckpointFormatError(f"the manifest lacks {name}")
+            raise CheckpointFormatError(f"the manifest lacks the field {name}")
         return self.values[name]
 
     def section(self, name: str) -> _Section:
@@ -353,11 +360,13 @@ class _Section:
         """Return a column of ``rows`` values that fit in ``dtype``."""
         column = self._integers(self[name])
         if rows is not None and len(column) != rows:
-            raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
+            raise CheckpointFormatError(
+                f"column {name} of the manifest has {len(column)} rows, expected {rows}"
+            )
         if dtype is np.int64:
             return column
         if len(column) and (int(column.min()) < 0 or int(column.max()) > np.iinfo(dtype).max):
-            raise CheckpointFormatError(f"column {name} of the manifest is out of range")
+            raise CheckpointFormatError(f"column {name} of the manifest has values out of range")
         return column.astype(dtype)
 
     def strings(self, name: str) -> list[str]:
@@ -368,7 +377,7 @@ class _Section:
         try:
             return [blob[place].decode("utf-8", "surrogatepass") for place in places]
         except UnicodeDecodeError as error:
-            raise CheckpointFormatError("a name in the manifest is not UTF-8") from error
+            raise CheckpointFormatError(f"column {name} of the manifest is not valid UTF-8") from error
 
     def rows(self, name: str) -> list[bytes]:
         """Decode byte strings."""
@@ -380,7 +389,7 @@ class _Section:
         encoded = self._blob(self[name])
         if quickly:
             try:
-                # Plain msgpack means the same to both but for the extensions, which end it.
+                # Both decoders agree on data without extension types, which `_refuse` rejects.
                 return msgpack.unpackb(encoded, strict_map_key=False, ext_hook=_refuse)
             except (ValueError, TypeError, msgpack.UnpackException):
                 pass
@@ -390,45 +399,45 @@ class _Section:
         """Return the values of a few rows with ``counts`` values each; inverse of `_flat`."""
         found = self.column(rows)
         if len(found) and (int(found.min()) < 0 or int(found.max()) >= len(counts)):
-            raise CheckpointFormatError(f"{rows} of the manifest are out of range")
+            raise CheckpointFormatError(f"column {rows} of the manifest has values out of range")
         flat = self.column(values).tolist()
         bounds = _starts_of(counts[found], len(flat), values).tolist()
         result: dict[int, tuple[int, ...]] = {}
         for row, (begin, end) in zip(found.tolist(), pairwise(bounds), strict=True):
             result[row] = tuple(flat[begin:end])
         if len(result) != len(found):
-            raise CheckpointFormatError(f"{rows} of the manifest has one row twice")
+            raise CheckpointFormatError(f"column {rows} of the manifest has duplicate rows")
         return result
 
     def facts(self, *, quickly: bool = False) -> dict[str, Any]:
         """Return the fields of the whole checkpoint."""
         if not isinstance(self["format"], str):
-            raise CheckpointFormatError("format of the manifest is not a string")
+            raise CheckpointFormatError("field format of the manifest is not a string")
         facts: dict[str, Any] = {"format": self["format"]}
         for name in _CRCS:
             crc = facts[name] = self.values.get(name)
             if crc is not None and (type(crc) is not int or not 0 <= crc <= 0xFFFFFFFF):
-                raise CheckpointFormatError(f"{name} of the manifest is not a CRC-32")
+                raise CheckpointFormatError(f"field {name} of the manifest is not a CRC-32")
         for name in ("provenance", "user"):
             facts[name] = self.plain(name, quickly=quickly)
             if not isinstance(facts[name], dict):
-                raise CheckpointFormatError(f"{name} of the manifest is not a dict")
+                raise CheckpointFormatError(f"field {name} of the manifest is not a dict")
         return facts
 
     def _spend(self, size_bytes: int) -> None:
         self.budget[0] -= size_bytes
         if self.budget[0] < 0:
             raise CheckpointFormatError(
-                "the manifest decodes to far more than its size permits; it is hostile or damaged"
+                "the manifest decodes to far more memory than its size permits: it is damaged or hostile"
             )
 
     def _integers(self, encoded: Any) -> Int64:
         count, first, base, width, packing, data = _parts(encoded, 6)
         numbers = (count, base, 0 if first is None else first, width)
         if not _INTEGERS.issuperset(map(type, numbers)) or not 0 <= count < 1 << 48 or width not in _WIDTHS:
-            raise CheckpointFormatError("a column of the manifest has a malformed head")
+            raise CheckpointFormatError("a column of the manifest has an invalid count, base or width")
         if not all(map(_INT64_RANGE.__contains__, numbers)) or (first is not None and not count):
-            raise CheckpointFormatError("a column of the manifest has a malformed first value or base")
+            raise CheckpointFormatError("a column of the manifest has an invalid first value or base")
         self._spend(8 * count)
         stored = count if first is None else count - 1
         raw = self._blob([stored * width, packing, data])
@@ -452,7 +461,7 @@ class _Section:
         """Decode a byte string of `_ColumnEncoder.blob`."""
         size, packing, data = _parts(encoded, 3)
         if type(size) is not int or size < 0 or not isinstance(data, bytes) or packing not in (_RAW, _ZLIB):
-            raise CheckpointFormatError("a part of the manifest is malformed, or packed in an unknown way")
+            raise CheckpointFormatError("a column of the manifest is malformed, or has an unknown packing")
         if packing == _ZLIB:
             self._spend(size)
             stream = isal_zlib.decompressobj()
@@ -460,17 +469,17 @@ class _Section:
                 data = stream.decompress(data, size + 1)
             except (ValueError, OverflowError, _InflateError) as error:
                 raise CheckpointFormatError(
-                    f"a part of the manifest is not a zlib stream: {error}"
+                    f"a column of the manifest is not a valid zlib stream: {error}"
                 ) from error
             if not stream.eof or stream.unused_data:
-                raise CheckpointFormatError(f"a part of the manifest does not unpack to its {size} bytes")
+                raise CheckpointFormatError(f"a column of the manifest does not decompress to {size} bytes")
         if len(data) != size:
-            raise CheckpointFormatError(f"a part of the manifest has {len(data)} bytes instead of {size}")
+            raise CheckpointFormatError(f"a column of the manifest has {len(data)} bytes, expected {size}")
         return data
 
 
 def _refuse(code: int, data: bytes) -> None:
-    raise ValueError("a tuple, a complex number or a large one: for the decoder of plain data")
+    raise ValueError(f"extension type {code} needs decode_plain()")
 
 
 def _parts(encoded: Any, count: int) -> list[Any]:
@@ -487,10 +496,10 @@ def _starts_of(counts: Int64, total: int, what: str) -> Int64:
     """
     # Each count is bounded first, to prevent overflow of the sum.
     if len(counts) and (int(counts.min()) < 0 or int(counts.max()) > total):
-        raise CheckpointFormatError(f"{what} are out of range in the manifest")
+        raise CheckpointFormatError(f"{what} in the manifest are out of range")
     begins = starts(counts)
     if int(begins[-1]) != total:
-        raise CheckpointFormatError(f"{what} do not sum up to {total} in the manifest")
+        raise CheckpointFormatError(f"{what} in the manifest do not sum up to {total}")
     return begins
 
 
@@ -500,12 +509,14 @@ def _decode(fields: _Section) -> CheckpointIndex:
     codes = tensors.column("dtypes", len(fqns), np.uint8)
     ndims, shape_values = tensors.column("ndims", len(fqns)), tensors.column("shapes")
     if len(ndims) and int(ndims.max()) > MAX_DIMENSIONS:
-        raise CheckpointFormatError(f"a tensor of the manifest has more than {MAX_DIMENSIONS} dimensions")
+        raise CheckpointFormatError(f"a tensor in the manifest has more than {MAX_DIMENSIONS} dimensions")
     shape_start = _starts_of(ndims, len(shape_values), "numbers of dimensions")
     orders = tensors.by_row("stride_rows", "stride_orders", ndims)
     for order in orders.values():
         if sorted(order) != list(range(len(order))):
-            raise CheckpointFormatError("a stride order of the manifest is not a permutation of dimensions")
+            raise CheckpointFormatError(
+                "a stride order in the manifest is not a permutation of the dimensions"
+            )
     object_columns: dict[str, Any] = {"fqns": object_names, "values": objects.rows("values")}
     for name in _OBJECT_COLUMNS:
         object_columns[name] = objects.column(name, len(object_names))
@@ -534,9 +545,9 @@ def _decode_chunks(
     ndims, element_bytes = np.repeat(tensor_ndims, counts), itemsizes(np.repeat(codes, counts))
     box_start = starts(ndims)
     if int(box_start[-1]) != len(sizes) or len(offsets) != len(sizes):
-        raise CheckpointFormatError("boxes of the manifest have the wrong number of dimensions")
+        raise CheckpointFormatError("boxes in the manifest have the wrong number of dimensions")
     if len(sizes) and int(sizes.min()) < 0:
-        raise CheckpointFormatError("a chunk of the manifest has a negative size")
+        raise CheckpointFormatError("a chunk in the manifest has a negative size")
     lengths = row_products(sizes, box_start) * element_bytes
     bounds = (
         row_products(sizes.astype(np.float64), box_start) * element_bytes
@@ -547,7 +558,7 @@ def _decode_chunks(
         bounds[row] = length = extent(box, steps) * int(element_bytes[row])
         lengths[row] = length if 0 <= length <= _LARGEST_PAYLOAD_BYTES else 0
     if ((bounds < 0) | (bounds > _LARGEST_PAYLOAD_BYTES)).any():
-        raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
+        raise CheckpointFormatError("a chunk in the manifest has more than 2**62 bytes")
     record_crcs: dict[int, int] = {}
     if "record_crc_rows" in chunks.values:
         by_row = chunks.by_row("record_crc_rows", "record_crcs", np.ones(count, np.int64))
@@ -581,7 +592,7 @@ def _decode_planner_data(section: _Section, version: Any) -> Any:
         bounds = _starts_of(lengths, len(is_position), "path lengths").tolist()
         positions, keys = section.column("positions"), section.strings("keys")
         if np.count_nonzero(is_position) != len(positions) or len(is_position) != len(positions) + len(keys):
-            raise CheckpointFormatError("paths of the manifest's planner data do not add up")
+            raise CheckpointFormatError("the paths in the manifest's planner data are inconsistent")
         flat: Sequence[str | int] = keys
         if len(positions):
             parts = np.empty(len(is_position), dtype=object)

@@ -1,9 +1,9 @@
-"""Records: a minimal zip like that of `torch.save` for one tensor, with a raw payload.
+"""Records: a minimal zip for one tensor, like that of `torch.save`, with a raw payload.
 
 A record is an uncompressed zip of ``r/data.pkl`` (how to rebuild the tensor), ``r/version`` and
 ``r/data/0`` (the bytes). Everything before the payload is known in advance; the CRC-32 follows in a data
 descriptor and the central directory (PKWARE APPNOTE.TXT 6.3.10, general purpose bit 3). A writer streams
-prefix, payload and suffix and touches the payload once.
+prefix, payload and suffix in one pass over the payload.
 
 Prefix and suffix depend on dtype, shape and the file offset modulo 64, and are cached. Imports neither
 torch nor zipfile. `docs/reference/format.md` specifies the bytes.
@@ -103,8 +103,8 @@ def object_record(pickle_bytes: bytes) -> bytes:
     """Return the record of an object for `torch.load`; ``pickle_bytes`` is its pickle in protocol 2."""
     if len(pickle_bytes) >= _ZIP64_BYTES:
         raise UnsupportedFormatError(
-            f"an object pickles to {len(pickle_bytes)} bytes, and a record holds less than 4 GiB of pickle: "
-            "store large data as tensors",
+            f"the pickle of an object has {len(pickle_bytes)} bytes, more than the limit of 4 GiB: store "
+            "large data as tensors",
             size_bytes=len(pickle_bytes),
         )
     head, before, between, after = _object_template(len(pickle_bytes))

@@ -56,7 +56,7 @@ _PLAIN_KINDS: Final = "biufcSUVmM"
 
 
 def _malformed(what: str) -> CheckpointFormatError:
-    return CheckpointFormatError(f"a pickled {what} is not made of what its class takes")
+    return CheckpointFormatError(f"the pickle has invalid arguments or an invalid state for {what}")
 
 
 class DefaultDictPickle(BuiltDict):
@@ -126,10 +126,10 @@ def _dated(kind: Any, size: int) -> Callable[[_Args], Any]:
     def build(args: _Args) -> Any:
         data, *zones = args
         if type(data) is not bytes or len(data) != size:
-            raise ValueError("not the bytes of a date")
+            raise ValueError(f"a {kind.__name__} needs {size} bytes")
         if len(zones) > 1 or not all(zone is None or type(zone) is datetime.timezone for zone in zones):
-            raise ValueError("a time zone of another class")
-        return kind(data, *filter(None, zones)).replace()  # which checks day and hour
+            raise ValueError("a time zone must be a datetime.timezone")
+        return kind(data, *filter(None, zones)).replace()  # replace() checks day and hour
 
     return build
 
@@ -138,14 +138,14 @@ def _timezone(args: _Args) -> datetime.timezone:
     offset, *names = args
     names = [] if names == [None] else names
     if type(offset) is not datetime.timedelta or len(names) > 1 or not all(type(n) is str for n in names):
-        raise ValueError("not an offset and a name")
+        raise ValueError("a timezone needs a timedelta and an optional name")
     return datetime.timezone(offset, *names) if offset or names else datetime.UTC
 
 
 def _decimal(args: _Args) -> decimal.Decimal:
     (text,) = args
     if type(text) is not str or len(text) > _MAX_DIGITS:
-        raise ValueError("not the digits of a decimal")
+        raise ValueError(f"a decimal needs a string of at most {_MAX_DIGITS} characters")
     return decimal.Decimal(text)
 
 
@@ -155,20 +155,20 @@ def _fraction(args: _Args) -> fractions.Fraction:
         return fractions.Fraction(_integer(args[0]), _integer(args[1]))
     match = _RATIO.fullmatch(args[0]) if len(args) == 1 and type(args[0]) is str else None
     if match is None:
-        raise ValueError("no ratio of two integers")
+        raise ValueError("a fraction needs two integers")
     return fractions.Fraction(int(match[1]), int(match[2] or 1))
 
 
 def _integer(value: Any) -> int:
     if type(value) is not int or value.bit_length() > _INTEGER_BITS:
-        raise ValueError("no integer, or a huge one")
+        raise ValueError(f"an integer of at most {_INTEGER_BITS} bits is needed")
     return value
 
 
 def _path(kind: type[pathlib.PurePath]) -> Callable[[_Args], pathlib.PurePath]:
     def build(args: _Args) -> pathlib.PurePath:
         if not all(type(part) is str for part in args):
-            raise ValueError("a part that is no string")
+            raise ValueError("a path part must be a string")
         return kind(*args)
 
     return build
@@ -180,12 +180,12 @@ def _items(kind: type[Any]) -> Callable[[_Args], Any]:
     def build(args: _Args) -> Any:
         (items,) = args or ((),)
         if type(items) not in (list, tuple):
-            raise ValueError("no list of items")
+            raise ValueError(f"a {kind.__name__} needs a list of items")
         items = [plain_key(item) if isinstance(item, np.generic) else item for item in items]
         return (
             kind(items)
             if all(map(is_cheap_key, items))
-            else Ignored(f"a {kind.__name__} of more than numbers and text")
+            else Ignored(f"a {kind.__name__} of values other than numbers and strings")
         )
 
     return build
@@ -203,7 +203,7 @@ def _bytearray(args: _Args) -> bytearray:
         return bytearray(args[0].encode("latin-1"))
     (data,) = args or (b"",)
     if type(data) is not bytes:
-        raise ValueError("not its bytes")
+        raise ValueError("a bytearray needs bytes")
     return bytearray(data)
 
 
@@ -212,7 +212,7 @@ def _default_dict(args: _Args) -> DefaultDictPickle | Ignored:
     if factory is None:
         return DefaultDictPickle(None)
     if type(factory) is not Constructor:
-        raise ValueError("a factory that is no type")
+        raise ValueError("the factory of a defaultdict must be a class")
     kind = FACTORIES.get(factory.name)
     return Ignored(f"{DEFAULT_DICT} of {factory.name}") if kind is None else DefaultDictPickle(kind)
 
@@ -220,7 +220,7 @@ def _default_dict(args: _Args) -> DefaultDictPickle | Ignored:
 def _deque(args: _Args) -> DequePickle:
     items, most = args if len(args) == 2 else (*args, None) if args else ((), None)
     if items not in ((), []) or not (most is None or (type(most) is int and most >= 0)):
-        raise ValueError("items before its own, or a negative length")
+        raise ValueError("a deque needs no items and a non-negative maxlen")
     return DequePickle(None if most is None else min(most, (1 << 63) - 1))
 
 
@@ -250,7 +250,7 @@ def _globals() -> dict[tuple[str, str], Any]:
         ("collections", "defaultdict"): _default_dict,
         ("collections", "deque"): _deque,
         ("builtins", "bytearray"): _bytearray,
-        ("builtins", "bytes"): lambda args: bytes(_bytearray(args)),  # so protocol 2 has b""
+        ("builtins", "bytes"): lambda args: bytes(_bytearray(args)),  # b"" in protocol 2
         ("builtins", "frozenset"): _items(frozenset),
         ("builtins", "set"): _items(set),
         ("builtins", "slice"): lambda args: slice(
@@ -259,7 +259,7 @@ def _globals() -> dict[tuple[str, str], Any]:
         ("builtins", "range"): lambda args: range(*map(_integer, args)),
         ("builtins", "xrange"): lambda args: range(*map(_integer, args)),
     }
-    native = type(pathlib.Path())  # paths of this system can be used, others are pure
+    native = type(pathlib.Path())  # paths of other systems become pure paths
     for module in ("pathlib", "pathlib._local"):
         for pure in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
             made[module, pure.__name__] = _path(pure)
@@ -314,7 +314,7 @@ class DtypePickle(Instance):
     def _repeat(self, base: Any) -> None:
         """Set an array field type."""
         if type(base) is not tuple or len(base) != 2:
-            raise _malformed("numpy.dtype of a field that is an array")
+            raise _malformed("numpy.dtype: invalid array field")
         if self._contains([base[0]]):
             self.dtype = np.dtype((base[0].dtype, _shape(base[1] if type(base[1]) is tuple else (base[1],))))
 
@@ -326,7 +326,7 @@ class DtypePickle(Instance):
             or not all(type(name) is str and name in fields for name in names)
             or not all(type(field) is tuple and len(field) in (2, 3) for field in fields.values())
         ):
-            raise _malformed("numpy.dtype with fields")
+            raise _malformed("numpy.dtype: invalid fields")
         found = [fields[name] for name in names]
         if len(fields) != len(names) or any(len(field) == 3 for field in found):
             self._refuse("numpy.dtype with titles")
@@ -350,7 +350,7 @@ class DtypePickle(Instance):
         self.fields = sum(part.fields for part in parts)
         self.nesting = 1 + max(part.nesting for part in parts)
         if self.fields > _MAX_FIELDS or self.nesting > _MAX_NESTING:
-            raise _malformed("numpy.dtype of so many fields")
+            raise _malformed("numpy.dtype: too many fields")
         return True
 
     def _refuse(self, kind: str) -> None:
@@ -399,7 +399,7 @@ def is_plain_dtype(dtype: Dtype) -> bool:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 31:
-        raise _malformed("numpy.dtype of such a size")
+        raise _malformed("numpy.dtype: size out of range")
     return value
 
 
@@ -409,18 +409,18 @@ def _shape(value: Any) -> tuple[int, ...]:
         or len(value) > MAX_DIMENSIONS
         or not all(type(size) is int and 0 <= size < 1 << 62 for size in value)
     ):
-        raise _malformed("numpy.ndarray of such a shape")
+        raise _malformed("numpy.ndarray: invalid shape")
     return value
 
 
 def _of_unit(dtype: Dtype, state: Any) -> Dtype:
     """Return a datetime64 or timedelta64 with a unit; ``state`` is ``(None or {}, (unit, count, 1, 1))``."""
     if type(state) is not tuple or len(state) != 2 or state[0] or type(state[1]) is not tuple:
-        raise _malformed("numpy.dtype with a unit")
+        raise _malformed("numpy.dtype: invalid unit")
     unit, *numbers = state[1] or (None,)
     name = unit.decode("ascii", "replace") if type(unit) is bytes else unit
     if type(name) is not str or name not in _UNITS or len(numbers) != 3 or numbers[1:] != [1, 1]:
-        raise _malformed("numpy.dtype with a unit")
+        raise _malformed("numpy.dtype: invalid unit")
     count = _natural(numbers[0])
     return dtype if name == "generic" else np.dtype(f"{dtype.kind}8[{count}{name}]")
 
@@ -435,7 +435,7 @@ def _array(shape: Any, dtype: Any, order: Any, data: Any) -> Array:
     is_honest = itemsize <= _EMPTY_ITEM_BYTES if 0 in sizes else itemsize > 0
     if math.prod(sizes) * itemsize != len(data) or not is_honest:
         raise CheckpointFormatError(
-            f"an array of shape {sizes} and {itemsize} bytes an element has {len(data)} bytes in the pickle"
+            f"the pickle has {len(data)} bytes for an array of shape {sizes} with {itemsize} bytes an element"
         )
     return np.ndarray(sizes, dtype.dtype, memoryview(data).toreadonly(), order=order)
 
@@ -443,7 +443,7 @@ def _array(shape: Any, dtype: Any, order: Any, data: Any) -> Array:
 def _name_of(value: Any) -> str:
     """Return the missing feature of a dtype that is not plain."""
     if not isinstance(value, Instance):
-        raise _malformed("numpy.ndarray of such a dtype")
+        raise _malformed("numpy.ndarray: invalid dtype")
     return value.kind
 
 
@@ -451,7 +451,7 @@ def _dtype(args: _Args) -> DtypePickle:
     """Return a dtype from a type string; byte order, fields and units follow as state."""
     text, *flags = args
     if len(flags) != 2 or not all(type(flag) in (bool, int) for flag in flags):
-        raise ValueError("no flags")
+        raise ValueError("a numpy.dtype needs two flags")
     if type(text) is not str:
         return DtypePickle(None, "numpy.dtype of a class")
     if _TEXT.fullmatch(text) is None:
@@ -462,8 +462,8 @@ def _dtype(args: _Args) -> DtypePickle:
 def _reconstruct(args: _Args) -> ArrayPickle | Ignored:
     kind, shape, typecode = args
     if shape != (0,) or typecode not in (b"b", "b"):
-        raise ValueError("more than a class")
-    return ArrayPickle() if kind is _NDARRAY else Ignored(getattr(kind, "name", "a class that is no array"))
+        raise ValueError("_reconstruct() needs the shape (0,) and the type code b")
+    return ArrayPickle() if kind is _NDARRAY else Ignored(getattr(kind, "name", "an unknown array class"))
 
 
 def _from_buffer(args: _Args) -> ArrayPickle:
@@ -480,7 +480,7 @@ def _scalar(args: _Args) -> Any:
         return Ignored(_name_of(dtype))
     found = dtype.dtype
     if found.names is None and type(data) is bytes and len(data) == found.itemsize > 0:
-        return np.frombuffer(data, found)[0]  # a long history of losses is made of these
+        return np.frombuffer(data, found)[0]  # fast path, e.g. for a long history of losses
     return _array((), dtype, "C", data).copy()[()]
 
 
@@ -491,7 +491,7 @@ NUMPY_GLOBALS: Final = {
     ("numpy", "dtype"): made_of("numpy.dtype", _dtype),
     **{
         (f"{package}.{module}", name): made_of(f"{package}.{module}.{name}", build)
-        for package in ("numpy.core", "numpy._core")  # of numpy 1, and of 2
+        for package in ("numpy.core", "numpy._core")  # numpy 1 and numpy 2
         for module, name, build in (
             ("multiarray", "_reconstruct", _reconstruct),
             ("multiarray", "scalar", _scalar),

@@ -107,7 +107,7 @@ def instances(name: str, make: Callable[[str], Instance] = Instance) -> Construc
     def new(args: tuple[Any, ...]) -> Instance:
         if args:
             raise CheckpointFormatError(
-                f"a pickle makes a {name} from {len(args)} arguments, which none takes"
+                f"the pickle creates a {name} with {len(args)} arguments, but the class takes none"
             )
         return make(name)
 
@@ -128,13 +128,13 @@ def allow_list(allowed: Mapping[tuple[str, str], Any], *, what: str) -> Find:
             full = f"{module}.{name}"[:200]
             if module == "torch" and _DTYPE_NAME.fullmatch(name):
                 raise UnsupportedFormatError(
-                    f"{what} names {full}, a dtype that is not known here: it was written by a newer torch; "
-                    "load it with that",
+                    f"{what} names the dtype {full}, which is unknown here: it was written by a newer torch; "
+                    "load the checkpoint with that torch",
                     global_name=full,
                 ) from None
             raise UnsafeObjectError(
-                f"{what} names {full!a}, which is not on the allow-list. No code was run; if you trust "
-                f"the file, load it with stock torch and save it again",
+                f"{what} names {full!a}, which is not on the allow-list; no code was run. If you trust the "
+                f"file, load it with stock torch and save it again",
                 global_name=full,
             ) from None
 
@@ -155,7 +155,7 @@ _FREE: Final = 1 << 12
 _MAX_MARKS: Final = 1 << 10
 _MAX_INTEGER_BYTES: Final = 1 << 10
 _MAX_KEY_PARTS: Final = 1 << 8
-_TOO_MANY: Final = "it makes more objects than a pickle of its length holds"
+_TOO_MANY: Final = "it creates too many objects for its length"
 _MAX_LARGE_KEYS: Final = 1 << 12
 """Maximum number of integer keys beyond 60 bits, which can be chosen to collide."""
 
@@ -191,7 +191,7 @@ def decode_pickle(
     """
     if len(data) > limit_bytes:
         raise CheckpointFormatError(
-            f"a pickle of {len(data)} bytes is above the limit of {limit_bytes}", size_bytes=len(data)
+            f"the pickle has {len(data)} bytes, more than the limit of {limit_bytes}", size_bytes=len(data)
         )
     return _Machine(bytes(data), find, persistent_load, containers_per_byte).run()
 
@@ -229,8 +229,10 @@ class _Machine:
     def run(self) -> Any:
         """Return the value of the pickle."""
         data, table = self.data, _TABLE
-        if not data:  # as a crash or a full disk leaves a file
-            raise CheckpointFormatError("the pickle is empty: its bytes are lost", position=0)
+        if not data:  # left by a crash or a full disk
+            raise CheckpointFormatError(
+                "the pickle is empty, as after a crash or a full disk: the data is lost", position=0
+            )
         try:
             while True:
                 pos = self.pos
@@ -238,15 +240,15 @@ class _Machine:
                 table[data[pos]](self)
         except _Stop:
             if len(self.stack) != 1 or self.marks:
-                raise self.malformed(f"{len(self.stack)} values at its end") from None
+                raise self.malformed(f"{len(self.stack)} values at the end, expected 1") from None
             if self.pos != len(self.data):
-                raise self.malformed(f"{len(self.data) - self.pos} bytes follow its end") from None
+                raise self.malformed(f"{len(self.data) - self.pos} bytes follow the end") from None
             return self.stack[0]
         except CheckpointError:
             raise
         except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
-            # e.g. an empty stack, an unknown memo entry, a value cut off by the end of the data
-            raise self.malformed(f"{type(error).__name__}") from error
+            # e.g. an empty stack, an unknown memo entry, a value truncated by the end of the data
+            raise self.malformed(f"{type(error).__name__}: {error!s:.100}") from error
 
     def malformed(self, reason: str) -> CheckpointFormatError:
         """Return the error for invalid bytes; ``reason`` completes the sentence."""
@@ -260,7 +262,7 @@ class _Machine:
         """Return the next ``length`` bytes."""
         begin, end = self.pos, self.pos + length
         if length < 0 or end > len(self.data):
-            raise self.malformed(f"a value of {length} bytes reaches beyond the end")
+            raise self.malformed(f"a value of {length} bytes exceeds the end")
         self.pos = end
         return self.data[begin:end]
 
@@ -289,7 +291,7 @@ class _Machine:
         """Count the length of a copied value."""
         self.copied -= length
         if self.copied < 0:
-            raise self.malformed("it repeats values to many times its own length")
+            raise self.malformed("it repeats shared values to many times its length")
 
     def key(self, key: Any) -> Any:
         """Return ``key`` or a replacement with a cheap, collision-free hash. numpy numbers and strings
@@ -313,10 +315,10 @@ class _Machine:
                         raise self.malformed("too many integer keys beyond 60 bits")
             elif kind not in _CHEAP_KEYS and not isinstance(item, Instance):
                 if kind.__hash__ is None:
-                    raise self.malformed(f"a {kind.__name__} as a key")
+                    raise self.malformed(f"a {kind.__name__} cannot be a dict key")
                 self.contain()
                 return Ignored(getattr(item, "kind", None) or f"a {kind.__name__}")
-        raise self.malformed("a key of too many parts")
+        raise self.malformed(f"a dict key has more than {_MAX_KEY_PARTS} parts")
 
     # -- containers ----------------------------------------------------------------------------------------
 
@@ -329,7 +331,7 @@ class _Machine:
     def mark(self) -> None:
         """Execute MARK."""
         if len(self.marks) >= _MAX_MARKS:
-            raise self.malformed("it is nested too deeply")
+            raise self.malformed(f"it is nested deeper than {_MAX_MARKS} levels")
         self.marks.append(self.stack)
         self.stack = []
 
@@ -352,7 +354,7 @@ class _Machine:
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Ignored):
-            raise self.malformed(f"appends to a {type(target).__name__}")
+            raise self.malformed(f"append to a {type(target).__name__}")
 
     def set_items(self, items: list[Any]) -> None:
         """Execute SETITEMS; ``items`` are keys and values in turn."""
@@ -360,21 +362,21 @@ class _Machine:
         if isinstance(target, Ignored):
             return
         if not isinstance(target, dict):
-            raise self.malformed(f"sets an item of a {type(target).__name__}")
+            raise self.malformed(f"item assignment to a {type(target).__name__}")
         if len(items) % 2:
-            raise self.malformed("a key without a value")
+            raise self.malformed("a dict key without a value")
         keys = [key if type(key) is str else self.key(key) for key in items[::2]]
         expected = len(target) + len(keys)
         target.update(zip(keys, items[1::2], strict=True))
         if len(target) != expected:
-            raise self.malformed("a key stands twice in one dict")
+            raise self.malformed("a dict has duplicate keys")
 
     def add_items(self) -> None:
         """Execute ADDITEMS."""
         items = self.pop_mark()
         target = self.stack[-1]
         if not isinstance(target, set):
-            raise self.malformed(f"adds items to a {type(target).__name__}")
+            raise self.malformed(f"set items added to a {type(target).__name__}")
         target.update(map(self.key, items))
 
     # -- memo ----------------------------------------------------------------------------------------------
@@ -384,7 +386,7 @@ class _Machine:
         memo = self.memo
         memo[number] = self.stack[-1]
         if len(memo) > self.memo_limit:
-            raise self.malformed("it remembers more values than a pickle of its length holds")
+            raise self.malformed("it has too many memo entries for its length")
 
     def put_line(self) -> None:
         """Execute PUT."""
@@ -418,7 +420,7 @@ class _Machine:
         begin = self.pos + 1
         end = begin + self.data[begin - 1]
         if end > len(self.data):
-            raise self.malformed("a string reaches beyond the end")
+            raise self.malformed("a string exceeds the end")
         self.pos = end
         self.stack.append(str(self.data[begin:end], "utf-8", "surrogatepass"))
 
@@ -438,7 +440,7 @@ class _Machine:
     def long(self, length: int) -> None:
         """Execute LONG1 and LONG4."""
         if length > _MAX_INTEGER_BYTES:
-            raise self.malformed(f"an integer of {length} bytes")
+            raise self.malformed(f"an integer of {length} bytes, more than {_MAX_INTEGER_BYTES}")
         self.stack.append(int.from_bytes(self.take(length), "little", signed=True))
 
     # -- objects -------------------------------------------------------------------------------------------
@@ -466,10 +468,10 @@ class _Machine:
         if made is None:
             name = function.name if type(function) is Constructor else f"a {type(function).__name__}"
             raise UnsafeObjectError(
-                f"the pickle calls {name}, which is not allowed; nothing was run", global_name=name
+                f"the pickle calls {name}, which is not allowed; no code was run", global_name=name
             )
         if type(args) is not tuple:
-            raise self.malformed("arguments that are not a tuple")
+            raise self.malformed("call arguments that are not a tuple")
         value = made(args)
         if type(value) in _COPIES:
             self.copy(len(value))
@@ -479,7 +481,7 @@ class _Machine:
     def new_with_names(self) -> None:
         """Execute NEWOBJ_EX."""
         if self.stack.pop() != {}:
-            raise self.malformed("keyword arguments, which no class on the list takes")
+            raise self.malformed("keyword arguments, which no class on the allow-list takes")
         self.call("new")
 
     def build(self) -> None:
@@ -488,7 +490,8 @@ class _Machine:
         instance = self.stack[-1]
         if not isinstance(instance, (Instance, BuiltDict)):
             raise UnsafeObjectError(
-                f"the pickle sets the state of a {type(instance).__name__}; nothing was run"
+                f"the pickle sets the state of a {type(instance).__name__}, which is not allowed; no code "
+                "was run"
             )
         instance.build(state)
 
@@ -496,7 +499,8 @@ class _Machine:
         """Execute PERSID and BINPERSID."""
         if self.persistent is None:
             raise UnsafeObjectError(
-                "the pickle refers to data outside itself, which this kind of file has not"
+                "the pickle has a persistent id, a reference to other data, which files of this format "
+                "cannot have"
             )
         self.contain()
         self.stack.append(self.persistent(value))
@@ -508,12 +512,14 @@ class _Machine:
         version = self.data[self.pos]
         self.pos += 1
         if version > 5:
-            raise UnsupportedFormatError(f"pickle protocol {version} is newer than 5", protocol=version)
+            raise UnsupportedFormatError(
+                f"the pickle has protocol {version}, but the newest supported protocol is 5", protocol=version
+            )
 
     def frame(self) -> None:
         """Execute FRAME, a buffering hint."""
         if self.number(_UINT64) > len(self.data) - self.pos:
-            raise self.malformed("a frame reaches beyond the end")
+            raise self.malformed("a frame exceeds the end")
 
     def stop(self) -> NoReturn:
         """Execute STOP."""
@@ -529,12 +535,12 @@ class _Machine:
     def unknown(self) -> NoReturn:
         """Refuse an unknown opcode."""
         code = self.data[self.pos - 1]
-        raise self.malformed(f"no opcode is {code:#04x}")
+        raise self.malformed(f"unknown opcode {code:#04x}")
 
 
 def _refusing(what: str, error: type[CheckpointFormatError] = UnsafeObjectError) -> Handler:
     def refuse(machine: _Machine) -> NoReturn:
-        raise error(f"the pickle {what}, which is not allowed; nothing was run")
+        raise error(f"the pickle {what}, which is not supported; no code was run")
 
     return refuse
 
@@ -605,11 +611,11 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.BUILD: _Machine.build,
     pickle.PERSID: lambda m: m.persistent_id(str(m.line(), "ascii")),
     pickle.BINPERSID: lambda m: m.persistent_id(m.stack.pop()),
-    **dict.fromkeys((pickle.INST, pickle.OBJ), _refusing("makes an object by the opcodes INST or OBJ")),
+    **dict.fromkeys((pickle.INST, pickle.OBJ), _refusing("uses the opcodes INST or OBJ")),
     **dict.fromkeys((pickle.EXT1, pickle.EXT2, pickle.EXT4), _refusing("uses the extension registry")),
     **dict.fromkeys(
         (pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
-        _refusing("has buffers out of band, and there are none with it", UnsupportedFormatError),
+        _refusing("has out-of-band buffers", UnsupportedFormatError),
     ),
 }
 _TABLE = [_HANDLERS.get(bytes([code]), _Machine.unknown) for code in range(256)]

@@ -88,7 +88,7 @@ class Window:
         """Return ``count`` bytes from position ``at`` of the record."""
         end = at + count
         if at < 0 or count < 0 or end > self.length:
-            raise CheckpointFormatError("a position in the record's zip reaches outside the record")
+            raise CheckpointFormatError("the record's zip is damaged: a position is outside of the record")
         if end <= len(self._head):
             data = self._head[at:end]
         elif at >= self._tail_at:
@@ -96,7 +96,7 @@ class Window:
         else:
             data = self._read(self._offset + at, count)
         if len(data) != count:
-            raise CheckpointFormatError("the record ends too early")
+            raise CheckpointFormatError("the record is truncated: the file ends before the record does")
         return data
 
 
@@ -120,14 +120,15 @@ def read_directory(
     count, directory_bytes, directory_at = _find_directory(window)
     if directory_bytes > limit_bytes or count > limit_entries or count * _CENTRAL_BYTES > directory_bytes:
         raise CheckpointFormatError(
-            f"the record's zip directory claims {count} entries in {directory_bytes} bytes"
+            f"the record's zip directory claims {count} entries in {directory_bytes} bytes, which is "
+            "impossible or above the limit: the file is damaged or hostile"
         )
     directory = window.get(directory_at, directory_bytes)
     entries: dict[bytes, ZipEntry] = {}
     at = 0
     for _ in range(count):
         if at + _CENTRAL_BYTES > directory_bytes:
-            raise CheckpointFormatError("the record's zip directory ends too early")
+            raise CheckpointFormatError("the record's zip directory is truncated")
         signature, flags, method, crc, packed, size, name_bytes, extra_bytes, comment_bytes, header_at = (
             _CENTRAL.unpack_from(directory, at)
         )
@@ -139,13 +140,14 @@ def read_directory(
         name = directory[name_at:extra_at]
         if method or flags & 1:
             raise UnsupportedFormatError(
-                f"the record's zip entry {name!r} is compressed or encrypted; torch.save stores plainly"
+                f"the record's zip entry {name!r} is compressed or encrypted, unlike files of torch.save; "
+                "load it with torch.load(weights_only=True) and save it again with torch.save"
             )
         if _UNSET_32 in (packed, size, header_at):
             extra = directory[extra_at : extra_at + extra_bytes]
             size, packed, header_at = _zip64_values(extra, size, packed, header_at)
         if packed != size or name in entries:
-            raise CheckpointFormatError(f"the record's zip entry {name!r} is malformed or there twice")
+            raise CheckpointFormatError(f"the record's zip entry {name!r} is malformed or duplicate")
         entries[name] = ZipEntry(header_at, size, crc)
     return entries
 
@@ -163,11 +165,11 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
         locator = window.get(end_at - _END64_LOCATOR.size, _END64_LOCATOR.size)
         signature, end64_at = _END64_LOCATOR.unpack(locator)
         if signature != b"PK\6\7":
-            raise CheckpointFormatError("the record's zip lacks its zip64 locator")
+            raise CheckpointFormatError("the record's zip is damaged: its zip64 locator is missing")
         end64 = window.get(end64_at, _END64.size)
         signature, count, directory_bytes, directory_at = _END64.unpack(end64)
         if signature != b"PK\6\6":
-            raise CheckpointFormatError("the record's zip lacks its zip64 end")
+            raise CheckpointFormatError("the record's zip is damaged: its zip64 end record is missing")
     return count, directory_bytes, directory_at
 
 
@@ -199,11 +201,11 @@ def entry_start(window: Window, entry: ZipEntry) -> int:
 def _start(entry: ZipEntry, header: bytes, end: int) -> int:
     """Return the start of the bytes of an entry with local header ``header`` that ends before ``end``."""
     if not header.startswith(LOCAL_SIGNATURE):
-        raise CheckpointFormatError("an entry of the zip has no header where the directory says")
+        raise CheckpointFormatError("the zip is damaged: an entry's local header is missing")
     name_bytes, extra_bytes = _NAME_LENGTHS.unpack_from(header, 26)
     start: int = entry.header_at + _LOCAL_BYTES + name_bytes + extra_bytes
     if start + entry.size > end:
-        raise CheckpointFormatError("an entry of the zip reaches into the next one, or beyond the end")
+        raise CheckpointFormatError("the zip is damaged: an entry overlaps the next entry or the end")
     return start
 
 
@@ -213,7 +215,9 @@ def check_names(entries: dict[bytes, ZipEntry]) -> None:
     folder = folders.pop() if len(folders) == 1 else b""
     needed = {folder + b"/data.pkl", folder + b"/version"}
     if not folder or not needed <= entries.keys() or not all(name.isascii() for name in entries):
-        raise CheckpointFormatError("the record's zip lacks what torch.save writes: its directory is damaged")
+        raise CheckpointFormatError(
+            "the record's zip lacks data.pkl or version, which torch.save writes: its directory is damaged"
+        )
 
 
 class TorchZip:
@@ -235,24 +239,27 @@ class TorchZip:
         folder = next(iter(entries), b"").partition(b"/")[0] + b"/"
         if not all(name.startswith(folder) for name in entries) or folder + b"data.pkl" not in entries:
             raise CheckpointFormatError(
-                "the zip lacks what torch.save writes (one folder with data.pkl in it)"
+                "the zip was not written by torch.save: it is not one folder with data.pkl"
             )
         self._folder_bytes = len(folder)
         self.entries = {name[len(folder) :]: entry for name, entry in entries.items()}
         text = self.content(b"version", _FACT_BYTES).strip()
         if text.isdigit() and len(text) < 10 and int(text) > _NEWEST_VERSION:
             raise UnsupportedFormatError(
-                f"the zip of torch.save has version {int(text)}, newer than the supported "
-                f"{_NEWEST_VERSION}: load it with a newer torch, and save it again"
+                f"the zip of torch.save has version {int(text)}, but the newest supported version is "
+                f"{_NEWEST_VERSION}: load it with a newer torch and save it again"
             )
 
     def check_byte_order(self) -> None:
         """Raise an error unless the entry ``byteorder`` is absent or says little-endian."""
         order = self.content(b"byteorder", _FACT_BYTES)
         if order == b"big":
-            raise UnsupportedFormatError("it was saved on a big-endian machine; convert it there first")
+            raise UnsupportedFormatError(
+                "the zip was saved on a big-endian machine, which is not supported: load it there with torch "
+                "and save it as safetensors"
+            )
         if order not in (b"", b"little"):
-            raise CheckpointFormatError(f"its zip names an unknown byte order {order!r}")
+            raise CheckpointFormatError(f"the zip has the unknown byte order {order!r}")
 
     def content(self, name: bytes, limit_bytes: int) -> bytes:
         """Return the bytes of an entry after a CRC-32 check; b"" if absent."""
@@ -261,9 +268,9 @@ class TorchZip:
             return b""
         if entry.size > limit_bytes:
             raise CheckpointFormatError(
-                f"{name.decode('ascii', 'replace')} of the zip, with all objects of the file, has "
+                f"{name.decode('ascii', 'replace')} of the zip, which holds all objects of the file, has "
                 f"{entry.size} bytes, more than the limit of {limit_bytes}; load the file with "
-                "torch.load(weights_only=True), and save large lists, texts and bytes separately, or as "
+                "torch.load(weights_only=True), and save large lists, strings and bytes separately, or as "
                 "tensors"
             )
         header = self.window.get(entry.header_at, _LOCAL_BYTES)
@@ -271,8 +278,7 @@ class TorchZip:
         data = self.window.get(start, entry.size)
         if entry.crc32 not in (0, found := crc32(data)):
             raise self._damage(
-                f"entry {name!r} of the zip has CRC-32 {found:08x}, its directory says {entry.crc32:08x}: it "
-                "is damaged"
+                f"entry {name!r} of the zip is damaged: its CRC-32 is {found:08x}, expected {entry.crc32:08x}"
             )
         return data
 
@@ -337,18 +343,18 @@ class TorchArchive(TorchZip):
         super().__init__(window, limit_bytes=MAX_FILE_DIRECTORY_BYTES, limit_entries=MAX_FILE_ENTRIES)
         if b"constants.pkl" in self.entries:
             raise UnsupportedFormatError(
-                "it is a TorchScript archive, a program with its weights; load it with torch.jit.load and "
+                "the file is a TorchScript archive, a program with weights; load it with torch.jit.load and "
                 "save its state_dict() with torch.save"
             )
         starts = sorted(entry.header_at for entry in self.entries.values())
         self._ends = dict(pairwise([*starts, size_bytes]))
         if len(self._ends) != len(self.entries):
-            raise CheckpointFormatError("two entries of the zip share one place")
+            raise CheckpointFormatError("the zip is damaged: two entries have the same position")
         for name, entry in self.entries.items():
             least = entry.header_at + _LOCAL_BYTES + self._folder_bytes + len(name)
             if least + entry.size > self._ends[entry.header_at]:
                 raise CheckpointFormatError(
-                    f"entry {name[:80]!r} of the zip reaches into the next one, or beyond the end"
+                    f"the zip is damaged: entry {name[:80]!r} overlaps the next entry or the end"
                 )
 
     def places(self, names: Collection[bytes]) -> dict[bytes, int]:
@@ -360,7 +366,7 @@ class TorchArchive(TorchZip):
         ordered = sorted(found, key=self._header_at)
         real = self._read_places({*ordered[:1], *ordered[-1:]})
         if any(found[name] != place for name, place in real.items()):
-            found = {}  # no such padding after all: every header has to be looked at
+            found = {}  # another padding: read every header
         return found | self._read_places([name for name in names if name not in found])
 
     def _header_at(self, name: bytes) -> int:
@@ -372,7 +378,7 @@ class TorchArchive(TorchZip):
         least = entry.header_at + _LOCAL_BYTES + self._folder_bytes + len(name)
         last = self._ends[entry.header_at] - entry.size
         if last == least or not entry.size:
-            return least  # no room for anything else, or nothing to read
+            return least  # no room for padding, or no bytes
         if alignment < _LEAST_ALIGNMENT or last > least + alignment + _LONGEST_FIELD_BYTES + 24:
             return None
         places = [last - length for length in _DESCRIPTOR_BYTES if (last - length) % alignment == 0]
@@ -397,14 +403,19 @@ def _not_a_zip(head: bytes) -> CheckpointFormatError:
     way_out = "load it with torch.load(weights_only=True) and save it again with torch.save"
     if head.startswith(_LEGACY_MAGIC):
         return UnsupportedFormatError(
-            "it is in the format that torch had before 1.6 (or was saved with "
-            f"_use_new_zipfile_serialization=False), which cannot be read by ranges; {way_out}"
+            "the file has the format of torch before 1.6 (or of _use_new_zipfile_serialization=False), which "
+            f"is not supported; {way_out}"
         )
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
-        return UnsupportedFormatError(f"it is in the tar format that torch had before 0.1.10; {way_out}")
+        return UnsupportedFormatError(
+            f"the file has the tar format of torch before 0.1.10, which is not supported; {way_out}"
+        )
     if head[:1] == b"\x80":
-        return UnsupportedFormatError(f"it is a bare pickle, not a file of torch.save; {way_out}")
-    return CheckpointFormatError("the file was not written by torch.save: it does not begin as a zip archive")
+        return UnsupportedFormatError(f"the file is a plain pickle, not a file of torch.save; {way_out}")
+    return CheckpointFormatError(
+        "the file was not written by torch.save: it is not a zip archive. Check the path, and the suffix if "
+        "it has another format"
+    )
 
 
 # -- records and blobs ---------------------------------------------------------------------------------------
@@ -447,9 +458,11 @@ def _locate_in_zip(window: Window, record_offset: int) -> TensorPickle:
         archive.check_byte_order()
     payload = archive.entries.get(b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"))
     if payload is None:
-        raise CheckpointFormatError(f"its zip has no storage {tensor.storage_key[:40]!r}")
+        raise CheckpointFormatError(f"the zip lacks the tensor's storage {tensor.storage_key[:40]!r}")
     if tensor.storage_bytes != payload.size:
-        raise CheckpointFormatError(f"its storage has {payload.size} bytes instead of {tensor.storage_bytes}")
+        raise CheckpointFormatError(
+            f"the tensor's storage has {payload.size} bytes, expected {tensor.storage_bytes}"
+        )
     crc = payload.crc32 if payload.crc32 or not payload.size else None
     return replace(tensor, payload_offset=record_offset + entry_start(window, payload), crc32=crc)
 
@@ -464,7 +477,7 @@ def _locate_in_safetensors(read: Callable[[int, int], bytes], record_offset: int
     entries, _, data_offset = parse_header(lambda at, length: read(record_offset + at, length), None)
     entry = entries.get(fqn)
     if entry is None:
-        raise CheckpointFormatError("it is not in the safetensors header at its place")
+        raise CheckpointFormatError("the safetensors header at this position has no such tensor")
     start = record_offset + data_offset + entry.begin
     size_bytes = entry.end - entry.begin
     strides = c_strides(entry.sizes)
@@ -500,12 +513,18 @@ class ObjectBlob:
             b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"), MAX_BLOB_BYTES
         )
         if len(data) != tensor.storage_bytes:
-            raise CheckpointFormatError("a tensor's storage is not as long as its pickle says")
+            raise CheckpointFormatError(
+                f"the object is damaged: a tensor's storage has {len(data)} bytes, expected "
+                f"{tensor.storage_bytes}"
+            )
         size = dtypes.BY_CODE[tensor.dtype_code].itemsize
         code = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}[size]
         self._left -= size * math.prod(tensor.sizes)
         if self._left < 0:
-            raise CheckpointFormatError("the object's tensors have many times its own length")
+            raise CheckpointFormatError(
+                f"the object's tensors are more than {_EXPANSION} times larger than the object: it is "
+                "hostile, or holds expanded views; save clones of the views"
+            )
         strides = [stride * size for stride in tensor.strides]
         begin = tensor.storage_offset * size
         try:
@@ -513,5 +532,7 @@ class ObjectBlob:
                 return np.zeros(tensor.sizes, code)
             flat = np.frombuffer(data, code, count=(len(data) - begin) // size, offset=begin)
             return np.lib.stride_tricks.as_strided(flat, tensor.sizes, strides).copy(order="C")
-        except ValueError as error:  # of more dimensions than numpy has, or sizes whose product overflows
-            raise CheckpointFormatError(f"a tensor of shape {tensor.sizes} cannot be made") from error
+        except ValueError as error:  # too many dimensions for numpy, or an overflow of the product of sizes
+            raise CheckpointFormatError(
+                f"the object has a tensor of shape {tensor.sizes}, which numpy cannot hold"
+            ) from error

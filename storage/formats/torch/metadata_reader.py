@@ -65,7 +65,7 @@ def _checked(what: str, is_right: Callable[[Any], bool], make: Callable[[Any], A
 
     def reduce(args: tuple[Any, ...]) -> Any:
         if len(args) != 1 or not is_right(args[0]):
-            raise CheckpointFormatError(f"a pickled {what} is not made as torch makes it")
+            raise CheckpointFormatError(f"the pickle has invalid arguments for {what}")
         return make(args[0])
 
     return Constructor(what, reduce=reduce)
@@ -75,13 +75,13 @@ def _member(args: tuple[Any, ...]) -> int:
     """Return ``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; other uses are refused."""
     if len(args) == 2 and args[0] in _MEMORY_FORMAT_CLASSES and args[1] in _MEMORY_FORMATS:
         return _MEMORY_FORMATS.index(args[1])
-    raise CheckpointFormatError("a pickle asks for an attribute that is not a memory format")
+    raise CheckpointFormatError("the pickle calls getattr for something other than a torch memory format")
 
 
 def _path(args: tuple[Any, ...]) -> str:
     """Return a path of `pathlib` as text."""
     if not all(type(part) is str for part in args):
-        raise CheckpointFormatError("a pickled path has a part that is not text")
+        raise CheckpointFormatError("the pickle has invalid arguments for pathlib.Path: not all are strings")
     if args and args[0].endswith(("/", "\\")):
         return str(args[0]) + "/".join(args[1:])
     return "/".join(args) or "."
@@ -159,11 +159,11 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
         CheckpointFormatError: For other invalid data.
     """
     metadata = decode_pickle(data, find=find_metadata_class, limit_bytes=MAX_METADATA_BYTES)
-    state = _fields(metadata, METADATA, "the file")
+    state = _fields(metadata, METADATA, "the pickled value")
     _check_version(state.get("version"))
     entries = state.get("state_dict_metadata")
     if type(entries) is not dict:
-        raise CheckpointFormatError("the metadata has no state_dict_metadata")
+        raise CheckpointFormatError("the file has no state_dict_metadata, which torch's Metadata always has")
     columns = _Columns(_locate(state.get("storage_data")), most_chunks=len(data) // 4)
     for fqn, entry in entries.items():
         columns.add(fqn, entry)
@@ -180,19 +180,19 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
     """Return the attributes of an instance."""
     if not isinstance(value, Instance) or value.kind != kind:
         found = value.kind if isinstance(value, Instance) else type(value).__name__
-        raise CheckpointFormatError(f"{where} should hold a {kind}, and holds a {found}")
+        raise CheckpointFormatError(f"{where} must be a {kind}, not a {found}")
     state = value.state
     if state is None:
         return {}
     if type(state) is not dict:
-        raise CheckpointFormatError(f"{where}: the state of a {kind} is not a dict of its fields")
+        raise CheckpointFormatError(f"{where}: the state of a {kind} must be a dict of its fields")
     known = FIELDS.get(kind)
     if known is not None and not state.keys() <= known:
         new = [name for name in state.keys() - known if state[name]]
         if new:  # an unknown field may change the meaning of known ones
             raise UnsupportedFormatError(
-                f"{where}: the field {str(new[0])[:80]!a} of a {kind} is not known here; a newer torch "
-                f"or a package that extends torch wrote it: load the checkpoint with that version"
+                f"{where}: the field {str(new[0])[:80]!a} of a {kind} is unknown here; it was written by a "
+                f"newer torch or an extension of torch: load the checkpoint with that version"
             )
     return state
 
@@ -201,8 +201,8 @@ def _check_version(version: Any) -> None:
     major = version.partition(".")[0] if type(version) is str else ""
     if major.isdecimal() and len(major) < 10 and int(major) > 1:
         raise UnsupportedFormatError(
-            f"the metadata has version {version[:40]}, and 1 is the newest known here: it was written by a "
-            "newer torch; load it with that",
+            f"the metadata has version {version[:40]}, but the newest supported version is 1: it was written "
+            "by a newer torch; load the checkpoint with that torch",
             version=version[:40],
         )
 
@@ -210,7 +210,7 @@ def _check_version(version: Any) -> None:
 def _integers(value: Any, what: str, fqn: str) -> tuple[int, ...]:
     """Return a shape or position of exact ints, because hashing other tuples may be expensive."""
     if not _is_short(value) or not _INT_ONLY.issuperset(map(type, value)):
-        raise CheckpointFormatError(f"{what} of {fqn!a} is not a tuple of integers", fqn=fqn)
+        raise CheckpointFormatError(f"{what} of {fqn!a} must be a tuple of integers", fqn=fqn)
     return tuple(value)
 
 
@@ -223,20 +223,24 @@ def _locate(storage_data: Any) -> _Places:
     """Return the storage info's fields by name and offset in the tensor."""
     if type(storage_data) is not dict:
         raise UnsupportedFormatError(
-            f"storage_data is a {type(storage_data).__name__}: the checkpoint was written by another storage "
-            "writer than torch's own; load it with that one"
+            f"storage_data is a {type(storage_data).__name__}, not a dict: the checkpoint was written by a "
+            "custom storage writer; load it with the matching storage reader"
         )
     places: _Places = {}
     for key, info in storage_data.items():
         fields = _fields(key, INDEX, "a key of storage_data")
         fqn, offset = fields.get("fqn"), fields.get("offset")
         if type(fqn) is not str or len(fqn) > MAX_TEXT_CHARACTERS:
-            raise CheckpointFormatError("a key of storage_data has no name of reasonable length")
+            raise CheckpointFormatError(
+                f"a key of storage_data has no fqn, or one longer than {MAX_TEXT_CHARACTERS} characters"
+            )
         if offset is not None:
             offset = _integers(offset, "an offset", fqn)
         named = places.setdefault(fqn, {})
         if offset in named:
-            raise CheckpointFormatError(f"storage_data has two entries for {fqn!a} at {offset}", fqn=fqn)
+            raise CheckpointFormatError(
+                f"storage_data has two entries for {fqn!a} at offset {offset}", fqn=fqn
+            )
         named[offset] = _info(info, fqn)
     return places
 
@@ -245,15 +249,15 @@ def _info(info: Any, fqn: str) -> dict[str, Any]:
     kind = info.kind if isinstance(info, Instance) else ""
     if kind not in (INFO, HF_INFO):
         raise UnsupportedFormatError(
-            f"the place of {fqn!a} is not recorded as torch's file system writer does it; load the "
-            "checkpoint with the storage reader that belongs to its writer",
+            f"storage_data of {fqn!a} is not a _StorageInfo of torch's FileSystemWriter: the checkpoint was "
+            "written by a custom storage writer; load it with the matching storage reader",
             fqn=fqn,
         )
-    fields = _fields(info, kind, f"the place of {fqn!a}")
+    fields = _fields(info, kind, f"storage_data of {fqn!a}")
     if fields.get("transform_descriptors"):
         raise UnsupportedFormatError(
-            f"{fqn!a} was stored through a stream transform (an extension that compresses or encrypts), and "
-            "dcp reads plain records only; load it with stock torch and that extension, and save it again",
+            f"{fqn!a} was stored with a stream transform (an extension that compresses or encrypts), which "
+            "dcp does not support; load it with stock torch and that extension, and save it without one",
             fqn=fqn,
         )
     return fields
@@ -276,7 +280,9 @@ class _Columns:
     def add(self, fqn: Any, entry: Any) -> None:
         """Add one entry of state_dict_metadata."""
         if type(fqn) is not str or len(fqn) > MAX_TEXT_CHARACTERS:
-            raise CheckpointFormatError("a key of state_dict_metadata is not a name of reasonable length")
+            raise CheckpointFormatError(
+                f"a key of state_dict_metadata is not a string of at most {MAX_TEXT_CHARACTERS} characters"
+            )
         kind = entry.kind if isinstance(entry, Instance) else type(entry).__name__
         try:
             if kind == TENSOR:
@@ -288,10 +294,12 @@ class _Columns:
                 self._objects.append(fqn)
                 self._add_range(self._object_ranges, info, fqn)
             else:
-                raise CheckpointFormatError(f"the entry of {fqn!a} is a {kind}", fqn=fqn)
+                raise CheckpointFormatError(
+                    f"state_dict_metadata of {fqn!a} is a {kind}, neither a tensor nor an object", fqn=fqn
+                )
         except (OverflowError, TypeError) as error:
             raise CheckpointFormatError(
-                f"a number in the entry of {fqn!a} is not an int64", fqn=fqn
+                f"state_dict_metadata or storage_data of {fqn!a} has a number that is not an int64", fqn=fqn
             ) from error
 
     def _add_tensor(self, fqn: str, fields: Mapping[str, Any]) -> None:
@@ -300,14 +308,17 @@ class _Columns:
         chunks = fields.get("chunks")
         self._chunks_left -= len(chunks) if type(chunks) is list else 0
         if type(chunks) is not list or self._chunks_left < 0:
-            # more chunks than the file has room for: one list shared by many tensors
-            raise CheckpointFormatError(f"the chunks of {fqn!a} are not a list of its own", fqn=fqn)
+            # more chunks than fit in the file: one list shared by many tensors
+            raise CheckpointFormatError(
+                f"the chunks of {fqn!a} are not a list, or the file repeats one list for many tensors",
+                fqn=fqn,
+            )
         boxes = _boxes(chunks, len(shape), fqn)
         named = self._places.get(fqn, {})
         for offsets, sizes in boxes:
             info = named.get(offsets)
             if info is None and len(boxes) == 1:
-                info = named.get(None)  # early writers gave whole tensors no offset
+                info = named.get(None)  # old torch stored no offset for whole tensors
             if info is None:
                 _missing(fqn, offsets)
             self._offsets.extend(offsets)
@@ -325,8 +336,8 @@ class _Columns:
         name = info.get("relative_path")
         if type(name) is not str or "offset" not in info or "length" not in info:
             raise UnsupportedFormatError(
-                f"the place of {fqn!a} lacks a file, offset or length, as in folders of safetensors files; "
-                "open the folder as such",
+                f"storage_data of {fqn!a} lacks a file, offset or length, as in the .metadata of a folder of "
+                "safetensors files; move .metadata away to open the folder as safetensors",
                 fqn=fqn,
             )
         ranges[0].append(self._files.setdefault(name, len(self._files)))
@@ -377,7 +388,7 @@ def _column(values: array[int]) -> Int64:
 def _missing(fqn: str, offsets: _Box | None) -> NoReturn:
     where = "" if offsets is None else f" at {offsets}"
     raise CorruptCheckpointError(
-        f"the metadata lists {fqn!a}{where}, and names no file which holds it: the save did not complete. "
+        f"the metadata lists {fqn!a}{where} without a file that stores it: the save did not complete. "
         "Load an earlier checkpoint",
         fqn=fqn,
     )
@@ -392,19 +403,19 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
     where = f"the properties of {fqn!a}"
     state = value.state if isinstance(value, Instance) and value.kind == PROPERTIES else None
     if type(state) is not tuple or len(state) < 5:
-        raise CheckpointFormatError(f"{where} are not those that torch writes", fqn=fqn)
+        raise CheckpointFormatError(f"{where} are not a TensorProperties of torch", fqn=fqn)
     if len(state) > 6:
         raise UnsupportedFormatError(
-            f"{where} have {len(state)} fields, and 6 are known here: a newer torch has written them; load "
-            "the checkpoint with that",
+            f"{where} have {len(state)} fields, but this dcphub knows 6: they were written by a newer torch; "
+            "load the checkpoint with that torch",
             fqn=fqn,
         )
     dtype, layout, requires_grad = state[:3]
     if isinstance(dtype, _TorchName) and dtype.startswith("q"):
         raise UnsupportedFormatError(
-            f"{fqn!a} is quantized (torch.{dtype}): its metadata lack scale and zero point, and stock "
-            "torch loads its integers alone, as other values. Load the checkpoint with "
-            "torch into tensors of the same scales, and save it without this one, or dequantized",
+            f"{fqn!a} is quantized (torch.{dtype}), and .metadata does not store its scale and zero point. "
+            "Load the checkpoint with stock torch into tensors with the same scales, and save it without "
+            "this tensor, or dequantized",
             fqn=fqn,
         )
     if isinstance(dtype, _TorchName):
@@ -412,11 +423,15 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
             f"{fqn!a} has the dtype torch.{dtype}, which this version of dcp cannot hold", fqn=fqn
         )
     if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, _TorchName):
-        raise CheckpointFormatError(f"{where} have no dtype or no layout", fqn=fqn)
+        raise CheckpointFormatError(f"{where} lack a dtype or a layout", fqn=fqn)
     if layout != "torch.strided":
-        raise UnsupportedFormatError(f"{fqn!a} has the layout {layout!a}, and only dense is read", fqn=fqn)
+        raise UnsupportedFormatError(
+            f"{fqn!a} has the layout {layout!a}, but only dense tensors are supported: load the checkpoint "
+            "with stock torch, and save it with to_dense()",
+            fqn=fqn,
+        )
     if type(requires_grad) is not bool:
-        raise CheckpointFormatError(f"{where}: requires_grad is not a bool", fqn=fqn)
+        raise CheckpointFormatError(f"{where}: requires_grad must be a bool", fqn=fqn)
     return dtype, requires_grad
 
 
@@ -432,11 +447,17 @@ def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
         offsets = _integers(fields.get("offsets"), "a chunk's offsets", fqn)
         sizes = _integers(fields.get("sizes"), "a chunk's sizes", fqn)
         if len(offsets) != ndim or len(sizes) != ndim:
-            raise CheckpointFormatError(f"a chunk of {fqn!a} has not its tensor's {ndim} dimensions", fqn=fqn)
+            raise CheckpointFormatError(
+                f"a chunk of {fqn!a} at {offsets} with sizes {sizes} does not have {ndim} dimensions, as the "
+                "tensor has",
+                fqn=fqn,
+            )
         known = boxes.setdefault(offsets, sizes)
         if known is not sizes and known != sizes:
             if 0 not in known and 0 not in sizes:
-                raise CheckpointFormatError(f"two chunks of {fqn!a} begin at {offsets}", fqn=fqn)
+                raise CheckpointFormatError(
+                    f"two chunks of {fqn!a} with different sizes begin at {offsets}", fqn=fqn
+                )
             boxes[offsets] = known if 0 in sizes else sizes
     return list(boxes.items())
 
@@ -474,7 +495,7 @@ def plain_problem(
             parts_left[0] -= len(values)
             if parts_left[0] < 0:
                 raise CheckpointFormatError(
-                    "planner_data repeats its parts to many times the length of the file"
+                    "planner_data repeats shared parts many times: the file is damaged or hostile"
                 )
         if not _SCALARS.issuperset(map(type, values)):
             problems = (plain_problem(item, parts_left, depth + 1) for item in values)

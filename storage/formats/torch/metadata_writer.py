@@ -64,7 +64,7 @@ def encode_torch_metadata(index: CheckpointIndex, *, checkpoint_id: str, save_id
         PlanError: If ``planner_data`` is not plain data.
     """
     memo, objects = _Memo(), index.objects
-    memo.push(save_id)  # first of all, for `torch_metadata_head`
+    memo.push(save_id)  # first, for `torch_metadata_head`
     names = memo.strings(index.fqns)
     is_stored = objects.files >= 0
     object_names = memo.strings(list(compress(objects.fqns, is_stored.tolist())))
@@ -252,8 +252,8 @@ def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
     problem = plain_problem(data)
     if problem:
         raise PlanError(
-            f"planner_data {problem[0]}, and only plain data (None, bool, int, float, str, bytes, list, "
-            "tuple, dict) can be saved; have the planner keep its state in these",
+            f"planner_data {problem[0]}, but only plain data (None, bool, int, float, str, bytes, list, "
+            "tuple, dict) can be saved: convert the planner's state to these types",
             **problem[1],
         )
     buffer = io.BytesIO()

@@ -140,15 +140,18 @@ def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
     if isinstance(value, TensorPickle):
         return value
     if not isinstance(value, Ignored):
-        raise CheckpointFormatError(f"the record should hold a tensor, and holds a {type(value).__name__}")
+        raise CheckpointFormatError(f"the record must hold a tensor, not a {type(value).__name__}")
     if value.kind.endswith(" tensor") or value.kind.startswith("torch.per_"):
-        kind = "quantised tensor" if value.kind.startswith("torch.") else value.kind
+        kind = "quantized tensor" if value.kind.startswith("torch.") else value.kind
         raise UnsupportedFormatError(
-            f"the record holds a {kind}, and only dense ones can be read; save it as a dense one (after "
-            "resolve_conj() and resolve_neg())",
+            f"the record holds a {kind}, but only dense tensors are supported; save it as a dense tensor "
+            "(to_dense(), dequantize(), resolve_conj() and resolve_neg())",
             tensor_kind=kind.removesuffix(" tensor"),
         )
-    raise UnsafeObjectError(f"the record of a tensor needs {value.kind}", global_name=value.kind)
+    raise UnsafeObjectError(
+        f"the record of a tensor needs {value.kind}, which is not on the allow-list; no code was run",
+        global_name=value.kind,
+    )
 
 
 class _Globals:
@@ -165,8 +168,8 @@ class _Globals:
         if full not in self._foreign:
             if len(self._foreign) >= _MAX_FOREIGN_NAMES:
                 raise UnsafeObjectError(
-                    f"the pickle names more than {_MAX_FOREIGN_NAMES} classes and functions that a state "
-                    "dict does not need; nothing of it was run",
+                    f"the pickle names more than {_MAX_FOREIGN_NAMES} classes and functions that are not on "
+                    "the allow-list; no code was run",
                     global_name=full,
                 )
             self._foreign[full] = _ignoring(full, full, is_tensor=full.startswith("torch._utils._rebuild_"))
@@ -181,7 +184,7 @@ def _ignoring(name: str, kind: str, *, is_tensor: bool) -> Constructor:
 
 
 def _malformed(what: str) -> CheckpointFormatError:
-    return CheckpointFormatError(f"a pickled {what} is not as torch.save writes it")
+    return CheckpointFormatError(f"the pickle has an invalid {what}, not as written by torch.save")
 
 
 def _require(is_right: bool, what: str) -> None:
@@ -238,11 +241,12 @@ def _rebuild_v3(args: _Args) -> TensorPickle | Ignored:
         requires_grad=grad,
     )
     _require(len(result.sizes) == len(result.strides), "tensor's strides")
-    # Elements outside of the storage would be other data's bytes.
+    # Elements outside of the storage would be bytes of other data.
     end = result.storage_offset + extent(result.sizes, result.strides) if 0 not in result.sizes else 0
     if end * dtype.itemsize > result.storage_bytes or math.prod(result.sizes) >= 1 << 62:
         raise CheckpointFormatError(
-            f"a pickled tensor of sizes {result.sizes} reaches beyond the {result.storage_bytes} bytes stored"
+            f"the pickle has a tensor of shape {result.sizes} that exceeds its storage of "
+            f"{result.storage_bytes} bytes"
         )
     return result
 
@@ -364,7 +368,7 @@ _OWN: Final[dict[tuple[str, str], Any]] = {
         ("torch._utils", name): _ignoring(f"torch._utils.{name}", f"{kind} tensor", is_tensor=True)
         for name, kind in (
             ("_rebuild_sparse_tensor", "sparse"),
-            ("_rebuild_qtensor", "quantised"),
+            ("_rebuild_qtensor", "quantized"),
             ("_rebuild_nested_tensor", "nested"),
             ("_rebuild_meta_tensor_no_storage", "meta"),
         )
@@ -386,7 +390,7 @@ _find_in_record: Final = allow_list(
     _ALLOWED
     | {
         ("torch", name): _ignoring(f"torch.{name}", f"torch.{name}", is_tensor=False)
-        for name in ("per_tensor_affine", "per_channel_affine")  # of quantised tensors, refused as such
+        for name in ("per_tensor_affine", "per_channel_affine")  # of quantized tensors, refused as such
     },
     what="the record of a tensor",
 )

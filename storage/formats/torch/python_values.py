@@ -135,7 +135,9 @@ def decode_value(data: bytes) -> Any:
     if data[:1] != HARMLESS_MARK:
         return decode_plain(data, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
     if len(data) > MAX_FOREIGN_PLAIN_BYTES:
-        raise CheckpointFormatError(f"a value of {len(data)} bytes is above the limit")
+        raise CheckpointFormatError(
+            f"a value has {len(data)} bytes, more than the limit of {MAX_FOREIGN_PLAIN_BYTES}"
+        )
     return python_value(decode_torch_pickle(data[1:]), len(data))
 
 
@@ -215,11 +217,13 @@ class _PythonValues:
             return value
         made = self._made.get(id(value), self)
         if made is _OPEN:
-            raise CheckpointFormatError("the pickle has a container that contains itself")
+            raise CheckpointFormatError(
+                "the pickle has a container that contains itself, which is not supported"
+            )
         if made is not self:
             return made
         if depth > MAX_DEPTH:
-            raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_DEPTH} levels")
+            raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_DEPTH} levels, the limit")
         self._made[id(value)] = _OPEN
         self._made[id(value)] = result = self._make(value, kind, depth + 1)
         return result
@@ -236,7 +240,7 @@ class _PythonValues:
         if kind is DequePickle:
             return deque([self.of(item, depth) for item in value], value.max_length)
         if kind is ArrayPickle and value.array is not None:
-            self._count(value.array.nbytes)  # one piece of a pickle may be named many times
+            self._count(value.array.nbytes)  # a pickle may refer to its bytes many times
             return value.array.copy(order="K")  # a writable copy
         if kind is DtypePickle and value.dtype is not None:
             return value.dtype
@@ -257,14 +261,14 @@ class _PythonValues:
             return Counter(items)
         result = OrderedDict(items)
         metadata = value.state.get("_metadata") if isinstance(value.state, dict) else None
-        if metadata is not None:  # of a module's state dict; other attributes are not a checkpoint's
+        if metadata is not None:  # of a module's state dict; other attributes are ignored
             result._metadata = self.of(metadata, depth)  # type: ignore[attr-defined]  # as torch.nn.Module does
         return result
 
     def _count(self, size_bytes: int) -> None:
         self._bytes_left -= size_bytes
         if self._bytes_left < 0:
-            raise CheckpointFormatError("the pickle repeats its arrays to many times its own length")
+            raise CheckpointFormatError("the pickle repeats shared arrays to many times its length")
 
 
 def _checked_key(key: Any) -> Any:

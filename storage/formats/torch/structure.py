@@ -1,24 +1,23 @@
-"""The nested value of a torch.save file as flat entries, and back.
+"""Structure of torch.save files: flatten the nested value into entries, and restore it.
 
-Names are those that flattening gives a state dict (`dcp.planners.flatten`): mappings are opened at every
-level, lists where they hold a tensor, a mapping or such a list. Tuples are opened like lists where a tensor
-or an OrderedDict is in them; saving through `dcp.save` would keep such a tuple as one pickled object. A file
-that holds a bare tensor has one entry named ``tensor``, one that holds another single value has one named
-``value``: a plain list, too.
+Names are those of a flattened state dict (`dcp.planners.flatten`): dicts are flattened at every level, lists
+if they contain a tensor, a dict or such a list. Tuples are flattened like lists if they contain a tensor or
+an OrderedDict; `dcp.save` would store such a tuple as one pickled object. A file with a single tensor has
+one entry ``tensor``, a file with another single value (also a plain list) one entry ``value``.
 
-What names and paths do not tell is noted in ``provenance["structure"]``, which is plain data::
+Facts beyond names and paths are in ``provenance["structure"]``, plain data::
 
     {"version": 1,
      "containers": [{"path": [...], "kind": "OrderedDict", "keys": [...], "metadata": {...}}, ...],
      "values": {fqn: "torch.Size"}}
 
-``path`` has str for keys and int for positions, as ``planner_data``. ``kind`` is "dict", "OrderedDict",
+``path`` has str for keys and int for positions, as in ``planner_data``. ``kind`` is "dict", "OrderedDict",
 "Counter", "defaultdict" (with "factory", the name of a builtin type), "list", "tuple", "deque" (with
-"maxlen"), or at the root "tensor" or "value" (no container). ``keys`` are all keys in order, where one is no
-str or has no entry below it (an empty container); of a save also "int_keys", see
-`dcp.storage.formats.container_notes`. ``metadata`` is the attribute ``_metadata`` that a module's state dict
-has, with plain dicts in it. Listed are containers that are not what their paths suggest: a dict, or a list
-under an int. ``values`` has the types of values that are stored as another: a torch.Size as a tuple.
+"maxlen"), or at the root "tensor" or "value" (no container). ``keys`` are all keys in order, noted if a key
+is not a str or has no entry (an empty container); notes of a save may have "int_keys" instead, see
+`dcp.storage.formats.container_notes`. ``metadata`` is the attribute ``_metadata`` of a module's state dict,
+with plain dicts. Noted are only containers whose type does not follow from the path (a dict for a str, a
+list for an int). ``values`` has the types of values stored as another type: a torch.Size as a tuple.
 Torch-free.
 """
 
@@ -99,7 +98,7 @@ class _FileFlattener:
         self.structure: dict[str, Any] = {"version": STRUCTURE_VERSION, "containers": [], "values": {}}
         self._facts: dict[int, _Facts | None] = {}
         self._needs: dict[int, str] = {}
-        """First value in a container that is not harmless."""
+        """Class of the first value in a container that is not harmless."""
         self._empty: dict[int, bool] = {}
         self._entries_left = min(_ENTRIES_PER_BYTE * pickle_bytes + _FREE_ENTRIES, MAX_ENTRIES)
         self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
@@ -120,12 +119,14 @@ class _FileFlattener:
             self._facts[id(value)] = self._find_facts(value, depth)
         known = self._facts[id(value)]
         if known is None:
-            raise CheckpointFormatError("the pickle has a container that contains itself")
+            raise CheckpointFormatError(
+                "the pickle has a container that contains itself, which is not supported"
+            )
         return known
 
     def _find_facts(self, value: Any, depth: int) -> _Facts:
         if depth > MAX_NESTING:
-            raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_NESTING} levels")
+            raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_NESTING} levels, the limit")
         opens, must_open, size_bytes = False, isinstance(value, BuiltDict), 1
         needs = SIZE if isinstance(value, SizePickle) else None
         for item in value.values() if isinstance(value, dict) else value:
@@ -158,7 +159,7 @@ class _FileFlattener:
         self._entries_left -= 1
         if self._entries_left < 0:
             raise CheckpointFormatError(
-                f"the pickle has more than {MAX_ENTRIES} entries, or repeats its parts many times over"
+                f"the pickle has more than {MAX_ENTRIES} entries, or repeats shared parts many times"
             )
         if isinstance(value, TensorPickle):
             self._name(fqn, path)
@@ -173,7 +174,7 @@ class _FileFlattener:
     def _open(self, fqn: str, path: Path, value: Any, depth: int) -> None:
         if depth > MAX_NESTING:
             raise CheckpointFormatError(
-                f"the pickle is nested deeper than {MAX_NESTING} levels, or endlessly"
+                f"the pickle is nested deeper than {MAX_NESTING} levels, or contains itself"
             )
         self._note_container(path, value)
         prefix = f"{fqn}." if path else ""
@@ -219,7 +220,7 @@ class _FileFlattener:
     def _encoded(self, value: Any, size_bytes: int) -> bytes | None:
         """Return the encoding of a leaf; None if too large."""
         if size_bytes > self._bytes_left:
-            raise CheckpointFormatError("the pickle repeats its values to many times its own length")
+            raise CheckpointFormatError("the pickle repeats shared values to many times its length")
         encoded = encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
         return encode_value(python_value(value, size_bytes)) if encoded is None else encoded
 
@@ -266,7 +267,7 @@ class _FileFlattener:
             return {}
         size_bytes = self._facts_of(metadata, 0).size_bytes
         if size_bytes > self._bytes_left:
-            raise CheckpointFormatError("the pickle repeats its values to many times its own length")
+            raise CheckpointFormatError("the pickle repeats shared values to many times its length")
         self._bytes_left -= size_bytes
         plain = {key: dict(item) if isinstance(item, dict) else item for key, item in metadata.items()}
         is_plain = encode_plain(plain, limit_bytes=MAX_FOREIGN_PLAIN_BYTES) is not None
@@ -275,8 +276,8 @@ class _FileFlattener:
 
 def _collision(fqn: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f"two entries of the file flatten to the name {fqn[:200]!r}, so neither can be loaded by name; "
-        f"load the file with torch.load(weights_only=True) and rename one",
+        f"two entries of the file flatten to the same name {fqn[:200]!r}; load the file with "
+        f"torch.load(weights_only=True), rename one and save it again",
         fqn=fqn[:200],
     )
 
@@ -291,10 +292,10 @@ def _key_name(key: Any) -> str | None:
     try:
         return str(key)
     except ValueError as error:  # an integer of more digits than Python prints
-        raise CheckpointFormatError("a dict's key is an integer of thousands of digits") from error
+        raise CheckpointFormatError("the pickle has a dict key with thousands of digits") from error
 
 
-# -- and back ------------------------------------------------------------------------------------------------
+# -- restoring -----------------------------------------------------------------------------------------------
 
 
 def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Callable[[str], Any]) -> Any:
@@ -313,15 +314,15 @@ def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Calla
     tree = _Node()
     above, node = None, tree
     for fqn, path in paths.items():
-        if path[:-1] != above or not path:  # mostly they are neighbours
+        if path[:-1] != above or not path:  # most entries are neighbors
             above, node = path[:-1], _node_at(tree, path)
         if path[-1] in node:
-            raise CheckpointFormatError(f"two values stand at {path!r:.200}")
+            raise CheckpointFormatError(f"two entries of the checkpoint have the path {path!r:.200}")
         node[path[-1]] = value_of(fqn)
     for path in empty_dicts(notes, ()) if notes else ():
         node = _node_at(tree, path)
         if type(node.setdefault(path[-1], _Node())) is not _Node:
-            raise CheckpointFormatError(f"two values stand at {path!r:.200}")
+            raise CheckpointFormatError(f"two entries of the checkpoint have the path {path!r:.200}")
     return _build(tree, (), notes)
 
 
@@ -333,11 +334,13 @@ def _node_at(tree: _Node, path: Path) -> _Node:
     """Return the container at ``path``, created if missing."""
     node = tree
     if not 0 < len(path) <= MAX_NESTING + 1:
-        raise CheckpointFormatError(f"a path of {len(path)} parts in the structure of the checkpoint")
+        raise CheckpointFormatError(
+            f"the checkpoint has a path of {len(path)} parts; paths must have 1 to {MAX_NESTING + 1}"
+        )
     for part in path[:-1]:
         node = node.setdefault(part, _Node())
         if type(node) is not _Node:
-            raise CheckpointFormatError(f"a value stands above another one in {path!r:.200}")
+            raise CheckpointFormatError(f"the path {path!r:.200} of the checkpoint goes through a value")
     return node
 
 
@@ -393,8 +396,8 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
     flat.run(decode_torch_pickle(pickled))
     if not flat.paths and flat.refused.keys() == {"value"}:
         raise UnsafeObjectError(
-            f"it holds one object, which needs {flat.refused['value']}; nothing of it was run. Save a "
-            "state dict instead: torch.save(model.state_dict(), ...)",
+            f"the file is a single pickled object that needs {flat.refused['value']}, which is not on the "
+            "allow-list; no code was run. Save a state dict instead: torch.save(model.state_dict(), ...)",
             global_name=flat.refused["value"],
         )
     _check_expansion(flat, size_bytes)
@@ -412,8 +415,8 @@ def _check_expansion(flat: _FileFlattener, size_bytes: int) -> None:
     limit = _EXPANDED_BYTES + _EXPANSION * size_bytes
     if described > limit:
         raise CheckpointFormatError(
-            f"it has {size_bytes} bytes, and its tensors would have {described}, more than is taken "
-            f"({limit}): save clones of expanded tensors instead of the views"
+            f"the file has {size_bytes} bytes, but its tensors would take {described}, more than the limit "
+            f"of {limit}: save clones of expanded tensors instead of views"
         )
 
 
@@ -427,8 +430,8 @@ def _storages(flat: _FileFlattener, archive: TorchArchive) -> dict[str, bytes]:
         if entry is None or entry.size != tensor.storage_bytes:
             size = "no" if entry is None else entry.size
             raise CheckpointFormatError(
-                f"the zip has {size} bytes of the storage {key!r}, and {fqn[:200]!r} needs "
-                f"{tensor.storage_bytes}",
+                f"the zip has {size} bytes for the storage {key!r}, but {fqn[:200]!r} needs "
+                f"{tensor.storage_bytes}: the file is damaged",
                 fqn=fqn,
             )
         found[key] = name

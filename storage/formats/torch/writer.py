@@ -109,7 +109,7 @@ class _PickleWriter:
 
     def _write_container(self, value: Any, depth: int) -> None:
         if depth > MAX_DEPTH:
-            raise PlanError(f"the state dict is nested deeper than {MAX_DEPTH} levels")
+            raise PlanError(f"the state dict is nested deeper than {MAX_DEPTH} levels: flatten it")
         put, kind = self.parts.append, type(value)
         if kind is dict or kind is OrderedDict:
             put(b"}(" if kind is dict else record.EMPTY_ORDERED_DICT + b"(")
@@ -118,13 +118,13 @@ class _PickleWriter:
                     put(_text(key))
                 else:
                     self.write(key, depth)
-                if type(item) is TensorRef:  # the most there is
+                if type(item) is TensorRef:  # the most frequent value
                     self._write_tensor(*item)
                 else:
                     self.write(item, depth)
             put(b"u")
             if getattr(value, "_metadata", None) is not None:
-                put(b"}(" + _text("_metadata"))  # versions of modules, of a module's state dict
+                put(b"}(" + _text("_metadata"))  # versions of modules in a module's state dict
                 self.write(value._metadata, depth)
                 put(b"ub")
         elif kind is Counter:
@@ -148,7 +148,10 @@ class _PickleWriter:
             self._write_all((part for item in value.items() for part in item), depth)
             put(b"u")
         else:
-            raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
+            raise PlanError(
+                f"a {kind.__name__} cannot be converted to a torch.save file: exclude the entry, or load the "
+                "checkpoint and use torch.save"
+            )
 
     def _write_tensor(
         self,
