@@ -33,7 +33,7 @@ SORTS = ("-time", "time", "-step", "step", "-bytes", "bytes", "-name", "name", "
 
 @pytest.fixture
 def many(catalog: Catalog) -> Catalog:
-    """Ninety checkpoints in two roots, with many equal sort keys; some are deleted, tagged or pinned."""
+    """Add ninety checkpoints in two roots, with many equal sort keys; some are deleted, tagged or pinned."""
     chance = random.Random(7)
     for number in range(90):
         run = f"team/run-{number % 5}/" if number % 5 else ""
@@ -327,7 +327,7 @@ def test_typing_errors_are_no_other_question(catalog: Catalog) -> None:
 
 @pytest.fixture
 def named(catalog: Catalog) -> Catalog:
-    """Two scanned roots with a run each and different metrics."""
+    """Save a run with different metrics in each of two roots, and scan both."""
     catalog.save("team/tuned/step-1", user={"metrics": {"loss": 1.0}})
     catalog.save("secret/step-1", "other", user={"metrics": {"hidden_loss": 1.0}})
     for root in ("main", "other"):

@@ -25,7 +25,7 @@ VALUES = {"last": max, "min": min, "max": max}
 
 @pytest.fixture
 def found(catalog: Catalog) -> Catalog:
-    """Four runs in two roots, three of them with a loss."""
+    """Add four runs in two roots, three of them with a loss."""
     for run, (root, metadata, losses) in RUNS.items():
         for step in losses or {7: 0}:
             add_checkpoint(

@@ -15,7 +15,7 @@ LAYERS = [*(f"Model.layers.{n}.attn.Q_proj.weight" for n in range(12)), "head.we
 
 @pytest.fixture
 def searched(catalog: Catalog) -> Catalog:
-    """Ten steps of a run, of which one is incomplete and one deleted; another root with secret names."""
+    """Save ten steps of a run, one incomplete and one deleted, and another root with secret names."""
     for step in range(1, 11):
         seconds = {"slowest_rank_seconds": {"plan": 0.5, "write": 1.0, "local_plan": 0.4}} if step % 2 else {}
         key = f"Team/llama/step-{step}"

@@ -115,7 +115,7 @@ def test_a_damaged_source_never_gives_all_bytes(own: DataSite, to: str) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_range_of_a_zip_reads_nothing_before_it(own: DataSite, dtype: str | None) -> None:
-    """A range of a zip file uses stored checksums and reads nothing else; a cast reads from the start."""
+    """A range of a zip file reads no earlier data, using stored checksums; a cast reads from the start."""
     folder = own.save("s", {"a": torch.arange(3_000_000.0), "b": torch.arange(9), "c": torch.ones(0)})
     params = {"format": "torch"} | ({"dtype": dtype} if dtype else {})
     url = f"{own.known('s')}/download"

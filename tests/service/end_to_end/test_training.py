@@ -1,4 +1,4 @@
-"""From training to a downloaded model, with real processes, HTTP and S3."""
+"""Path from training to a downloaded model, with real processes, HTTP and S3."""
 
 from __future__ import annotations
 

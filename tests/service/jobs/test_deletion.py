@@ -253,7 +253,7 @@ def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hol
 
 
 def test_a_policy_by_part(lean: JobSite, run: Path) -> None:
-    """A policy for the optimizer prunes all but the newest step, each by a job; a dry run prunes none."""
+    """A policy for the optimizer prunes all but the newest of each format by jobs; a dry run prunes none."""
     keep = {"optimizer": {"last": 1}}
     given = {"name": "lean", "root": "main", "run_glob": "*", "keep": keep, "grace_seconds": 0}
     number = int(lean.api.post("/retention/policies", given)["id"])

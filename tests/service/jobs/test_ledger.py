@@ -410,7 +410,7 @@ def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
 
 
 def test_which_errors_are_waited_for_tried_again_or_final() -> None:
-    """Missing space, permission and availability are waited for; errors of data or of the job are final."""
+    """A lack of space or permission and outages are waited for; errors of data and of the job are final."""
     codes = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
     passing: list[Exception] = [OSError(code, os.strerror(code)) for code in codes]
     passing += [StorageFullError("full"), StorageError("503"), ConnectionError(), TimeoutError()]

@@ -114,7 +114,10 @@ def test_what_does_not_go_together_fails_for_good(site: JobSite, tmp_path: Path)
     dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "main/other", no_dist=True)
     dcp.save({"weight": torch.full(_SHAPE, torch.inf)}, checkpoint_id=tmp_path / "main/inf", no_dist=True)
     site.scan("main")
-    for name, words in (("other", "'weight' has different shapes"), ("inf", "'weight' (600 NaN or infinite)")):
+    for name, words in (
+        ("other", "'weight' has different shapes"),
+        ("inf", "'weight' (600 NaN or infinite)"),
+    ):
         job = site.do("merge", sources=[ids(site)[0], site.id("main", name)], **target)
         assert job.state == "failed" and words in str(job.error)
         assert str(tmp_path) not in str(job.error)
@@ -174,7 +177,7 @@ def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path)
 
 @pytest.mark.parametrize("param", ["sources", "adapters"])
 def test_who_sees_a_merge_sees_all_that_it_is_made_of(param: str, site: JobSite) -> None:
-    """A merge names its sources, and is visible only to keys for all roots of these."""
+    """A merge, whose result and errors name its sources, is visible only to keys for all of their roots."""
     here, _, there = ids(site)
     own = site.submit("merge", sources=[here], to="dcp", target_root="main", target_key="own")
     given: dict[str, Any] = {"sources": [here], param: [here, there] if param == "sources" else [there]}

@@ -145,10 +145,10 @@ def test_a_lease_is_renewed_for_as_long_as_the_task_takes(database: Database, tm
 
 
 def test_a_worker_waits_for_the_tables(empty_database: Database, tmp_path: Path) -> None:
-    """Names the remedy once, fails in no step meanwhile, and begins when an operator has made the tables."""
+    """A worker without tables names `dcp db upgrade` once, fails in no step, and begins after the upgrade."""
     settings = job_settings(empty_database, tmp_path)
     with capture_logs() as logs, working(settings):
-        time.sleep(3.0)  # it has looked twice
+        time.sleep(3.0)  # the worker looks twice
         command("db", "upgrade", "--database", settings.database_url.get_secret_value())
         job_id = put(empty_database, tmp_path, "write")
         assert wait_for_end(empty_database, job_id).state == "succeeded"

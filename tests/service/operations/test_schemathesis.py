@@ -23,7 +23,7 @@ from tests.support.service import Service
 
 _SECONDS = 1500
 _KEY_ID = "UPDATE api_keys SET id = 1000000007"
-"""Gives the key in use a large id, so that a fuzzed small id does not revoke it."""
+"""Give the key in use a large id, so that a fuzzed small id does not revoke the key."""
 
 _STREAMS = ("watch_job", "watch_jobs", "watch_run")
 """Event streams, each read for ten seconds: in the exhaustive runs only."""

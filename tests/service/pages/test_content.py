@@ -116,7 +116,7 @@ def test_filters_counts_and_pages(app: App, browser: Browser) -> None:
     assert not set(_steps(first)) & set(_steps(second))
     assert browser.get("/runs/1?format=nonsense").status_code == 422
     nothing = browser.page("/runs/1?format=torch_dcp&verification=damaged")
-    assert "damaged 0" in nothing.text and "/runs/1?format=torch_dcp" in nothing.links  # takes it away again
+    assert "damaged 0" in nothing.text and "/runs/1?format=torch_dcp" in nothing.links  # without the filter
     assert browser.get("/runs/1?unknown=1").status_code == 422
     assert "115 would be deleted" in browser.page("/runs/1?keep_last=3&format=dcp").text  # of both formats
 
@@ -334,7 +334,7 @@ def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
     followed = browser.page(f"/checkpoints/{number}")
     assert ".live > *" in {given.get("hx-select") for _, given in followed.elements}
-    for page in (queued, followed):  # the state changes, so that followers exclude it
+    for page in (queued, followed):  # both contain the state, which changes
         assert "its-state" in {given.get("class") for _, given in page.elements}
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # a second cancellation succeeds

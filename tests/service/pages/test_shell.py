@@ -103,7 +103,7 @@ def test_nobody_sees_a_page_without_signing_in(keyed: App) -> None:
 
 
 def test_signing_in_and_out(keyed: App) -> None:
-    """The session cookie is closed to scripts and other sites, has no key, and ends on signing out."""
+    """The session cookie is HttpOnly and SameSite, does not contain the key, and ends on signing out."""
     browser = Browser(keyed.client())
     key = keyed.key("read")
     answer = browser.sign_in(key, "/jobs?state=failed")

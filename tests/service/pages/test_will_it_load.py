@@ -1,4 +1,4 @@
-"""Pages and API that answer if a checkpoint loads into a given state."""
+"""Load check: the page and the API compare a checkpoint with a given state."""
 
 from __future__ import annotations
 

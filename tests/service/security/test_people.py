@@ -150,7 +150,7 @@ def test_sign_in_at_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.each_database
 def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, provider: Provider) -> None:
-    """Rights come from groups and end with them; a key has no more rights than its owner."""
+    """Rights come from groups and grants; a key has no more rights than its owner and ends with the owner."""
     url = database.url.render_as_string(hide_password=False)
     with site(url, tmp_path, provider.url) as catalog:
         mine, other = catalog.add("run/step-1"), catalog.add("run/step-2", "other")

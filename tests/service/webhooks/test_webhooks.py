@@ -126,7 +126,7 @@ def test_nobody_is_shown_them(app: App, admin: TestClient, capfd: pytest.Capture
 
 
 def signed_with(app: App, receiver: Receiver, webhook: int, secrets: list[str]) -> bool:
-    """Send a test delivery, and return if it is signed with each of these secrets."""
+    """Send a test delivery, and return True if each of these secrets signed the request."""
     assert app.base.post(f"{HOOKS}/{webhook}/test").status_code == 202
     deliver(app)
     request = receiver.requests.pop()
