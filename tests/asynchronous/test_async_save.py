@@ -34,7 +34,7 @@ def overwrite(state: Any) -> None:
     state["step"] = -1
 
 
-# -- what is saved -------------------------------------------------------------------------------------------
+# -- saved values --------------------------------------------------------------------------------------------
 
 
 def test_one_future_serves_both_usages(tmp_path: Path) -> None:

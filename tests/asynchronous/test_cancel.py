@@ -135,7 +135,7 @@ def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kin
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
-    """`cancel` on a rank that has finished writing ends the writes of all ranks; the error has its number."""
+    """`cancel` on a rank that has finished writing ends the writes of all ranks; the error names the rank."""
     alike = [True, True, [1], False, False]
     found = run_ranks(2, cancel_by_the_rank_that_is_ready, tmp_path, kind)
     assert found == [[None, *alike], [True, *alike]]

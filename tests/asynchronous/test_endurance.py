@@ -28,7 +28,7 @@ ELEMENTS = 1 << 16
 TENSORS = 8
 
 GROWTH_BYTES = 8 << 20
-"""The most growth of memory after the second save that is no leak.
+"""Largest growth of memory after the second save that is not a leak.
 
 A leak of 84 KiB a save exceeds this after a hundred saves, one of 1.6 MiB after seven; the state has 2 MiB.
 Measured growth is 0.3 to 4.3 MiB, most of it on a busy machine: heaps of short-lived threads, and pages of a
@@ -148,8 +148,8 @@ _LONG = [("thread", 1, 14), ("thread", 2, 100), ("process", 1, 100)]
 def test_saves_are_their_own_snapshots_and_leave_nothing(
     tmp_path: Path, mode: str, world_size: int, saves: int
 ) -> None:
-    """Each save has the values of its version, and memory, descriptors and threads do not grow. This holds
-    for trainers and for the one writer process. No file in /dev/shm has a name."""
+    """Each save has the values of its version, and memory, descriptors and threads of trainers and the one
+    writer process do not grow. /dev/shm has no named file."""
     for result in run_ranks(world_size, endure, tmp_path / "run", mode, saves):
         assert result["wrong"] == []
         for before, after in zip(result["before"], result["after"], strict=True):

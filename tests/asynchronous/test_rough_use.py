@@ -81,8 +81,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
-    """Interpreter exit waits for commits, also a manager's and after Ctrl-C, but not for a hanging
-    storage."""
+    """Interpreter exit waits for commits, a manager's too and after Ctrl-C, but not for a hanging storage."""
     ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
     assert ended.returncode == 3, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1"]

@@ -84,7 +84,8 @@ def test_all_ranks_make_the_same_of_all_endings(
 def test_a_reply_that_cannot_be_understood_costs_one_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An invalid reply of the writer process fails one save with a clear error; the next starts another."""
+    """An invalid reply of the writer process fails one save with a clear error; the next has a new
+    process."""
 
     def unpackb(data: bytes, **how: Any) -> Any:
         return msgpack.unpackb(data, **how) | {"ending": {"ended": True}}

@@ -64,8 +64,7 @@ def test_stock_torch_reads_nothing_before_the_commit(tmp_path: Path) -> None:
 
 
 def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
-    """A commit ends uploads of killed and beaten saves, but no upload that began later and no foreign
-    file."""
+    """A commit ends uploads of killed and overtaken saves, but neither later uploads nor foreign files."""
     model = _model("uploads")
     for name in ("__0_0.0a1b2c3d.distcp", "__7_1.0a1b2c3e.distcp", "a user's own"):
         model.create(name, durable=False)
@@ -79,7 +78,7 @@ def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, kind: str) -> None:
-    """A predecessor may list any file as data; only names of a checkpoint's data are removed."""
+    """A predecessor may list any file as its data; only files with names of checkpoint data are removed."""
     if kind == "ours":
         _save(tmp_path, 1)
     else:

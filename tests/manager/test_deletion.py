@@ -80,7 +80,7 @@ def save_more(root: WatchedRoot, step: int, **options: Any) -> Recorder:
     return seen
 
 
-# -- what goes -----------------------------------------------------------------------------------------------
+# -- deleted files -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,7 +157,7 @@ def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
         assert manager.all_steps() == []
 
 
-# -- storage that fails --------------------------------------------------------------------------------------
+# -- failing storage -----------------------------------------------------------------------------------------
 
 
 def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
     assert not root.path(2).exists()
 
 
-# -- beside saves --------------------------------------------------------------------------------------------
+# -- concurrent saves ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before_the_cut", [True, False])
@@ -208,8 +208,7 @@ def test_a_save_that_commits_meanwhile_wins(tmp_path: Path, before_the_cut: bool
 
 
 def test_a_save_takes_its_step_from_the_queue(tmp_path: Path) -> None:
-    """Saving a step again takes it out of the deletion queue, or waits for its deletion if that is
-    running."""
+    """A save of a step takes the step out of the deletion queue, or waits for its running deletion."""
     root, gate = WatchedRoot(tmp_path), Gate()
     for step in (1, 2):
         save_version(root.path(step), step)
@@ -227,7 +226,7 @@ def test_a_save_takes_its_step_from_the_queue(tmp_path: Path) -> None:
     assert [loaded_step(root.path(step)) for step in (1, 2)] == [11, 12]
 
 
-# -- what saves have left ------------------------------------------------------------------------------------
+# -- leftovers of saves --------------------------------------------------------------------------------------
 
 
 def uncommitted(root: WatchedRoot, step: int, age_seconds: float, *names: str) -> None:

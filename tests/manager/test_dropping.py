@@ -69,8 +69,8 @@ def there(root: Path, steps: range) -> list[str]:
 
 @pytest.mark.parametrize("torch_compatible", [True, False])
 def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compatible: bool) -> None:
-    """An optimizer in files of its own is dropped by deletion: the weights' file stays, and the preview is
-    exact."""
+    """An optimizer in separate files is dropped by deleting them; the freed bytes are those of the
+    preview."""
     save_apart(tmp_path, torch_compatible=torch_compatible)
     before = sizes(tmp_path)
     inodes = {path.name: path.stat().st_ino for path in tmp_path.glob("*.distcp")}
@@ -177,7 +177,7 @@ def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
     assert "app.optimizer.state.0.exp_avg" in dcp.open_index(tmp_path).fqns
 
 
-# -- beside saves and readers --------------------------------------------------------------------------------
+# -- concurrent saves and reads ------------------------------------------------------------------------------
 
 
 def watched(folder: Path, *faults: Fault) -> str:

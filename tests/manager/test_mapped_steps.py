@@ -38,8 +38,7 @@ def save_and_resume(rank: int, world_size: int, root: str, mode: str) -> None:
     "mode", ["thread", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("sync", "process"))]
 )
 def test_steps_are_under_the_other_definition(tmp_path: Path, mode: str) -> None:
-    """Each step equals a save through the map; a restore through the inverse skips damage, and saves
-    continue."""
+    """Each step equals a mapped save; a restore by the inverse map skips damage, and saves continue."""
     run_ranks(2, save_and_resume, str(tmp_path), mode)
     assert [seen_by_dcp(tmp_path / f"step-{step:08d}") for step in (1, 3)] == [1, 1]
 

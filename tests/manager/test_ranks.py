@@ -88,7 +88,7 @@ def test_ranks_save_the_same_steps_and_restore_their_own(tmp_path: Path, mode: s
     assert len(by_rank) == world_size and all({"local_plan", "write"} <= set(one) for one in by_rank)
 
 
-# -- elastic -------------------------------------------------------------------------------------------------
+# -- other numbers of ranks ----------------------------------------------------------------------------------
 
 
 def _resume(rank: int, world_size: int, root: str, first: int, last: int) -> list[Any]:
@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert loaded_step(str(tmp_path / "step-00000010")) == 10
 
 
-# -- agreeing ------------------------------------------------------------------------------------------------
+# -- agreement between ranks ---------------------------------------------------------------------------------
 
 
 def _terminated(rank: int, world_size: int, root: str, mode: str, how: str) -> tuple[Any, ...]:
@@ -271,7 +271,7 @@ def test_damage_that_rank_0_finds_is_raised_on_all_ranks(tmp_path: Path) -> None
     assert all("failed on another rank" in result for result in results[1:])
 
 
-# -- the rest ------------------------------------------------------------------------------------------------
+# -- calls by all ranks, groups and mistakes -----------------------------------------------------------------
 
 
 def _by_all(rank: int, world_size: int, root: str) -> list[Any]:

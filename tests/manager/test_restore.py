@@ -73,13 +73,13 @@ def resume(
         return restored
 
 
-# -- what is restored ----------------------------------------------------------------------------------------
+# -- restored steps ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumes_where_the_one_before_ended(tmp_path: Path, mode: Any) -> None:
-    """Without a step `restore` returns None; else it loads the newest or the requested step, with
-    `PerRank`."""
+    """`restore` loads the newest or the requested step with `PerRank` values, and returns None without
+    one."""
     with manager_of(tmp_path, mode=mode) as manager:
         assert manager.restore(state_at(-1)) is None
         for step in (5, 7):
@@ -177,7 +177,7 @@ def test_a_damaged_step_is_noted_and_may_be_saved_anew(tmp_path: Path) -> None:
     assert manager.all_steps() == [4]
 
 
-# -- what a failed load has filled ---------------------------------------------------------------------------
+# -- tensors filled by a failed load -------------------------------------------------------------------------
 
 
 class Opaque:
@@ -211,7 +211,7 @@ def test_a_partial_load_does_not_mix_two_steps(tmp_path: Path) -> None:
     assert (new["w"].tolist(), new["head"].tolist(), new["o"]) == ([1, 1], [0, 0], 1)
 
 
-# -- what must not lead to an older step ---------------------------------------------------------------------
+# -- errors without an older step ----------------------------------------------------------------------------
 
 
 def test_a_state_that_does_not_fit_the_newest_is_an_error(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_an_outage_does_not_set_training_back(tmp_path: Path) -> None:
 
 
 def test_a_step_that_vanishes_under_the_reader_is_no_damage(tmp_path: Path) -> None:
-    """If a step is deleted during the read, as by a writer of the last job, the newest present step is
+    """If a step is deleted during the read, as by an old job's writer, the newest present step is
     restored."""
     root, seen = WatchedRoot(tmp_path), Recorder()
     save_steps(tmp_path, 1)

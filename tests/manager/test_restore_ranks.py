@@ -28,8 +28,7 @@ def save_sharded(rank: int, world_size: int, root: str, steps: list[int]) -> Non
 
 
 def resume_sharded(rank: int, world_size: int, root: str, more: bool = False) -> Any:
-    """Return (step, values, n, skipped steps, their events) of a restore; ``more`` adds an absent key on rank
-    1."""
+    """Restore, rank 1 with an absent key if ``more``: (step, values, n, skipped steps, their events)."""
     seen = Recorder()
     state: dict[str, Any] = {"w": sharded(world_size, 0.0), "n": 0}
     if more and rank == 1:

@@ -185,7 +185,7 @@ def test_a_run_that_saved_nothing_does_not_end_well(tmp_path: Path) -> None:
     assert (other.failures, other.all_steps()) == (1, [5])
 
 
-# -- damage behind the commit --------------------------------------------------------------------------------
+# -- damage after the commit ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

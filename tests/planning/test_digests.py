@@ -121,7 +121,7 @@ def test_the_checksum_of_two_pieces_is_that_of_both_together(first: bytes, secon
     assert crc32_combine(crc32(first), crc32(whole), len(whole)) == zlib.crc32(first + whole)
 
 
-# -- replicas are compared by digests ------------------------------------------------------------------------
+# -- digests of replicas -------------------------------------------------------------------------------------
 
 
 def digest_tensor(tensor: torch.Tensor, check: Any = "sampled") -> int:

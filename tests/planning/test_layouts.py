@@ -78,8 +78,7 @@ def test_boxes_hold_what_torch_distributes(mesh: Mesh, sizes: tuple[int, ...], s
 
 
 def test_a_rank_that_has_nothing_says_so(mesh: Mesh) -> None:
-    """A rank outside of a DTensor's submesh saves no entry, an empty shard no box, an empty tensor one empty
-    chunk."""
+    """A rank outside of a DTensor's mesh has no entry, an empty shard no box, an empty tensor one chunk."""
     assert held({"t": of_local(mesh(3, (2,)), torch.zeros(0), ROWS, 4)}) == {}
     here = mesh(3, (4,))
     short = distribute_tensor(torch.zeros(2, 3), here, [ROWS], src_data_rank=None)

@@ -195,8 +195,7 @@ def save_through_failures(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_every_save_holds_its_own_step_whatever_failed_before(tmp_path: Path) -> None:
-    """With a reused plan a differing replica is still named, and after a failure on a rank the next save is
-    right."""
+    """With a kept plan a differing replica is still named; after any failure the next save is right."""
     for seen in run_ranks(4, save_through_failures, str(tmp_path)):
         assert [seen[number] for number in (0, 1, 3, 5, 6, 7)] == ["saved"] * 6
         assert "ReplicaMismatchError" in seen[2] and "plain.layer17" in seen[2]

@@ -33,7 +33,7 @@ def _no_earlier_works() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_earlier_works")
 def test_the_end_waits_for_threads_that_drop_tensors() -> None:
-    """If a thread drops the tensors of a complete work after the interpreter's end, the process aborts."""
+    """Exit waits for threads that hold a finished work's tensors, whose release after it would abort."""
     with tempfile.TemporaryDirectory() as folder:
         group = Channel.own_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1, timeout_seconds=60).group
         factor = torch.ones(3, requires_grad=True)

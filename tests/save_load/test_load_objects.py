@@ -47,7 +47,7 @@ def test_a_load_state_dict_that_fails_fails_all_ranks(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-# -- tensors without memory ----------------------------------------------------------------------------------
+# -- tensors on the meta device ------------------------------------------------------------------------------
 
 
 class _Holder:

@@ -112,8 +112,7 @@ def save_wrong(rank: int, world_size: int, path: str) -> list[str]:
 
 
 def test_experts_that_no_rank_has_or_that_differ_are_named_on_all(tmp_path: Path) -> None:
-    """Missing experts, an unknown number of experts, and a shape that differs between ranks are errors before
-    any write."""
+    """Missing experts, an unknown number of them, and differing shapes are errors before any write."""
     gone = [f"'model.layers.0.mlp.experts.3.{part}.weight'" for part in ("gate_proj", "up_proj")]
     for missing, more, unknown, wide in run_ranks(2, save_wrong, str(tmp_path / "c")):
         assert f"PlanError: no rank has (all of) {', '.join(gone)}: " in missing

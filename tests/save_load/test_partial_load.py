@@ -114,7 +114,7 @@ def test_torchs_load_heeds_the_options(tmp_path: Path) -> None:
         )
 
 
-# -- objects and ways through a load -------------------------------------------------------------------------
+# -- objects and code paths of a load ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -231,8 +231,7 @@ OWN: list[Any] = [(10 + rank, [rank] * 3, []) for rank in range(2)]
 
 @pytest.mark.parametrize("road", ["columns", "objects"])
 def test_other_ranks_values_are_kept_if_asked(of_two: str, road: str) -> None:
-    """With per_rank="keep" 3 ranks and 1 rank keep their values, where 2 saved. Otherwise ranks with an entry
-    load it."""
+    """With per_rank="keep" other numbers of ranks keep their values; by default a rank needs an entry."""
     ways = [(road, "keep"), (road, "exact")]
     for kept, told in run_ranks(3, load_per_rank, of_two, ways):
         assert kept == KEPT

@@ -164,8 +164,7 @@ DAMAGES: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
 
 
 def test_what_differs_is_named_with_the_ranks_that_have_it(tmp_path: Path) -> None:
-    """A change in a shard, a replica, an Adam moment, a generator, a value, a name or a dtype is the only
-    finding."""
+    """A change of a shard, replica, Adam moment, generator, value, name or dtype is the only finding."""
     (reports, *_) = run_ranks(3, damage_and_prove, str(tmp_path / "one"))
     for what, expected in DAMAGES.items():
         proof = dcp.Proof.of_json(reports[what])
@@ -223,8 +222,7 @@ HELD = {
 @pytest.mark.parametrize("has_digests", [True, False])
 @pytest.mark.parametrize("name", HELD)
 def test_parts_have_each_element_once(tmp_path: Path, name: str, has_digests: bool) -> None:
-    """Parts must cover each element once with the saved bytes; overlaps do not make up for missing
-    elements."""
+    """Parts have each element once with the saved bytes; overlaps do not make up for missing elements."""
     whole = torch.arange(8.0)
     dcp.save({"w": whole}, storage_writer=dcp.FileSystemWriter(tmp_path, digests=has_digests))
     parts, kinds = HELD[name]

@@ -164,7 +164,7 @@ def loaded(rank: int, world_size: int, path: str, options: dict[str, Any]) -> An
 
 
 def test_other_numbers_of_ranks(of_two: Path) -> None:
-    """Saved by 2 ranks, loaded by 3 and by 1: every rule, in objects, lists and dicts, with any ``per_rank``."""
+    """Saved by 2 ranks, loaded by 3 and by 1: every rule works in objects, lists and dicts."""
     names = ["app.list.0", "app.noise", "app.queue", "app.rows", "odd"]
     odd: Any = [["0"], ["0", "1"]]
     for options in ({}, {"per_rank": "keep"}):

@@ -77,8 +77,7 @@ def test_casts_that_lose_more_than_digits_are_in_the_report(tmp_path: Path, veri
 def test_memory_that_elements_share_is_no_destination(
     tmp_path_factory: pytest.TempPathFactory, axes: list[tuple[int, int]]
 ) -> None:
-    """A view with two elements in one place is refused, because rows would overwrite each other; others are
-    filled."""
+    """A view with two elements in one place is refused, as rows would overwrite each other."""
     sizes, strides = tuple(size for size, _ in axes), tuple(stride for _, stride in axes)
     places = [
         sum(at * stride for at, stride in zip(index, strides, strict=True)) for index in np.ndindex(*sizes)

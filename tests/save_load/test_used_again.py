@@ -74,8 +74,7 @@ class _Steps(dcp.DefaultLoadPlanner):
 
 @pytest.mark.parametrize("make", [dcp.DefaultLoadPlanner, _Steps])
 def test_options_hold_for_one_load_on_either_road(tmp_path: Path, make: type[dcp.DefaultLoadPlanner]) -> None:
-    """Options of a call apply to that load only, on columns and by torch's protocol; an unknown option value
-    raises."""
+    """Options of a call apply to that load only, on each code path; an unknown option value raises."""
     dcp.save({"w": torch.ones(4), "x": torch.ones(4)}, checkpoint_id=tmp_path)
     reader, planner = FileSystemReader(tmp_path), make()
     wanted = {"w": torch.zeros(4, dtype=torch.float64), "x": torch.zeros(4), "more": torch.zeros(1)}
