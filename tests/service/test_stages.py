@@ -373,8 +373,7 @@ def test_wrong_settings_end_the_start(tmp_path: Path, wrong: dict[str, Any]) -> 
 
 
 def test_stages_on_pages(catalog: Catalog, tmp_path: Path) -> None:
-    """Forms without scripts request, reject, approve and demote, with reasons as text; without keys one
-    caller promotes."""
+    """Forms without scripts request, reject, approve and demote; without keys one caller is enough."""
     number = catalog.add("run/step-1")
     dev, ann = Browser(catalog.app.client()), Browser(catalog.app.client())
     dev.sign_in(catalog.app.key("read", "write", name="dev"))

@@ -186,8 +186,7 @@ def plan_of(catalog: Catalog, query: str) -> str:
 
 @pytest.mark.each_database  # their SQL differs
 def test_pages_of_many_are_read_from_an_index(catalog: Catalog) -> None:
-    """A page of a large catalog, the first or a later page, needs neither a scan of the table nor a sort. A
-    selective filter reads only the matching rows."""
+    """A page of a large catalog needs neither a table scan nor a sort; selective filters read few rows."""
     number = add_checkpoint(catalog.app.service.database, "big/step-1")
     multiply(catalog.app, "big/step-1", FEW + 100)
     for query in LARGE:
@@ -262,8 +261,7 @@ FORGED: list[list[Any]] = [
 
 
 def test_a_cursor_belongs_to_its_own_query(many: Catalog) -> None:
-    """A cursor is refused with another filter, order or key, and when malformed or out of the database's
-    range."""
+    """A cursor is refused with another filter, order or key, malformed, or out of the database's range."""
     query: dict[str, Any] = {"tag": "a", "sort": "step", "limit": 5}
     cursor = many.get("/checkpoints", **query)["next_cursor"]
     assert many.get("/checkpoints", **query, cursor=cursor)["items"]

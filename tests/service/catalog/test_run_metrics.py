@@ -52,8 +52,7 @@ def keys(catalog: Catalog, client: Any = None, **query: Any) -> list[str]:
 
 @pytest.mark.each_database  # their SQL differs
 def test_sorted_by_a_metric_and_filtered(found: Catalog) -> None:
-    """Runs are sorted by last, least and greatest value and filtered as in Python; only sorting by a metric
-    leaves out runs without the metric."""
+    """Runs are sorted and filtered as in Python; only sorting by a metric leaves out runs without it."""
     assert sorted(keys(found)) == sorted(RUNS)
     for of, pick in VALUES.items():
         losses = {run: values for run, (_, _, values) in RUNS.items() if values}

@@ -53,8 +53,7 @@ def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
 
 
 def test_digests_find_those_with_the_same_tensors(site: JobSite, tmp_path: Path) -> None:
-    """Digests find checkpoints of any format with equal tensors, until the content changes. Both verify and
-    digest compute them."""
+    """Digests, also from verify, find checkpoints of any format with equal tensors until one changes."""
     step = tmp_path / "main/run/step-1"
     dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path / "main/run/step-3", digests=True))
     dcp.convert(step, tmp_path / "main/export.safetensors", to="safetensors")

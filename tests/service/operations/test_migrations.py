@@ -112,8 +112,7 @@ def test_a_database_with_other_columns_is_refused(
 
 
 def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None:
-    """A failing migration creates no table, and succeeds after its cause is gone. Tables of other programs
-    are kept."""
+    """A failing migration creates no table and can be repeated; tables of other programs are kept."""
     with empty_database.write() as connection:
         connection.execute(text("CREATE TABLE webhooks (x INTEGER)"))
         connection.execute(text("CREATE TABLE theirs (x JSONB)"))

@@ -59,8 +59,7 @@ def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
 
 
 def test_what_an_account_made_ends_with_its_role(catalog: Catalog) -> None:
-    """A rule and a webhook end with the admin role of their account, and another admin may enable them
-    again."""
+    """A rule and a webhook end with the admin role of their account, until another admin enables them."""
     account = catalog.http.post(f"{API}/accounts", json={"name": "lead"}).json()["id"]
     role = {"account_id": account, "role": "admin", "root": "main"}
     grant = catalog.http.post(f"{API}/grants", json=role).json()["id"]
@@ -133,8 +132,7 @@ def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:
 
 
 def test_a_rule_is_for_what_happens_from_then_on(catalog: Catalog) -> None:
-    """A rule ignores earlier commits, and makes one job for each later commit, with any number of concurrent
-    processes and slow transactions."""
+    """A rule ignores earlier commits, and makes one job for each later one, despite concurrent processes."""
     catalog.add("a/step-0")
     rule(catalog, VERIFY)
     assert catalog.regular_work() == 0

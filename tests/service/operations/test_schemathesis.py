@@ -83,6 +83,5 @@ def test_with_a_key(make_database: MakeDatabase, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("with_key", [True, False], ids=["key", "no_key"])
 def test_all_phases(make_database: MakeDatabase, tmp_path: Path, with_key: bool) -> None:
-    """All phases (examples, coverage, fuzzing, chains) on both databases, with and without a key; a failure
-    prints the seed."""
+    """All phases on both databases, with and without a key; a failure prints the seed."""
     _run(make_database(), tmp_path, "--max-examples", "6", with_key=with_key)

@@ -116,8 +116,7 @@ def _metric(service: Service, key: str, name: str, **labels: str) -> float:
 
 @pytest.mark.exhaustive
 def test_several_processes(tmp_path: Path) -> None:
-    """Several processes share the port, key revocations and metrics; the counts of a killed process are kept,
-    and one signal ends all."""
+    """Processes share the port, revocations and counts, also of a killed process; one signal ends all."""
     settings = {**_ALONE, "api_workers": 2, "auth": "keys", "rate_limit": "100000/minute"}
     service = Service(tmp_path, settings)
     upgraded = run_program("-m", "dcp", "db", "upgrade", cwd=tmp_path, env=service.environment())

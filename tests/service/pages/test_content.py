@@ -19,8 +19,7 @@ from tests.support.pages import HOSTILE, Browser, PageText, faults_of
 
 
 def reached(browser: Browser, *starts: str, most: int = 120) -> dict[str, PageText]:
-    """Follow links from ``starts`` and return the pages, one of each kind. Pages that read stored files are
-    skipped, because these tests have none."""
+    """Follow links from ``starts`` to one page of each kind, except pages that read stored files."""
     found: dict[str, PageText] = {}
     waiting, seen = [*starts], set()
     while waiting and len(found) < most:
@@ -304,8 +303,7 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
 
 
 def test_answers_are_compressed(app: App) -> None:
-    """Large pages are compressed for clients that accept it; small or tagged responses are not. Each page has
-    a token of its own."""
+    """Large pages are compressed on request, small and tagged responses are not; each has its own token."""
     for step in range(40):
         add_checkpoint(app.service.database, f"run/step-{step}")
     client = app.client()

@@ -25,8 +25,7 @@ from tests.support.statements import most_rows_inserted, statements_to
 
 @pytest.mark.parametrize("replace", PLACES)
 def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callable[[Path], None]) -> None:
-    """If a root is replaced during a scan, nothing vanishes and nothing of the other folder is added; after
-    the root is back, the next scan is complete."""
+    """A root replaced during a scan loses nothing and gains nothing of the other folder."""
     keys = {f"run-{number % 50:02}/step-{number}" for number in range(60)}
     for key in keys:
         catalog.save(key)

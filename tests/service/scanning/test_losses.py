@@ -33,8 +33,7 @@ KEYS = ("run/step-1", "run/step-2", "alone-7")
 def test_another_place_under_the_name_of_a_root_loses_nothing(
     catalog: Catalog, replace: Callable[[Path], None]
 ) -> None:
-    """Without its mount, a root loses no checkpoint in repeated scans. Its check shows the reason, and the
-    service stays ready."""
+    """A root without its mount loses no checkpoint; its check shows the reason, and the service is ready."""
     for key in KEYS:
         catalog.save(key)
     catalog.scan()
