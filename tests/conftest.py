@@ -85,8 +85,7 @@ _kept_kib = 0
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Collect garbage after the last test of a file and after a test that leaves much, and return memory to
-    the system.
+    """Collect garbage and trim memory after the last test of a file, and after a test that leaves much.
 
     Errors hold arrays in reference cycles. Objects that survive a file are frozen until they exceed a limit:
     clients become garbage long after their creation, with their buffers.

@@ -33,8 +33,8 @@ class App:
         self.base = base
 
     def client(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> TestClient:
-        """Return a client with a new key for these scopes; without scopes, a client without a key (any
-        caller, with auth=off)."""
+        """Return a client with a new key for these scopes; without scopes, one without a key (with
+        auth=off)."""
         headers = {"Authorization": f"Bearer {self.key(*scopes, roots=roots, name=name)}"} if scopes else {}
         # no context manager: the application already runs, in an event loop shared by all clients
         made = TestClient(

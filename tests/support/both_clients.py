@@ -20,8 +20,7 @@ KINDS = ("sync", pytest.param("async", marks=pytest.mark.exhaustive))
 
 
 class _Awaited:
-    """Await the answers of an asynchronous client and its pages; turn asynchronous iterators into
-    iterators."""
+    """Await the answers and pages of an asynchronous client; turn asynchronous iterators into iterators."""
 
     def __init__(self, portal: BlockingPortal, inner: Any) -> None:
         self._portal = portal

@@ -29,8 +29,7 @@ _STRUCTURE = StructureFacts(
 
 
 def add_checkpoint(database: Database, key: str, *, root: str = "main", **facts: Any) -> int:
-    """Insert a committed checkpoint with these facts and return its id; its step is the number at the end of
-    its key."""
+    """Insert a committed checkpoint with these facts and return its id; the step is the number in its key."""
     digits = key.rpartition("-")[2]
     step = int(digits) if digits.isdecimal() else None
     given = {

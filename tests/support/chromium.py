@@ -31,8 +31,7 @@ _SERIOUS: Final = ("serious", "critical")
 
 @contextmanager
 def running_chromium() -> Iterator[Browser]:
-    """Start a browser for all tests of a file. Without Chromium the tests fail: no other test shows how
-    browsers render a page."""
+    """Start a browser for all tests of a file. Without Chromium they fail: no other test renders pages."""
     path = os.environ.get("DCP_TEST_CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
         pytest.fail(

@@ -23,8 +23,7 @@ from tests.support.formats_indexes import small_index
 from tests.support.lockless import ObjectModel, Outcome, Stopped, by_plan, run_in_turns
 
 COMMUTING = ("create", "write", "lock")
-"""Operations that no other writer observes: an interruption before one of them equals an interruption before
-the next operation."""
+"""Operations invisible to other writers: an interruption before the next operation has the same effect."""
 DATA = b"x" * 1500
 STOCK_FILE = "__0_0.distcp"
 STOCK = 900
@@ -104,8 +103,7 @@ Act = Callable[[int, Store], tuple[int, Previous]]
 
 @dataclass
 class Scene:
-    """Initial content, and actors that start at the same time; ``compares_deletions`` as in
-    `run_in_turns`."""
+    """Initial content, and concurrent actors; ``compares_deletions`` as in `run_in_turns`."""
 
     before: tuple[Act, ...]
     actors: Sequence[Act]
@@ -201,8 +199,7 @@ class Stage:
     def play(
         self, choose: Callable[[list[int]], int], dies_at: dict[int, int] | None = None
     ) -> list[Outcome[tuple[int, Previous]]]:
-        """Return the outcomes of the actors; actor n saves version n + 1. An unexpected error ends the
-        test."""
+        """Return the outcomes of the actors; actor n saves version n + 1. Raises unexpected errors."""
         outcomes = run_in_turns(
             self.model,
             [partial(act, number) for number, act in enumerate(self.scene.actors, start=1)],
@@ -266,8 +263,7 @@ def turns_of(scene: Scene, stage: type[Stage]) -> list[list[int]]:
 
 
 def two_switches(scene: Scene, stage: type[Stage] = Stage) -> Iterator[list[tuple[int, int]]]:
-    """Yield plans: the first of two actors is interrupted anywhere, then the second, and the first
-    finishes."""
+    """Yield plans: the first of two actors is interrupted anywhere, then the second; the first ends first."""
     turns = turns_of(scene, stage)
     orders = [(0, 1), (1, 0)] if scene.actors[0] is not scene.actors[1] else [(0, 1)]
     for first, second in orders:

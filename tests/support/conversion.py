@@ -59,8 +59,7 @@ def many_kinds() -> dict[str, torch.Tensor]:
 
 
 def training_state() -> dict[str, Any]:
-    """Return a model and its optimizer after a step: int keys, lists of groups, an OrderedDict, plain
-    values."""
+    """Return a model and its optimizer after a step: int keys, lists of groups, OrderedDict, plain values."""
     model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.LayerNorm(20), torch.nn.Linear(20, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 12)).sum().backward()

@@ -196,7 +196,7 @@ def _laboratory(connection: Any, function: Callable[..., Any], args: tuple[Any, 
 
 
 def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0) -> Any:
-    """Run ``function(*args)`` (a module-level function) in a new process without threads, and return the
+    """Run ``function(*args)`` (a module-level function) in a new process without threads; return the
     result."""
     context = forkserver_context()
     ours, theirs = context.Pipe(duplex=False)
@@ -258,8 +258,7 @@ def _member(rank: int, path: str, group: Group) -> Any:
 
 
 def kill_rank(rank: int) -> None:
-    """Send SIGKILL to a rank of this process's group. On return the rank has ended and its connections are
-    closed."""
+    """Send SIGKILL to a rank of this process's group; returns after its end, with its connections closed."""
     pid = int(_rendezvous[0].get(f"pid/{rank}"))
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)

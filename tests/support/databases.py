@@ -89,8 +89,7 @@ class PostgresServer:
 
 
 def share_statements() -> None:
-    """Share compiled statements between the engines of all tests; compiling for each engine takes a tenth of
-    the tests' time."""
+    """Share compiled statements between all engines; compiling for each takes a tenth of the tests' time."""
     compiled: Any = LRUCache(_STATEMENTS)
 
     @event.listens_for(Engine, "engine_connect")
@@ -119,8 +118,7 @@ def migrated_sqlite() -> bytes:
 
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    """Provide one PostgreSQL server for all processes of the run, started by the first test that requests
-    it."""
+    """Provide one PostgreSQL server for all processes of the run, started by the first test that needs it."""
 
     def prepare(told: dict[str, Any]) -> None:
         with closing(PostgresServer(told["url"])) as server:
@@ -133,8 +131,7 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgr
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def make_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeDatabase]:
-    """Provide a function that creates migrated databases, on SQLite and on PostgreSQL; for tests that open
-    databases themselves."""
+    """Provide a function that creates migrated databases, on SQLite and on PostgreSQL."""
     made: list[str] = []
 
     def on_sqlite() -> str:

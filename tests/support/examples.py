@@ -39,8 +39,8 @@ def prepare_text() -> None:
 def examples(
     count: int, *, quick: int | None = None, steps: int = 50, parent: settings | None = None
 ) -> settings:
-    """Return settings: ``@examples(200)`` on a property, ``TestX.settings = examples(50, steps=30)`` for a
-    state machine.
+    """Return settings: ``@examples(200)`` on a property, ``TestX.settings = examples(50, steps=30)``
+    elsewhere.
 
     `make test-all` runs ``count`` examples. `make test` runs ``quick``, by default 30 % of ``count``, but at
     least 15 (or all, if ``count`` is smaller).

@@ -181,7 +181,7 @@ class FaultPlan:
         self.random: RandomFaults | None = None
 
     def next(self, request: Request) -> Fault | None:
-        """Return the fault of a new request. All rules count the request; the first rule with a fault
+        """Return the fault of a new request. All rules count the request; the first rule that applies
         wins."""
         hits = [fault for rule in self.rules if (fault := rule.apply(request)) is not None]
         drawn = self.random.next() if self.random is not None else None

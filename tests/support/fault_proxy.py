@@ -146,8 +146,7 @@ class FaultProxy:
         self.plan.rules, self.plan.random = [], None
 
     def requests(self, operation: str | None = None, key: str | None = None) -> list[Request]:
-        """Return the requests of an operation (``GetObject``, ...) on keys that match the regular
-        expression."""
+        """Return the requests of an operation (``GetObject``, ...) on keys that match the pattern."""
         return [request for request in list(self.log) if request.matches(operation, key)]
 
     def counts(self) -> Counter[str]:
@@ -283,8 +282,8 @@ class FaultProxy:
 
 
 async def _answer(connection: _Connection, request: Request, fault: Fault, *, closes: bool = False) -> None:
-    """Send an error like S3; if ``closes``, with a header that the connection ends, so that the client does
-    not reuse it."""
+    """Send an error like S3; if ``closes``, announce the end of the connection, so that no client reuses
+    it."""
     body = (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
         f"<Error><Code>{fault.code}</Code><Message>Made by the test: {fault.code}</Message>"

@@ -70,8 +70,7 @@ def impatient(options: dict[str, Any], *, request_timeout_seconds: float = 30.0)
 
 
 def without_metadata(path: Any) -> Store:
-    """Open a folder whose `.metadata` cannot be written; module-level, and so picklable for other
-    processes."""
+    """Open a folder whose `.metadata` cannot be written; module-level, and so picklable."""
     error = StorageError("the storage is away")
     return FaultInjectingStore(
         PosixStore(path), Fault("publish", name=METADATA_NAME, onwards=True, error=error)

@@ -48,8 +48,7 @@ _context: Final = multiprocessing.get_context("forkserver")
 
 
 def ensure_fork_server() -> None:
-    """Start the fork server in the checkout, where it finds the modules to import; tests may have another
-    folder."""
+    """Start the fork server in the checkout, where it finds the modules; tests may have another folder."""
     _context.set_forkserver_preload(["tests.support.fork_server"])
     with contextlib.chdir(_ROOT):
         forkserver.ensure_running()

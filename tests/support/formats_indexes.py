@@ -94,8 +94,7 @@ def _bytes(dtype: str, sizes: Numbers) -> int:
 
 
 def small_index(**changes: Any) -> CheckpointIndex:
-    """Build an index of two tensors (one in two chunks, one a scalar), two objects that share a value, and
-    nested planner data."""
+    """Build an index of two tensors (in two chunks, and a scalar), two tied objects, nested planner data."""
     fields: dict[str, Any] = {
         "format": "dcp",
         "fqns": ["model.weight", "step"],
@@ -157,8 +156,7 @@ def decode(metadata: Any) -> CheckpointIndex:
 
 
 def rich_state_dict() -> dict[str, Any]:
-    """Return every kind of entry a single process saves: dtypes, dimensions, empty, scalar, nested,
-    objects."""
+    """Return every kind of entry of one process: dtypes, dimensions, empty, scalar, nested, objects."""
     return {
         "weights": torch.arange(12.0).reshape(3, 4),
         "scalar": torch.tensor(3),

@@ -87,8 +87,7 @@ class Bench:
         self.settings = self.settings.model_copy(update=changes)
 
     def claim(self, hook: Any, lease_seconds: float) -> Callable[[float], None]:
-        """Claim the next delivery for a sender that dies; return a function that records its outcome
-        later."""
+        """Claim the next delivery for a sender that dies; return a function to record its outcome later."""
         self.app.work(NOW, "events:webhooks")
         claim = partial(claim_next, hook_id=hook.id, now=NOW, lease_seconds=lease_seconds)
         taken = self.database.transact(claim)

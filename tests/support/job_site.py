@@ -30,8 +30,7 @@ class RefusedError(Exception):
 
 
 class JobSite:
-    """A catalog whose client ``http`` has all scopes; jobs and checkpoints are JSON answers as objects with
-    attributes."""
+    """A catalog with a client ``http`` of all scopes; jobs and checkpoints are JSON answers as objects."""
 
     def __init__(self, app: App, worker: KindRuns) -> None:
         self.app = app

@@ -1,5 +1,4 @@
-"""The ledger of jobs compared with a model: any order of steps by workers that die, sleep, and report
-late."""
+"""The ledger of jobs compared with a model: any order of steps by workers that die, sleep, or are late."""
 
 from __future__ import annotations
 

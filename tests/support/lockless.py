@@ -40,8 +40,7 @@ class ObjectModel(MemoryStore):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Begin an upload: the file becomes visible when it is finished, and then another file may have its
-        name."""
+        """Begin an upload: the file becomes visible when finished; by then another may have the name."""
         number = next(self._numbers)
         self.uploads[number] = name
         return _Upload(self, name, number, replace=replace)

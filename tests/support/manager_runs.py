@@ -1,5 +1,4 @@
-"""Helpers for runs with a manager: states that contain their step, recorded events, and storage that fails or
-waits."""
+"""Runs with a manager: states that contain their step, recorded events, and storage that fails or waits."""
 
 from __future__ import annotations
 
@@ -185,8 +184,7 @@ class FaultyWriter:
 
 
 def writer_with(hook: Callable[[StoreCall], None], op: str = "publish", name: str = MANIFEST) -> Writer:
-    """Return a maker of writers that call ``hook`` before operations of a kind; by default before each
-    commit."""
+    """Return a maker of writers that call ``hook`` before operations of a kind; by default before commits."""
     return FaultyWriter([Fault(op, name=name, onwards=True, hook=hook)])
 
 

@@ -94,8 +94,7 @@ class _Request(NamedTuple):
 
 
 class _Queue:
-    """A forked process for each request; requests are finalized after the processes of all ranks have
-    ended."""
+    """A forked process for each request; requests are finalized after the end of all ranks' processes."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Any, _Request]] = []

@@ -32,7 +32,7 @@ make_server("127.0.0.1", int(os.environ["PORT"]), guarded, threaded=True).serve_
 
 
 class MlflowServer:
-    """``with MlflowServer(folder) as server``: a server at ``url`` with the ``token`` and its data in
+    """``with MlflowServer(folder) as server``: a server at ``url`` with ``token``; its data is in
     ``folder``."""
 
     def __init__(self, folder: Path, token: str) -> None:

@@ -43,8 +43,8 @@ class Mutant:
 
 
 def mutants(wanted: Sequence[str] = ()) -> list[Mutant]:
-    """Return the mutants of the areas and names in ``wanted``, or all. Raises ValueError for a patch without
-    its two lines."""
+    """Return the mutants of the areas and names in ``wanted``, or all. ValueError for patches without both
+    lines."""
     found = []
     for path in sorted(MUTANTS.glob("*/*.patch")):
         name = path.relative_to(MUTANTS).with_suffix("").as_posix()

@@ -22,8 +22,7 @@ max_connections = 400
 
 
 class PostgresProgram:
-    """A server on a Unix socket, in a folder of its own; `close` stops it and removes the folder. A context
-    manager."""
+    """A server on a Unix socket in a folder of its own; `close` removes both. A context manager."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():  # folders that a login session would have created

@@ -56,7 +56,7 @@ class _Change:
 
 
 class Recording:
-    """A record of this process's changes below ``root`` during the block. Files present at the start are
+    """A record of this process's changes below ``root`` during the block. Files present before are
     durable."""
 
     def __init__(self, root: Path) -> None:
@@ -141,8 +141,7 @@ class Recording:
     # -- possible states -------------------------------------------------------------------------------------
 
     def images(self, *, at_end: bool = False) -> Iterator[tuple[str, Callable[[Path], None]]]:
-        """Yield each possible state once: (name, function that replaces the content of a folder by the
-        state).
+        """Yield each possible state once: (name, function that replaces the content of a folder).
 
         ``at_end``: only states of cuts after all recorded operations.
         """

@@ -86,8 +86,7 @@ def command_of(pid: int) -> str:
 
 
 def rename_process(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Set the command line and environment of this process below /proc. OSError if the system does not allow
-    that."""
+    """Set the command line and environment of this process below /proc. OSError if the system refuses."""
     ends = []
     for parts in (command, [f"{name}={value}" for name, value in environment.items()]):
         text = b"".join(os.fsencode(part) + b"\0" for part in parts)

@@ -24,8 +24,7 @@ Forge = Callable[[dict[str, Any], dict[str, Any]], str | None]
 
 
 class Provider:
-    """A provider; ``forge`` receives header and claims of an ID token, and changes them or returns another
-    token."""
+    """A provider; ``forge`` receives header and claims of an ID token, and changes or replaces them."""
 
     def __init__(self) -> None:
         self.person: dict[str, Any] = {"sub": "1"}

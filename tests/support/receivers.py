@@ -16,8 +16,7 @@ from typing import Final
 __all__ = ["CERTIFICATES", "Received", "Receiver", "drip", "raw_server"]
 
 CERTIFICATES: Final = Path(__file__).parent / "certificates"
-"""Test certificates: ``authority.pem`` signed ``server.pem`` (with its key) for hooks.example.com; valid
-until 2126."""
+"""``authority.pem`` signed ``server.pem`` (with its key) for hooks.example.com; valid until 2126."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Received:
 
 @dataclass
 class Receiver:
-    """``with Receiver() as receiver``: a server that records requests to ``receiver.url`` and sends
-    ``answers`` first.
+    """``with Receiver() as receiver``: records requests to ``receiver.url`` and sends ``answers`` first.
 
     An answer is a status, or a status and headers; after the last answer, 204.
     """

@@ -1,5 +1,4 @@
-"""Versions of `tests.support.versions` on an S3 server: save, load, and list them; also in forked
-processes."""
+"""Versions of `tests.support.versions` on an S3 server: save, load, list; also in forked processes."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer. ``hang``: never answer; ``cut``: send this number of bytes of the body, and end the
-    connection."""
+    """An answer. ``hang``: never answer; ``cut``: send only this number of bytes of the body."""
 
     status: int = 200
     body: Any = field(default_factory=dict)

@@ -112,8 +112,7 @@ class DcpProcess:
         return ("-m", "dcp", *self.arguments)
 
     def stop(self, seconds: float = _STOP_SECONDS) -> int:
-        """Stop the process in an orderly way by SIGTERM, and return its exit status. ServiceError if it must
-        be killed.
+        """Stop the process by SIGTERM, and return its exit status. ServiceError if it must be killed.
 
         Remaining child processes are killed as well, and named in a ServiceError.
         """
@@ -190,7 +189,7 @@ class DcpProcess:
         return None if self._process is None else self._process.poll()
 
     def pids(self, *words: str) -> list[int]:
-        """Return living processes of this service, itself included, with all ``words`` in their command
+        """Return living processes of this service, itself included, with all ``words`` in the command
         line."""
         marked = [pid for pid in _all_pids() if _is_marked(pid, self.mark)]
         return [pid for pid in marked if all(word in command_of(pid).split() for word in words)]
@@ -270,8 +269,7 @@ class Service(DcpProcess):
         raise AssertionError("unreachable")
 
     def wait_for(self, path: str, status: int = 200, seconds: float = _READY_SECONDS) -> httpx.Response:
-        """Wait until a GET of ``path`` has this status, and return the answer; ServiceError after
-        ``seconds``."""
+        """Wait until a GET of ``path`` has this status; return the answer. ServiceError after ``seconds``."""
         give_up = time.monotonic() + seconds
         seen: object = "nothing"
         with self.client() as client:
@@ -293,8 +291,7 @@ class Service(DcpProcess):
         raise ServiceError(f"{path}: no {status} within {seconds:g} s, but {seen}\n{self.log_tail()}")
 
     def client(self, key: str | None = None, *, timeout_seconds: float = 60.0) -> httpx.Client:
-        """Return a plain HTTP client, with an API key if ``key`` is given; follows no redirects, uses no
-        proxy."""
+        """Return a plain HTTP client, with the API key if ``key`` is given; no redirects, no proxy."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(
             base_url=self.url, headers=headers, timeout=timeout_seconds, trust_env=False, verify=False

@@ -10,7 +10,7 @@ __all__ = ["RESOURCES", "Resource"]
 
 @dataclass(frozen=True)
 class Resource:
-    """A resource. ``body`` creates one, with ``named`` as its name; each of ``wrong`` replaces members and is
+    """A resource. ``body`` creates a resource called ``named``; each of ``wrong`` replaces members and is
     refused.
 
     ``scope`` is required for creation and changes, ``read_scope`` for reading. Keys of roots other than

@@ -14,8 +14,7 @@ __all__ = ["shard_of"]
 
 
 def shard_of(sizes: Mapping[str, int], count: int) -> Mapping[str, int]:
-    """Return the shard of each file, from 1 on: the largest files first, each to the smallest shard so
-    far."""
+    """Return the shard of each file, from 1 on: large files first, each to the smallest shard so far."""
     filled, shards = [0] * count, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         smallest = filled.index(min(filled))

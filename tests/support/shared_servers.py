@@ -37,8 +37,8 @@ def _run_pid() -> int:
 def shared_server(
     name: str, folders: pytest.TempPathFactory, prepare: Callable[[Told], None] = lambda told: None
 ) -> Told:
-    """Return the address of the server ``name``. The first caller runs ``prepare`` before others get the
-    address."""
+    """Return the address of the server ``name``; the first caller runs ``prepare`` before any other
+    returns."""
     folder = folders.getbasetemp()
     if os.getpid() != _run_pid():
         folder = folder.parent  # the folder of all workers

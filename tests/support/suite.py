@@ -93,8 +93,8 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _private(tree: ast.Module) -> frozenset[str]:
-    """Return the attributes with a leading underscore, except the test's own and those that Python
-    documents."""
+    """Return attributes with a leading underscore, except the test's own and those in Python's
+    documentation."""
     return frozenset(
         node.attr
         for node in ast.walk(tree)

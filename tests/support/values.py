@@ -122,7 +122,7 @@ def put(part: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def scrub(state: Any) -> Any:
-    """Overwrite every local tensor of ``state`` with zeros, which `fill` never uses for tensors with
+    """Overwrite every local tensor of ``state`` with zeros, which `fill` never gives a tensor with
     elements."""
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor):

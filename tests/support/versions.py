@@ -77,8 +77,7 @@ TOGETHER: dict[str, Any] = {
 
 
 def version_apart(version: int, *, large: int = 0, own: int | None = None) -> dict[str, Any]:
-    """Return a version with some tensors in halves, one of them transposed; with ``own``, only the half of
-    one rank."""
+    """Return a version with some tensors in halves (``w`` transposed); with ``own``, only this half."""
     state = version_state(version, large=large)
     halves = {"w": state["model"].pop("w").chunk(2), "large": state.pop("large", torch.empty(0)).chunk(2)}
     kept = range(2) if own is None else [own]

@@ -17,11 +17,10 @@ import dcp
 
 
 def full_state(version: int = 1) -> dict[str, Any]:
-    """Return a state in which every tensor depends on the version and its name; version 0 is a target for
-    loads.
+    """Return a state in which every tensor depends on the version and its name; 0 is a target for loads.
 
-    The optimizer has numbers as keys, and an empty dict; two weights are tied, and a weight has the name of
-    an optimizer.
+    The optimizer has numbers as keys and an empty dict; two weights are tied; a weight is named like an
+    optimizer.
     """
     weight = torch.arange(3000, dtype=torch.float32) * version
     return {
@@ -100,7 +99,7 @@ def _there(load: Any, version: int) -> str:
 
 
 def seen_by_stock_at(url: str, version: int = 1, **options: Any) -> str:
-    """Load by torch's reader for object stores, and return the result; ``options`` are those of the file
+    """Load by torch's reader for object stores; return the result. ``options`` are those of the file
     system."""
     return _there(
         lambda state: stock_load(state, storage_reader=FsspecReader(url, **options), no_dist=True), version
@@ -108,8 +107,7 @@ def seen_by_stock_at(url: str, version: int = 1, **options: Any) -> str:
 
 
 def parts_there(folder: Path | str, version: int = 1, **options: Any) -> str:
-    """Load by `dcp.load`, and return the content: "whole", "weights", or "mixed", which no save has
-    written."""
+    """Load by `dcp.load`; return the content: "whole", "weights", or "mixed", which no save has written."""
     return _there(partial(dcp.load, checkpoint_id=folder, no_dist=True, **options), version)
 
 
