@@ -1,4 +1,4 @@
-"""The demo, end to end, with fewer steps. Internal: its checks and places are tried one by one."""
+"""The demo, end to end, with fewer steps. Internal: checks and places of the demo are tested one by one."""
 
 from __future__ import annotations
 

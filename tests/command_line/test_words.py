@@ -1,4 +1,4 @@
-"""Times as printed. Internal: no file system here keeps the times that are no dates."""
+"""Times as printed. Internal: no file system here stores times beyond the range of dates."""
 
 from __future__ import annotations
 

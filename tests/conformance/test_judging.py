@@ -1,4 +1,5 @@
-"""Names of faults. Internal: pure judgements of elements; each case would else cost a run of ranks."""
+"""Names of faults. Internal: pure judgements of elements; a public test would need a run of ranks for each
+case."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _MOST_LINES = 80
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment with the plug-ins as `pip install` leaves them; the page declares the entry points."""
+    """Install the plug-ins as pip does, with the page's entry points. Return the environment."""
     folder = tmp_path_factory.mktemp("site")
     for file in FILES:
         (folder / file.name).write_text(file.read_text())
@@ -56,7 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: object) -> str:
-    """What ``dcp`` or a program prints, in a process of its own."""
+    """Run a program, such as ``-m dcp``, in a process of its own, and return the output."""
     done = run_program(*map(str, arguments), env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -64,7 +64,7 @@ def run(environment: dict[str, str], *arguments: object) -> str:
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, Path]:
-    """A run with a checkpoint of ours, as a folder and in an archive, and one of the new format."""
+    """Save a run by dcp as a folder and as an archive, and a checkpoint of the new format."""
     run_folder = tmp_path / "data" / "run"
     dcp.save(dict(MODEL), checkpoint_id=run_folder / "step-00000003", no_dist=True)
     for name, tensor in MODEL.items():
@@ -78,7 +78,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_the_document_shows_the_files_and_they_are_short() -> None:
-    """Each is on the page as it is, and under 80 lines."""
+    """The page shows each file, unchanged; each file has less than 80 lines."""
     page = PAGE.read_text()
     for file in FILES:
         text = file.read_text()
@@ -88,7 +88,7 @@ def test_the_document_shows_the_files_and_they_are_short() -> None:
 
 
 def test_the_example_of_a_test_of_a_store() -> None:
-    """It makes a class that has the tests of the shipped suite."""
+    """The page's test class has all tests of the contract of stores."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (block,) = [one for one in blocks if "class TestMyStore" in one]
     names: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def test_the_example_of_a_test_of_a_store() -> None:
 
 
 def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:
-    """``dcp ls``, ``dcp show``, ``dcp verify``, ``dcp convert`` and ``dcp.load`` know its URLs."""
+    """``dcp ls``, ``dcp show``, ``dcp verify``, ``dcp convert`` and ``dcp.load`` accept the store's URLs."""
     top = f"zip://{places['zip']}"
     listed = json.loads(run(installed, "-m", "dcp", "ls", f"{top}/run", "--json"))
     assert [(row["name"], row["state"], row["format"]) for row in listed] == [
@@ -118,7 +118,7 @@ def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path],
 
 
 def test_a_format_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:
-    """It is listed, shown, verified, loaded, converted from and to, and stands in the help."""
+    """The format can be listed, shown, verified, loaded, converted from and to, and is in the help."""
     folder = places["npy"]
     listed = json.loads(run(installed, "-m", "dcp", "ls", folder.parent, "--json"))
     assert [(row["name"], row["state"], row["format"], row["step"]) for row in listed] == [
@@ -141,7 +141,7 @@ def test_a_format_in_one_file(installed: dict[str, str], places: dict[str, Path]
 
 
 def test_what_is_not_installed_is_not_known(places: dict[str, Path], tmp_path: Path) -> None:
-    """The errors say what there is, and what may have been meant."""
+    """Without the plug-ins errors list the known formats, and suggest a similar name."""
     with pytest.raises(dcp.CheckpointNotFoundError):
         dcp.open_index(places["npy"])
     with pytest.raises(
@@ -151,7 +151,8 @@ def test_what_is_not_installed_is_not_known(places: dict[str, Path], tmp_path: P
 
 
 def test_a_feature_in_one_file(installed: dict[str, str], tmp_path: Path) -> None:
-    """Each save has what it found in the manifest; one that only one rank has is named by all."""
+    """Each save has the feature's result in the manifest; a feature on one rank only is an error on all
+    ranks."""
     run(installed, "-c", _SAVE, tmp_path / "checkpoint")
     found = dcp.open_index(tmp_path / "checkpoint").provenance["min_max"]
     assert found == {"weight": (0, 5), "bias": (1, 1)}
@@ -160,7 +161,7 @@ def test_a_feature_in_one_file(installed: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_a_feature_of_loads_in_one_file(installed: dict[str, str], tmp_path: Path) -> None:
-    """What is stored under other names is found; one that only one rank has is named by all."""
+    """A load finds entries under other names; a feature on one rank only is an error on all ranks."""
     dcp.save({"model.layers.0.self_attn.q_proj.weight": MODEL["weight"], "step": 1}, checkpoint_id=tmp_path)
     run(installed, "-c", _LOAD_HUB, tmp_path)
     for outcome in run_ranks(2, with_feature_on_rank_1, str(tmp_path), "load", "hub_names", "HubNames"):
@@ -170,7 +171,7 @@ def test_a_feature_of_loads_in_one_file(installed: dict[str, str], tmp_path: Pat
 def with_feature_on_rank_1(
     rank: int, world_size: int, place: str, act: str, module: str, feature: str
 ) -> str:
-    """Only one host has the package."""
+    """Save or load with the feature on rank 1 only, and return the error."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(dcp.errors.PlanError) as caught:
         if rank == 1:
             patch.syspath_prepend(str(EXTENSIONS))
@@ -181,9 +182,9 @@ def with_feature_on_rank_1(
 
 
 def test_a_planner_by_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it overrides changes the checkpoint, and all else is as without it."""
+    """The overridden step changes names in the checkpoint; the rest equals a save without the planner."""
     monkeypatch.syspath_prepend(str(EXTENSIONS))
-    from plain_names import PlainNamesPlanner  # a script's folder, as it stands there
+    from plain_names import PlainNamesPlanner  # the folder of a user's script
 
     state = {"model": {"_orig_mod.weight": torch.ones(2), "layer._orig_mod.bias": torch.zeros(3)}, "step": 1}
     place = tmp_path / "checkpoint"
@@ -200,7 +201,7 @@ def test_a_planner_by_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    """The URL to which new checkpoints are posted."""
+    """Yield a receiver for posts of new checkpoints."""
     with Receiver() as running:
         yield running
 
@@ -209,7 +210,7 @@ def receiver() -> Iterator[Receiver]:
 def service(
     installed: dict[str, str], places: dict[str, Path], tmp_path: Path, receiver: Receiver
 ) -> Iterator[Service]:
-    """A catalog of both places."""
+    """Start a service with both places as roots."""
     roots = {"data": {"url": str(places["data"])}, "zip": {"url": f"zip://{places['zip']}"}}
     settings = {"roots": roots, "database_url": f"sqlite:///{tmp_path}/catalog.sqlite"}
     settings["features"] = {"nan_counts": {"url": receiver.url}}
@@ -221,7 +222,8 @@ def service(
 def test_a_feature_of_the_service_in_one_file(
     service: Service, places: dict[str, Path], receiver: Receiver
 ) -> None:
-    """A job counts, its page shows the counts, the page of the checkpoint links to it, commits are posted."""
+    """A job counts NaNs, its page shows the counts, the checkpoint's page links to it, and commits are
+    posted."""
     state = {"layer.weight": torch.tensor([1.0, torch.nan, torch.nan]), "layer.bias": torch.ones(1)}
     dcp.save(state, checkpoint_id=places["data"] / "run" / "step-00000009", no_dist=True)
     with service.client() as client, ClientOfService(service.url) as catalog:
@@ -261,7 +263,7 @@ WRONG = {
 def test_a_feature_that_cannot_work_stops_the_start(
     installed: dict[str, str], tmp_path: Path, wrong: str
 ) -> None:
-    """With one line that says what is wrong, in which feature, of which package."""
+    """The start fails with one line that names the problem, the feature and the package."""
     (tmp_path / "mine.py").write_text(f"{_FEATURE}{wrong}\n")
     metadata = tmp_path / "their_package-2.1.dist-info"
     metadata.mkdir()
@@ -275,7 +277,8 @@ def test_a_feature_that_cannot_work_stops_the_start(
 
 @pytest.mark.exhaustive
 def test_the_catalog_knows_both(service: Service) -> None:
-    """Both are scanned, listed by their format, shown with their tensors, read, and converted to."""
+    """The service scans both, lists and shows them by format, reads tensors, and converts to the new
+    format."""
     with service.client() as client:
 
         def listed(**query: str) -> list[dict[str, Any]]:
@@ -319,7 +322,7 @@ def test_the_catalog_knows_both(service: Service) -> None:
 
 
 def assert_equal(found: dict[str, torch.Tensor]) -> None:
-    """The tensors are those of the model."""
+    """Assert that the tensors equal the model's."""
     assert found.keys() == MODEL.keys()
     for name, tensor in MODEL.items():
         assert found[name].dtype == tensor.dtype

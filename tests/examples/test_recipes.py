@@ -1,4 +1,4 @@
-"""The scripts of examples/, run as a user runs them: stopped, resumed, compared with a run that was not."""
+"""Scripts of examples/, run as by a user: stopped, resumed, and compared with an uninterrupted run."""
 
 import json
 import os
@@ -21,11 +21,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_SECONDS = 600.0
 
 UPSTREAM_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".json")
-"""Of the files that the Trainer and Accelerate write."""
+"""Suffixes of files that the Trainer and Accelerate write."""
 
 
 def command(script: str, folder: Path, *options: object, ranks: int = 0) -> list[str]:
-    """What follows ``python``; with ``ranks``, of torchrun on a free port of this machine."""
+    """Return the arguments of ``python``; with ``ranks``, of torchrun on a free local port."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [
         *(torchrun if ranks else []),
@@ -37,12 +37,12 @@ def command(script: str, folder: Path, *options: object, ranks: int = 0) -> list
 
 
 def environment() -> dict[str, str]:
-    """One thread a process, so that ranks do not fight for the cores."""
+    """Return an environment with one thread a process, so ranks do not compete for the cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run(script: str, folder: Path, *options: object, ranks: int = 0) -> str:
-    """Run to the end; what was printed."""
+    """Run to the end, and return the output."""
     words = command(script, folder, *options, ranks=ranks)
     done = run_program(*words, env=environment(), timeout_seconds=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def run(script: str, folder: Path, *options: object, ranks: int = 0) -> str:
 
 
 def stop(script: str, folder: Path, *options: object, at_line: int, by: signal.Signals) -> int:
-    """Run until the losses have ``at_line`` lines, then send a signal; the exit status."""
+    """Run until the losses have ``at_line`` lines, then send a signal. Return the exit status."""
     losses = folder / "losses.jsonl"
     deadline = time.monotonic() + TIMEOUT_SECONDS
     words = command(script, folder, *options)
@@ -64,12 +64,12 @@ def stop(script: str, folder: Path, *options: object, at_line: int, by: signal.S
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
-    """What a script noted at each step. JSON keeps all bits of a float."""
+    """Return the records of a script, one a step. JSON keeps all bits of a float."""
     return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 
 def as_left_at(step: int, folder: Path, copy: Path) -> Path:
-    """A copy of a finished run's checkpoints as they were when ``step`` was committed."""
+    """Copy a finished run's checkpoints as they were when ``step`` was committed."""
     shutil.copytree(folder / "checkpoints", copy / "checkpoints")
     for checkpoint in (copy / "checkpoints").glob("step-*"):
         if int(checkpoint.name.removeprefix("step-")) > step:
@@ -78,14 +78,14 @@ def as_left_at(step: int, folder: Path, copy: Path) -> Path:
 
 
 def steps(noted: Sequence[dict[str, float]]) -> list[int]:
-    """The numbers of the steps."""
+    """Return the step numbers."""
     return [int(line["step"]) for line in noted]
 
 
-@pytest.mark.exhaustive  # test_pages.py kills the quick start's loop; the script's own is resumed below
+@pytest.mark.exhaustive  # test_pages.py kills the quick start's loop; the test below resumes the script
 def test_plain_pytorch_goes_on_bit_for_bit_after_kill_and_saves_at_sigterm(tmp_path: Path) -> None:
-    """Killed, then resumed and told to stop: each loss is the uninterrupted run's, the last step is saved."""
-    # so many that none of them is over before a busy machine gets to stop it
+    """After SIGKILL and SIGTERM each loss equals the uninterrupted run's, and the last step is saved."""
+    # enough steps that a busy machine can stop the run before its end
     options = ("--steps", 600, "--every", 20)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir()
@@ -108,7 +108,7 @@ def test_plain_pytorch_goes_on_bit_for_bit_after_kill_and_saves_at_sigterm(tmp_p
 
 
 def train_in_pool(rank: int, world_size: int, script: str, options: Sequence[str]) -> None:
-    """A rank of a pool that is there already runs a script's training loop."""
+    """Run a script's training loop on a rank of the pool."""
     import importlib
 
     sys.path.insert(0, str(EXAMPLES))
@@ -120,13 +120,14 @@ def train_in_pool(rank: int, world_size: int, script: str, options: Sequence[str
 
 
 def train(script: str, folder: Path, *options: object, ranks: int) -> None:
-    """The training loop of a script on ``ranks`` ranks of the pool; quicker than torchrun."""
+    """Run the training loop of a script on ``ranks`` ranks of the pool, which is faster than torchrun."""
     program = command(script + ".py", folder, *options)
     run_ranks(ranks, train_in_pool, script, program[program.index("--checkpoints") :])
 
 
 def test_plain_pytorch_under_ddp_goes_on_with_its_number_of_ranks_and_another(tmp_path: Path) -> None:
-    """With two ranks bit for bit, each with its generators and its place in the data; with one it goes on."""
+    """Two ranks resume bit for bit, each with its generators and its position in the data; one rank
+    continues."""
     options = ("--steps", 17, "--every", 6)
     folders = [tmp_path / name for name in ("whole", "two", "one")]
     for folder in folders:
@@ -168,7 +169,7 @@ def test_plain_pytorch_deals_out_what_is_left_of_an_epoch(
 def test_fsdp2_and_tensor_parallel_resume_on_the_same_mesh_and_on_others(
     tmp_path: Path, by_torchrun: bool
 ) -> None:
-    """Four ranks on a 2x2 mesh: bit for bit on the same; on two ranks the model is the same, to rounding."""
+    """Four ranks on a 2x2 mesh resume bit for bit; on two ranks the model is equal up to rounding."""
     options = ("--steps", 5, "--every", 3)
     folders = [tmp_path / name for name in ("whole", "same", "tp-only", "dp-only")]
     whole, same, *others = folders
@@ -198,8 +199,8 @@ def test_fsdp2_and_tensor_parallel_resume_on_the_same_mesh_and_on_others(
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("script", ["huggingface_trainer.py", "accelerate_loop.py"])
 def test_hugging_face_recipes_resume_bit_for_bit(tmp_path: Path, script: str, ranks: int) -> None:
-    """In the middle of the second epoch, losses, gradient norms and rates are the uninterrupted run's; of its
-    own Hugging Face writes nothing."""
+    """Losses, gradient norms and learning rates after a resume in the second epoch equal the uninterrupted
+    run's. Hugging Face writes no files of its own."""
     epoch = 40 // 4 // max(ranks, 1)
     every = epoch + 2
     options = ("--steps", 2 * every + 1, "--every", every)

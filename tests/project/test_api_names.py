@@ -1,4 +1,4 @@
-"""``import dcp`` stands in for ``torch.distributed.checkpoint``: modules, names, and what may be passed."""
+"""``import dcp`` in place of ``torch.distributed.checkpoint``: modules, names and signatures."""
 
 import ast
 import importlib
@@ -25,18 +25,18 @@ OURS = frozenset(
     | {"DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp", "HuggingFaceStorageReader"}
     | {"QuantizedHuggingFaceStorageReader", "FsspecReader", "FsspecWriter"}
 )
-"""What torch exports and we have made anew; all else is torch's own."""
+"""Names of torch that dcp implements itself; all other names are torch's objects."""
 
 UNLISTED = {"state_dict_loader": ["_load_state_dict", "_load_state_dict_from_keys"]}
 UNLISTED |= {"logger": ["_dcp_logger", "_dcp_method_logger"]}
-"""By module names that are in no ``__all__`` of torch's, and in its users' code."""
+"""Names by module that users import although torch's ``__all__`` lacks them."""
 
 OTHERWISE = {"BroadcastingTorchSaveReader", "HuggingFaceStorageReader"}
-"""Classes of torch's whose methods call their parameters otherwise than their base does."""
+"""Classes of torch whose methods have other parameter names than their base class."""
 
 
 def exported(module: str) -> list[str]:
-    """What a module of torch's has for its users."""
+    """Return the public names of a module of torch."""
     listed = getattr(importlib.import_module(f"{TORCH}.{module}"), "__all__", ())
     return [*listed, *UNLISTED.get(module, ())]
 
@@ -45,12 +45,13 @@ NAMES = [(module, name) for module in MODULES for name in exported(module)]
 
 
 def named(root: str, module: str, name: str) -> object:
-    """The object called ``name`` in a module below ``root``."""
+    """Return the object called ``name`` in a module below ``root``."""
     return getattr(importlib.import_module(f"{root}.{module}"), name)
 
 
 def assert_accepts_all_of(ours: object, torchs: object) -> None:
-    """Whatever call torch's callable takes, ours takes too; what it takes besides is optional, by keyword."""
+    """Assert that dcp's callable accepts each call of torch's; its further parameters are optional
+    keywords."""
     assert callable(ours)
     assert callable(torchs)
     theirs = [p for p in inspect.signature(torchs).parameters.values() if not p.name.startswith("_")]
@@ -67,14 +68,14 @@ def assert_accepts_all_of(ours: object, torchs: object) -> None:
 
 
 def test_modules_of_torchs_are_there() -> None:
-    """Each that had names for users when it was last looked at; all that are made anew are exported."""
+    """dcp has the known public modules of torch, and exports each name that it implements."""
     assert len(MODULES) >= 16 and {name for _, name in NAMES} >= OURS
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_a_name_is_torchs_or_takes_every_call_that_torchs_takes(module: str, name: str) -> None:
-    """What is not made anew is the same object, so that an isinstance check of the one works with the other;
-    what is has torch's parameters in torch's order, and torch's documented methods."""
+    """A name that dcp does not implement is torch's object, for isinstance checks. Other names have torch's
+    parameters in torch's order, and torch's documented methods."""
     ours, torchs = named("dcp", module, name), named(TORCH, module, name)
     assert (ours is torchs) == (name not in OURS)
     if ours is torchs:
@@ -84,7 +85,7 @@ def test_a_name_is_torchs_or_takes_every_call_that_torchs_takes(module: str, nam
         kinds = ("LoadPlanner", "SavePlanner")
         base = next((kind for kind in kinds if name.endswith(kind)), f"Storage{name[-6:]}")
         assert inspect.isclass(ours)
-        # stagers by torch's class of the name: a protocol with attributes knows no subclasses
+        # for stagers torch's class of the same name: a protocol with attributes supports no issubclass
         named_alike = name.endswith("Stager")
         assert issubclass(ours, torchs if named_alike else getattr(importlib.import_module(TORCH), base))
         for method in () if name in OTHERWISE else dir(torchs):
@@ -93,7 +94,7 @@ def test_a_name_is_torchs_or_takes_every_call_that_torchs_takes(module: str, nam
 
 
 def test_everything_torch_exports_at_the_top_is_exported_by_dcp() -> None:
-    """``dcp.X`` exists wherever ``torch.distributed.checkpoint.X`` is a public class or function."""
+    """``dcp.X`` exists if ``torch.distributed.checkpoint.X`` is a public class or function."""
     stock = importlib.import_module(TORCH)
     public = {
         name
@@ -126,9 +127,8 @@ assert "httpx" not in sys.modules  # a run without a catalog does not pay for it
 
 @pytest.mark.exhaustive
 def test_submodules_are_attributes_of_dcp_in_a_fresh_interpreter() -> None:
-    """``import dcp; dcp.filesystem.FileSystemReader`` needs no further import, as with torch's; torch's own
-    modules are found too. `import dcp` alone brings no torch, and none of what takes longer than all the
-    rest."""
+    """``import dcp; dcp.filesystem.FileSystemReader`` needs no further import, as with torch, also for
+    torch's own modules. `import dcp` imports neither torch nor slow modules of the standard library."""
     modules = [name for name in MODULES if not name.startswith("_")]
     run = subprocess.run([sys.executable, "-c", FRESH, *modules], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -151,7 +151,7 @@ def test_names_are_what_type_checkers_read() -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    """A misspelt name fails at once and is named."""
+    """A misspelt name is an AttributeError that names it."""
     with pytest.raises(AttributeError, match="'dcp' has no attribute 'laod'"):
         _ = dcp.laod  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"'dcp\.storage' has no attribute 'laod'"):
@@ -159,7 +159,7 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 
 def test_our_errors_are_exceptions_and_exported() -> None:
-    """Every error class is in dcp.errors, the most wanted in dcp, and ``except Exception`` catches it."""
+    """Each error class is in dcp.errors, the common ones in dcp, and ``except Exception`` catches them."""
     errors = importlib.import_module("dcp.errors")
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), dcp.CheckpointError)
@@ -175,8 +175,8 @@ def test_our_errors_are_exceptions_and_exported() -> None:
 
 
 def test_format_utils_converts_from_the_command_line_as_torchs_does(tmp_path: Path) -> None:
-    """``python -m dcp.format_utils`` turns a torch.save file into a checkpoint and back; a source that is not
-    there is an error, and no success with a printed remark."""
+    """``python -m dcp.format_utils`` converts a torch.save file to a checkpoint and back; a missing source is
+    an error status."""
     source, folder, back = tmp_path / "model.pt", tmp_path / "sharded", tmp_path / "back.pt"
     torch.save({"weight": torch.arange(6.0).reshape(2, 3), "step": 3}, source)
     for words in (("torch_to_dcp", source, folder), ("dcp_to_torch", folder, back)):

@@ -1,4 +1,4 @@
-"""The documents name modules, folders and pages that are there."""
+"""Pages name only existing modules, folders and pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
 
 
 def sources() -> list[str]:
-    """The paths of all modules, each with a slash before it."""
+    """Return the paths of all modules, each with a leading slash."""
     folders = ("dcp", "planners", "storage", "server", "tests", "tools", "benchmarks", "examples")
     found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return [f"/{path.relative_to(ROOT).as_posix()}" for path in found]
@@ -23,7 +23,8 @@ def sources() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_is_there(page: Path) -> None:
-    """A module by its path or the end of it, a folder by its path, another page by a link from this one."""
+    """A page names a module by a suffix of its path, a folder by its path, another page by a relative
+    link."""
     text = page.read_text()
     modules = sources()
     missing = [

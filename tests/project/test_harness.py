@@ -1,4 +1,4 @@
-"""The frame of the tests keeps its word: programs, fork server, shared servers, shards and summary."""
+"""Test harness: programs, fork server, shared servers, shards and summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def test_a_program_may_be_a_module_or_a_file_and_is_known_by_its_name(tmp_path: Path) -> None:
-    """Signals reach it, and the system shows its own command line and environment."""
+    """A forked program receives signals, and the system shows its command line and environment."""
     assert "usage" in run_program("-m", "json.tool", "--help").stdout
     (tmp_path / "script.py").write_text("import signal, sys; print(sys.argv, flush=True); signal.pause()")
     with Program("script.py", "a", cwd=tmp_path, env={"SAID": "so"}, stdout=subprocess.PIPE) as program:
@@ -37,7 +37,8 @@ def test_a_program_may_be_a_module_or_a_file_and_is_known_by_its_name(tmp_path: 
 
 
 def test_a_forked_process_has_imported_what_it_needs() -> None:
-    """The fork server passes over what it cannot import: each process would import torch by itself."""
+    """The fork server has imported all preloaded modules; otherwise each process would import torch
+    itself."""
     look = f"import sys; sys.exit(', '.join(set({PRELOADED}) - set(sys.modules)) or 0)"
     process = forkserver_context().Process(target=exec, args=(look,))
     process.start()
@@ -55,7 +56,7 @@ signal.pause()
 
 @pytest.mark.exhaustive
 def test_programs_end_with_a_run_that_is_killed() -> None:
-    """The fork server goes with the process that asked, and takes what it has forked."""
+    """The fork server and its programs end with the process that started them."""
     with subprocess.Popen([sys.executable, "-c", _RUN], cwd=_ROOT, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         pid = int(run.stdout.readline())
@@ -84,7 +85,7 @@ sys.stdin.read()
 def test_a_shared_server_is_started_once_and_ends_with_the_run(
     tmp_path: Path, name: str, number: signal.Signals
 ) -> None:
-    """However that ends, no process and no folder is left."""
+    """After a run that is killed or interrupted, no process and no folder is left."""
     mark = uuid.uuid4().hex
     environment = {key: value for key, value in os.environ.items() if key != "PYTEST_XDIST_WORKER"}
 
@@ -124,7 +125,8 @@ def test_property(number):
 
 
 def test_a_run_ends_with_what_one_needs_next(tmp_path: Path) -> None:
-    """A command for each failure, hypothesis's blob, the memory; and of two shards one has the file."""
+    """The summary has a command for each failure, hypothesis's blob and the memory; a file is in one of two
+    shards."""
     (tmp_path / "test_it.py").write_text(_TESTS)
     plugins = ("tests.support.shards", "tests.support.summary", "hypothesispytest")
     given = [*(f"-p{name}" for name in plugins), "-pno:cacheprovider", "test_it.py"]

@@ -1,4 +1,4 @@
-"""Folders, packages in pyproject.toml, symlinks and the built wheel agree; nothing pulls torch in."""
+"""Folders, packages in pyproject.toml, symlinks and the built wheel agree, and import no torch."""
 
 import json
 import os
@@ -18,14 +18,14 @@ IGNORED = shutil.ignore_patterns("__pycache__")
 
 
 def project_settings() -> dict[str, object]:
-    """The setuptools table of pyproject.toml."""
+    """Return the setuptools table of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert isinstance(settings, dict)
     return settings
 
 
 def source_files() -> dict[str, Path]:
-    """Every file that belongs into the wheel, by its path there: of ``dcp``, and of the layers below it."""
+    """Return each file of the wheel, by its path there: of ``dcp``, and of the layers below it."""
     found = {}
     for folder in ("dcp", *LAYERS):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -37,7 +37,7 @@ def source_files() -> dict[str, Path]:
 
 
 def copy_of_the_source(folder: Path) -> Path:
-    """What a build needs, with a folder ``out`` for what it makes."""
+    """Copy the files that a build needs, with an empty folder ``out``."""
     folder.mkdir()
     for name in ("dcp", "src", *LAYERS):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=IGNORED)
@@ -48,7 +48,7 @@ def copy_of_the_source(folder: Path) -> Path:
 
 
 def test_symlinks_point_at_the_folders_relatively() -> None:
-    """Each layer is below dcp by a relative symlink, so that a clone works wherever it is."""
+    """Each layer is below dcp by a relative symlink, so a clone works at any path."""
     for layer in LAYERS:
         link = ROOT / "dcp" / layer
         assert link.is_symlink()
@@ -57,9 +57,9 @@ def test_symlinks_point_at_the_folders_relatively() -> None:
 
 
 def test_src_has_nothing_but_the_package() -> None:
-    """What an editable install puts on the path has a link to dcp, and no other name."""
+    """An editable install adds only the link to dcp to the import path."""
     assert project_settings()["package-dir"] == {"": "src"}
-    # beside what setuptools notes there about such an install
+    # setuptools adds its own record of an editable install
     (link,) = (path for path in (ROOT / "src").iterdir() if path.suffix != ".egg-info")
     assert (link.name, link.readlink()) == ("dcp", Path("../dcp"))
 
@@ -86,7 +86,7 @@ def train(root: str, reader: StorageReader) -> dict[str, Any]:
 
 
 def built(folder: Path, kind: str) -> zipfile.ZipFile:
-    """A wheel of that kind, of a copy of the source."""
+    """Build a wheel of ``kind`` from a copy of the source."""
     copy = copy_of_the_source(folder / "copy")
     build = f"from setuptools import build_meta; print(build_meta.build_{kind}('out'))"
     run = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
@@ -96,7 +96,8 @@ def built(folder: Path, kind: str) -> zipfile.ZipFile:
 
 @pytest.mark.exhaustive  # mypy reads all of torch
 def test_a_users_project_sees_the_types(tmp_path: Path) -> None:
-    """By that path alone, in the strict mode of mypy, the layers below the package included."""
+    """mypy --strict finds the types of the package and the layers below by the path of an editable
+    install."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "user.py").write_text(USERS_FILE)
     options = ["--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
@@ -111,7 +112,7 @@ def test_a_users_project_sees_the_types(tmp_path: Path) -> None:
 
 
 def test_every_folder_with_modules_is_a_listed_package() -> None:
-    """A folder of modules that pyproject.toml does not list would be missing once installed."""
+    """A folder of modules that pyproject.toml does not list would be missing after an install."""
     files = source_files()
     modules = [Path(name) for name in files if name.endswith(".py")]
     on_disk = {".".join(module.parent.parts) for module in modules}
@@ -123,7 +124,8 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
 
 
 def test_wheel_holds_exactly_the_source_files(tmp_path: Path) -> None:
-    """The wheel has every module and data file of the folders, nothing else, no generic top-level name."""
+    """The wheel has all modules and data files of the folders and no others, under no generic top-level
+    name."""
     with built(tmp_path, "wheel") as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         metadata = [name for name in wheel.namelist() if ".dist-info/" in name]
@@ -154,7 +156,7 @@ TORCH_FREE = (
         ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__")
         for name in source_files()
         if name.startswith(("dcp/cli/", "dcp/storage/formats/", "dcp/storage/stores/"))
-        # the contract that stores are tried by needs pytest
+        # the contract tests of stores need pytest
         and name.endswith(".py")
         and not name.endswith("stores/contract.py")
     ),
@@ -162,7 +164,7 @@ TORCH_FREE = (
 
 
 def test_formats_stores_command_line_and_service_do_not_import_torch() -> None:
-    """A machine without torch can list, show and verify, and the command does not wait for it to import."""
+    """Commands that list, show and verify work without torch, and do not import torch."""
     program = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"

@@ -1,4 +1,4 @@
-"""What `make demo` and `make test` install, and when."""
+"""Packages that `make demo` and `make test` install, and their options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Checkout:
-    """A copy of what `make` goes by, with an interpreter that only notes how it is called."""
+    """Copy of the files that `make` reads, with an interpreter that only logs its arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class Checkout:
         python.chmod(0o755)
 
     def make(self, *arguments: str) -> list[str]:
-        """Which extras are installed, and which module runs."""
+        """Run make, and return the installed extras and the module that runs."""
         self.calls.write_text("")
         done = subprocess.run(
             ["make", *arguments, f"PYTHON={sys.executable}"],
@@ -56,7 +56,7 @@ class Checkout:
     ids=["test", "s3", "bench"],
 )
 def test_each_target_installs_what_it_needs_once(tmp_path: Path, calls: dict[str, str]) -> None:
-    """One after the other in a fresh clone: no more than is needed, and nothing that is there already."""
+    """Targets run one after the other install the extras they need, and only extras not yet installed."""
     checkout = Checkout(tmp_path)
     module = {"demo": "dcp.demo", "test": "pytest", "bench": "benchmarks"}
     found = {words: checkout.make(*words.split()) for words in calls}
@@ -64,7 +64,7 @@ def test_each_target_installs_what_it_needs_once(tmp_path: Path, calls: dict[str
 
 
 def test_packages_that_change_are_installed_anew(tmp_path: Path) -> None:
-    """For what is called then."""
+    """After a change of constraints.txt the next target installs its extras again."""
     checkout = Checkout(tmp_path)
     assert checkout.make("test") == [".[dev]", "pytest"]
     later = (tmp_path / ".venv/.installed").stat().st_mtime + 10
@@ -81,14 +81,14 @@ def test_packages_that_change_are_installed_anew(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_asked_for_is_passed_on(tmp_path: Path, words: str, said: str) -> None:
-    """A catalog that stays up, a part of the tests."""
+    """SERVE=1 and SHARD= are passed to the demo and to pytest."""
     checkout = Checkout(tmp_path)
     checkout.make(*words.split())
     assert said in checkout.calls.read_text()
 
 
 def test_what_is_for_development_is_not_in_the_demo() -> None:
-    """And all of the demo is in what is for development, whose stamp stands for it."""
+    """The extras of the demo lack development packages, and are contained in dev, whose stamp covers them."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
     def packages(extra: str) -> set[str]:

@@ -1,6 +1,6 @@
-"""The Python of README and pages runs as it stands. Internal: the demo's place stands in for a bucket.
+"""The Python of README and pages runs as written. Internal: the demo's place stands in for a bucket.
 
-But for what needs the service, which tests/service/operations/test_pages_of_service.py starts.
+tests/service/operations/test_pages_of_service.py runs the blocks that need the service.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks_of(page: str) -> list[str]:
-    """A page's blocks of Python."""
+    """Return the Python blocks of a page."""
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def run_page(page: str, names: dict[str, object], count: int) -> None:
-    """Its first blocks, one after the other, with what the page takes as given."""
+    """Run the first ``count`` blocks in order, with the names that the page assumes."""
     blocks = blocks_of(page)
     assert len(blocks) >= count
     for block in blocks[:count]:
@@ -64,11 +64,12 @@ RUN: dict[str, tuple[int, str]] = {
     "docs/tutorial/catalog.md": (1, "service/operations/test_pages_of_service.py"),
     "docs/tutorial/first-run.md": (1, "project/test_pages.py"),
 }
-"""Blocks of Python of each page, and the test that runs them: a new block needs a test, then a new number."""
+"""Number of Python blocks of each page, and the test that runs them. A new block needs a test and a new
+number."""
 
 
 def test_every_block_of_python_is_run_by_a_test() -> None:
-    """Pages with blocks are in the table with their number, and the test reads the page."""
+    """The table lists each page with blocks and their number, and the named test reads the page."""
     pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
     counts = {
         page: len(re.findall(r"^ *```python$", (ROOT / page).read_text(), re.MULTILINE)) for page in pages
@@ -81,7 +82,7 @@ def test_every_block_of_python_is_run_by_a_test() -> None:
 
 
 def test_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 100th of 1000 steps is saved, three stay, and the next run has nothing left to do."""
+    """Every 100th of 1000 steps is saved, three stay, and the next run has no step to train."""
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 4)
     steps = 0
@@ -100,7 +101,7 @@ def test_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_server: S3Server) -> None:
-    """Saving and loading, the manager, asynchronous, object stores, conversion: read in this order."""
+    """The pages on saving, managers, asynchronous saves, object stores and conversion run in this order."""
     monkeypatch.chdir(tmp_path)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -118,7 +119,7 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     run_page("docs/how-to/manage-a-run.md", names, 4)
     assert names["restored"] is None
     manager = dcp.CheckpointManager(tmp_path / "checkpoints" / "run", no_dist=True)
-    assert manager.all_steps() == [50, 90, 100]  # each 50th, the last two; the best is one of them
+    assert manager.all_steps() == [50, 90, 100]  # each 50th and the last two; the best is one of these
     manager.close()
 
     run_page("docs/how-to/save-asynchronously.md", names, 1)
@@ -141,7 +142,7 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 class Fused(torch.nn.Module):
-    """A module of the map's target names."""
+    """Module with the target names of the map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class Fused(torch.nn.Module):
 
 
 def unfused_weights() -> dict[str, torch.Tensor]:
-    """Tensors of the map's source names."""
+    """Return tensors with the source names of the map."""
     sizes = {"q": 32, "k": 8, "v": 8}
     layers = {
         f"layers.{layer}.{name}.weight": torch.rand(size, 6)
@@ -160,7 +161,7 @@ def unfused_weights() -> dict[str, torch.Tensor]:
 
 
 def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions, loads, saves and a manager map names and layouts both ways."""
+    """Conversions, loads, saves and a manager map names and layouts in both directions."""
     monkeypatch.chdir(tmp_path)
     state = unfused_weights()
     save_file(state, "apart.safetensors")
@@ -180,7 +181,7 @@ def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.exhaustive
 def test_conversions_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's last block saves the file's tensors again."""
+    """The last block of the page saves equal tensors."""
     import transformers
 
     monkeypatch.chdir(tmp_path)
@@ -197,7 +198,7 @@ def test_conversions_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weighted sum of files, and the mean and the moving average of a run."""
+    """The page merges a weighted sum of files, and the mean and the moving average of a run."""
     monkeypatch.chdir(tmp_path)
     for name, value in {"a": 1.0, "b": 2.0}.items():
         save_file({"weight": torch.full((4,), value)}, f"{name}.safetensors")
@@ -215,7 +216,8 @@ def test_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_best_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step with the lowest loss, of the two newest and the best; tests/service tries the catalog's."""
+    """The page exports the step with the lowest loss; tests/service tests the second block, with the
+    catalog."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     run_page("docs/how-to/find-the-best-and-export.md", names, 1)
@@ -226,7 +228,7 @@ def test_the_best_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.exhaustive
 def test_digests_and_the_proof_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the page says: nothing is read for the proof, and what is changed is named."""
+    """The proof reads no payload, and names a changed tensor."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     run_page("docs/how-to/compare-by-digest.md", names, 2)
@@ -234,7 +236,7 @@ def test_digests_and_the_proof_of_a_resume(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Learner(torch.nn.Module):
-    """A model with the two calls that the Trainer and Lightning's part of the page make."""
+    """Model with the forward calls of the Trainer and of the page's Lightning block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,12 +260,12 @@ def test_the_comparison_finds_the_flipped_bit(
 
 @pytest.mark.exhaustive
 def test_the_trainers_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer, Accelerate, torchdata and Lightning save where the page says."""
+    """Trainer, Accelerate, torchdata and Lightning save to the folders on the page."""
     lightning = pytest.importorskip("lightning.pytorch")
     monkeypatch.chdir(tmp_path)
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        """The smallest module that trains."""
+        """Minimal module for training."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -274,11 +276,11 @@ def test_the_trainers_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             return self.learner(**batch)["loss"]  # type: ignore[no-any-return]
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            """Plain SGD."""
+            """Return plain SGD."""
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
         def train_dataloader(self) -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
-            """The page's data."""
+            """Return a loader of the page's data."""
             return torch.utils.data.DataLoader(data)  # type: ignore[arg-type]
 
     data = [{"x": torch.rand(3), "labels": torch.rand(1)} for _ in range(20)]
@@ -291,15 +293,15 @@ def test_the_trainers_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def steps_of(folder: Path) -> list[int]:
-    """What the quick start's run has saved."""
+    """Return the saved steps of the quick start's run."""
     with dcp.CheckpointManager(folder / "runs" / "first", no_dist=True, handle_sigterm=False) as manager:
         return manager.all_steps()
 
 
 def run_until_saved(folder: Path, arguments: list[str], by: signal.Signals) -> int:
-    """Run until there is a new step, then send a signal; the step that it began with."""
+    """Run until a new step is saved, then send a signal. Return the first step of the run."""
     before = max(steps_of(folder), default=0)
-    # unbuffered: a rank may be done before torchrun's signal reaches it, and is ended by that without a flush
+    # unbuffered: torchrun's signal may end a finished rank before it flushes its output
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with Program(*arguments, cwd=folder, env=environment, stdout=subprocess.PIPE) as process:
         deadline = time.monotonic() + 240
@@ -313,7 +315,7 @@ def run_until_saved(folder: Path, arguments: list[str], by: signal.Signals) -> i
 
 
 def test_the_quick_start_goes_on_after_a_kill(tmp_path: Path) -> None:
-    """As the page says: killed, started again, it begins with the step after the newest; SIGTERM ends it."""
+    """A killed run starts again after the newest step, and SIGTERM ends it, as the page says."""
     (script,) = blocks_of("docs/tutorial/first-run.md")
     (tmp_path / "train.py").write_text(script)
     assert run_until_saved(tmp_path, ["train.py"], signal.SIGKILL) == 1
@@ -323,7 +325,7 @@ def test_the_quick_start_goes_on_after_a_kill(tmp_path: Path) -> None:
 
 
 def damage_a_byte(folder: Path) -> None:
-    """As the page tells to; it is a tensor's."""
+    """Damage a byte of a tensor with the page's command, and assert that verify finds it."""
     page = (ROOT / "docs/tutorial/first-run.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith(("STEP=", "printf "))]
     assert len(lines) == 2
@@ -335,7 +337,7 @@ def damage_a_byte(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
 def test_the_fsdp2_script_resumes_on_one_rank(tmp_path: Path, ranks: str) -> None:
-    """Saves ten steps, and resumes with the eleventh on one rank."""
+    """A run saves ten steps, and resumes with the eleventh on one rank."""
     script = blocks_of("docs/how-to/write-a-training-script.md")[0]
     (tmp_path / "train_fsdp2.py").write_text(script)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -350,7 +352,8 @@ def test_the_fsdp2_script_resumes_on_one_rank(tmp_path: Path, ranks: str) -> Non
 def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills the parameter through its views; a new parameter and the new rates stay as they are."""
+    """A load fills the fused parameter through views; a new parameter and new learning rates are
+    unchanged."""
     monkeypatch.chdir(tmp_path)
     fused, renamed = blocks_of("docs/how-to/write-a-training-script.md")[1:3]
     stored = {f"attention.{name}.weight": torch.rand(2, 2) for name in "qkv"}
@@ -381,7 +384,7 @@ def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
 
 
 def failing_loads(folder: Path) -> Iterator[tuple[str, dict[str, object], dict[str, Any]]]:
-    """Checkpoint ids, state dicts and options of loads that fail."""
+    """Yield checkpoint ids, state dicts and options of loads that fail."""
     good = str(folder / "run" / "step-00001000")
     state: dict[str, Any] = {"model": {"weight": torch.rand(3, 4), "bias": torch.rand(4)}}
     dcp.save({**state, "rng": dcp.PerRank(torch.get_rng_state())}, checkpoint_id=good)
@@ -409,11 +412,11 @@ def failing_loads(folder: Path) -> Iterator[tuple[str, dict[str, object], dict[s
 
 
 class ErrorOnLoad:
-    """An object outside of the allow-list."""
+    """Object outside of the allow-list."""
 
 
 def test_the_messages_of_failed_loads_are_real(tmp_path: Path) -> None:
-    """Each listed message occurs, but for those that need several ranks or S3."""
+    """Each message on the page occurs, apart from those that need several ranks or S3."""
     page = (ROOT / "docs/how-to/find-out-why-a-load-fails.md").read_text()
     blocks = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     listed = re.findall(r"^\w+Error: .*?(?=^\w+Error: |\Z)", "".join(blocks), re.MULTILINE | re.DOTALL)
@@ -436,7 +439,7 @@ def test_the_messages_of_failed_loads_are_real(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_quick_start_goes_on_with_two_ranks(tmp_path: Path) -> None:
-    """Sharded, from what one process saved, and back."""
+    """Two ranks with shards resume the run of one process, and one process resumes theirs."""
     (script,) = blocks_of("docs/tutorial/first-run.md")
     (tmp_path / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -446,7 +449,7 @@ def test_the_quick_start_goes_on_with_two_ranks(tmp_path: Path) -> None:
 
 
 def test_every_page_is_two_links_away() -> None:
-    """From the README: each page below docs/ is linked there, or on the list of all pages."""
+    """README and docs/index.md link to all pages below docs/."""
     linked = set()
     for page in ("README.md", "docs/index.md"):
         folder = (ROOT / page).parent
@@ -457,5 +460,5 @@ def test_every_page_is_two_links_away() -> None:
 
 
 def test_the_readme_fits_three_screens() -> None:
-    """A newcomer has a minute."""
+    """README has fewer than 800 words."""
     assert len((ROOT / "README.md").read_text().split()) < 800

@@ -1,4 +1,4 @@
-"""The main operations enter few functions and modules: so much a reader has to open to follow one."""
+"""Limits on the number of functions and modules in the main operations, which a reader must follow."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from tests.support.suite import ROOT
 
 MOST = {"save": (236, 42), "load": (248, 45), "convert": (296, 41)}
 MOST |= {"manager.save": (263, 49), "manager.restore": (304, 52)}
-"""(functions, modules) that each enters at most, as `benchmarks/paths.py` counts; they only go down."""
+"""Upper limits of (functions, modules) in each operation, as `benchmarks/paths.py` counts. Limits may only
+decrease."""
 
 
 def test_the_main_operations_stay_short(tmp_path: Path) -> None:
-    """Another function on the way of a save has to take one away."""
+    """save, load, convert and the manager stay within their limits of functions and modules."""
     done = run_program(str(ROOT / "benchmarks" / "paths.py"), str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -34,13 +35,14 @@ def test_the_main_operations_stay_short(tmp_path: Path) -> None:
 
 
 MOST_OF_SERVICE = {"list": 8, "page": 6, "conversion": 23}
-"""Modules of the service beside those that each request enters; they only go down."""
+"""Upper limits of service modules of each kind of request, besides modules of all requests. Limits may only
+decrease."""
 SERVER = os.path.realpath(ROOT / "server") + os.sep
 
 
 @contextmanager
 def watched() -> Iterator[set[CodeType]]:
-    """Collect what is called meanwhile, also in threads that are started meanwhile."""
+    """Collect the code objects called in the block, also in threads started in it."""
     seen: set[CodeType] = set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -57,14 +59,14 @@ def watched() -> Iterator[set[CodeType]]:
 
 
 def modules_of(seen: set[CodeType]) -> set[str]:
-    """Those of the service, without templates; forgets them."""
+    """Return the service's modules without templates, and clear ``seen``."""
     paths = {os.path.realpath(code.co_filename) for code in list(seen)}
     seen.clear()
     return {path.removeprefix(SERVER) for path in paths if path.startswith(SERVER) and path.endswith(".py")}
 
 
 def test_requests_and_jobs_of_the_service_stay_short(tmp_path: Path) -> None:
-    """A list of the API, a page, and a conversion from its request to its result, each the second time."""
+    """An API list, a page and a conversion job stay within their limits, measured on the second call."""
     with watched() as seen, running_app(f"sqlite:///{tmp_path}/c.sqlite", tmp_path) as app:
         dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path / "main" / "run" / "step-1", no_dist=True)
         roots = {name: {"url": str(tmp_path / name)} for name in ("main", "other")}
@@ -103,6 +105,6 @@ def test_requests_and_jobs_of_the_service_stay_short(tmp_path: Path) -> None:
 
 
 def test_a_modules_name_says_which_one_it_is() -> None:
-    """Three of one name are told apart by their folders alone."""
+    """At most two modules of the service share a name; more would differ by folder only."""
     names = Counter(path.stem for path in (ROOT / "server").rglob("*.py") if path.stem != "__init__")
     assert {name: count for name, count in names.items() if count > 2} == {}

@@ -1,4 +1,4 @@
-"""Each promise of the README has tests and faults that break it (docs/concepts/promises.md)."""
+"""Each promise of the README has tests, and faults that break it (docs/concepts/promises.md)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ BENEATH = {
     "compatible with DCP in both directions",
     "`dcp.save`, `dcp.load` and `dcp.async_save` have the signatures of torch",
 }
-"""Promises that the README makes outside of its table."""
+"""Promises of the README outside of its table."""
 
 FAULTS = mutants()
 
 MEASURED = {"time"}
-"""By `make bench`; no fault of a line or two shows in a test of seconds."""
+"""Promises measured by `make bench`: no small fault shows in a test of seconds."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the page."""
+    """One row of the page."""
 
     promise: str
     tests: tuple[str, ...]
@@ -32,7 +32,7 @@ class Row:
 
 
 def cells(page: str, heading: str) -> list[list[str]]:
-    """The lines of the first table behind a heading."""
+    """Return the rows of the first table after a heading."""
     text = (ROOT / page).read_text().partition(heading)[2]
     table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert table is not None, page
@@ -40,7 +40,7 @@ def cells(page: str, heading: str) -> list[list[str]]:
 
 
 def rows() -> list[Row]:
-    """Names of tests and of faults are in backticks."""
+    """Return the rows of the page; names of tests and faults are in backticks."""
     return [
         Row(promise, *(tuple(re.findall(r"`([^`]+)`", cell)) for cell in (tests, faults)))
         for promise, tests, faults in cells("docs/concepts/promises.md", "# Promises and their tests")
@@ -48,7 +48,7 @@ def rows() -> list[Row]:
 
 
 def test_the_page_has_the_promises_of_the_readme() -> None:
-    """A line for each line of its table, by its first words, and for the sentences beneath."""
+    """The page has a row for each row of the README's table, by its first words, and for further promises."""
     promised = {first for first, *_ in cells("README.md", "## What changes")}
     assert len(promised) >= 12
     assert {row.promise for row in rows()} == promised | BENEATH
@@ -56,21 +56,21 @@ def test_the_page_has_the_promises_of_the_readme() -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.promise)
 def test_a_promise_has_tests_and_faults(row: Row) -> None:
-    """The tests are there and not among the exhaustive ones; the faults are patches of tests/mutants."""
+    """The tests exist and are not exhaustive; the faults are patches in tests/mutants."""
     assert row.tests and not [test for test in row.tests if not has_test(test)]
     if row.promise not in MEASURED:
         assert row.faults and not {*row.faults} - {mutant.name for mutant in FAULTS}
 
 
 def test_there_are_as_many_faults_as_promised() -> None:
-    """Sixty, over everything that the README promises, and none lies where `make mutants` does not look."""
+    """At least sixty faults cover all promises, and `make mutants` finds each patch."""
     assert len(FAULTS) >= 60 and len({mutant.path.parent for mutant in FAULTS}) >= 5
     assert {mutant.path for mutant in FAULTS} == set(MUTANTS.rglob("*.patch"))
 
 
 @pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.name)
 def test_a_fault_applies_and_names_its_promise_and_tests(mutant: Mutant) -> None:
-    """A patch of the product alone, whose lines are in the present tree; `make mutants` runs it."""
+    """A fault changes the product only, applies to the present tree, and names existing tests."""
     for change in mutant.path.read_text().split("\ndiff --git")[1:]:
         (name,) = re.findall(r"^\+\+\+ b/(\S+)", change, re.MULTILINE)
         assert name.split("/")[0] in ("dcp", "planners", "server", "storage")

@@ -1,4 +1,4 @@
-"""The site: pages in the navigation, a complete reference of the Python API, search, no foreign request."""
+"""Documentation site: pages in the navigation, a complete Python reference, search, no foreign requests."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def listed(nav: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Each once."""
+    """Each page is in the navigation once."""
     pages = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
     assert sorted(listed(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])) == pages
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    """A directive for each name of dcp, or a row for those of torch, or a section of the errors."""
+    """Each name of dcp has a directive, a row of torch's names, or a section of the errors."""
     pages = "\n".join(page.read_text() for page in (DOCS / "reference/python").glob("*.md"))
     directives = {name.removeprefix("dcp.") for name in re.findall(r"^::: (\S+)", pages, re.MULTILINE)}
     torch_names = {*re.findall(r"`(\w+)`", pages.split("## Names of torch", 1)[1].split("\n\n\n")[0])}
@@ -49,7 +49,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def build() -> None:
-    """Build the site, unless the one of `make docs` is newer than all pages."""
+    """Build the site, unless the site of `make docs` is newer than all pages."""
     index = SITE / "index.html"
     sources = [ROOT / "zensical.toml", *DOCS.rglob("*.md")]
     if not index.exists() or index.stat().st_mtime < max(path.stat().st_mtime for path in sources):
@@ -58,15 +58,15 @@ def build() -> None:
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files without a log."""
+    """HTTP handler that serves files without a log."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Write nothing."""
+        """Write no log."""
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Yield the address of a server of a folder."""
+    """Yield the URL of a server of a folder."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -76,7 +76,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def test_the_site_works_in_a_browser_without_another_host() -> None:
-    """Navigation and search find a page; no request leaves for another host, also not from an API page."""
+    """Navigation and search find a page, and no page requests another host, also not an API page."""
     build()
     with served(SITE) as address, running_chromium() as browser, window(browser, address, 1400) as opened:
         page = opened.page

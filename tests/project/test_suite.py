@@ -1,4 +1,4 @@
-"""The suite stays what it is meant to be: small, at the door, and readable."""
+"""Rules of the test suite: few lines, public interfaces, readable tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _stands_for_torchs(name: str) -> bool:
 
 
 INSIDE: Final = ("docs/design", "docs/contributing.md")
-"""Pages that describe how it is built; the modules that they name are not promised to anybody."""
+"""Pages on the implementation; the modules that they name are not public."""
 
 DOORS: Final = frozenset(
     {"dcp", "dcp.demo", "dcp.integrations"}
@@ -36,8 +36,8 @@ DOORS: Final = frozenset(
     }
     | {f"dcp.integrations.{path.stem}" for path in (ROOT / "dcp/integrations").glob("[a-z]*.py")}
 )
-"""What no page need name: it stands for a module of torch's, is a trainer's plug-in, or is what formats and
-stores of other packages are written against, as write-a-plug-in.md says."""
+"""Public modules that need no page: modules in place of torch's, plug-ins of trainers, and interfaces for
+formats and stores of other packages, as write-a-plug-in.md says."""
 
 FOREIGN: Final = frozenset(
     {"_C", "_EmptyStateDictLoadPlanner", "_cached_global_plan", "_cached_metadata", "_cached_save_plan"}
@@ -45,13 +45,13 @@ FOREIGN: Final = frozenset(
     | {"_load_state_dict_from_keys", "_make_wrapper_subclass", "_metadata", "_neg_view", "_nested_dict"}
     | {"_spec", "_version"}
 )
-"""Private names of torch and of trainers: the product bears or replaces what they name."""
+"""Private names of torch and of trainers that the product implements or replaces."""
 
 MOST_LINES: Final = 58_600
 """55,000, and 3,000 for people, quotas, notes, stages, handovers and the comparison of runs."""
 MOST_INTERNAL: Final = 0.15
 MOST_PATCHES: Final = 20
-"""All of these only go down, but for a new feature's share of lines."""
+"""These limits may only decrease, apart from a new feature's share of lines."""
 
 MEDIAN_LINES: Final = 12
 _PATCH: Final = re.compile(
@@ -74,23 +74,24 @@ def _named_by_pages() -> frozenset[str]:
 
 
 def is_public(name: str) -> bool:
-    """One of `DOORS`, or a module that a page for users names, itself or what is in it."""
+    """Return whether a module is in `DOORS`, or a page for users names it or a name in it."""
     return name in DOORS or any(said == name or said.startswith(f"{name}.") for said in _named_by_pages())
 
 
 def internal(module: Module) -> list[str]:
-    """What it imports of ours that no page promises."""
+    """Return the imported modules of dcp that no page names."""
     return sorted(name for name in module.imported if name.startswith("dcp.") and not is_public(name))
 
 
 def test_the_suite_has_no_more_lines_than_it_may() -> None:
-    """What is said twice is found and said once before more is added."""
+    """The suite stays within its limit of lines: remove repetitions before you add tests."""
     lines = {module.name: module.text.count("\n") for module in modules()}
     assert sum(lines.values()) <= MOST_LINES, sorted(lines, key=lambda name: -lines[name])[:20]
 
 
 def test_few_files_look_inside_and_say_why() -> None:
-    """Of the inside only what is pure and small; the file's first line has "Internal:" and the reason."""
+    """Few tests import internal modules, which are pure and small; the file's first line has "Internal:" and
+    a reason."""
     tests = [module for module in modules() if module.is_test]
     inside = [module for module in tests if internal(module)]
     silent = {module.name: internal(module) for module in inside if "Internal:" not in module.first_line}
@@ -99,37 +100,39 @@ def test_few_files_look_inside_and_say_why() -> None:
 
 
 def test_every_test_says_in_a_sentence_what_it_holds() -> None:
-    """A failing test is read by somebody who has never seen it."""
+    """Each test has a docstring, for readers who see the test for the first time as a failure."""
     assert not [test.name for module in modules() for test in module.tests if not test.has_docstring]
 
 
 def test_half_of_the_tests_fit_in_a_glance() -> None:
-    """A long test holds several behaviours, or builds what a fixture should."""
+    """The median test is short: a long test checks several behaviours, or builds what belongs into a
+    fixture."""
     lines = [test.lines for module in modules() for test in module.tests if test.lines]
     assert statistics.median(lines) <= MEDIAN_LINES
 
 
 def test_hardly_anything_is_patched() -> None:
-    """A test of a patched product holds something that no user has."""
+    """Few tests patch the product, because users have no patched product."""
     found = {m.name: len(_PATCH.findall(m.text)) for m in _others()}
     assert sum(found.values()) <= MOST_PATCHES, {name: count for name, count in found.items() if count}
 
 
 def test_no_private_attribute_is_looked_at() -> None:
-    """What a rebuilding may rename without asking is no behaviour; "Internal:" files may name theirs."""
+    """Tests use no private attributes of the product, which may be renamed; "Internal:" files may use
+    theirs."""
     tests = [module for module in modules() if module.is_test and "Internal:" not in module.first_line]
     found = {m.name: sorted(m.private - FOREIGN) for m in tests if m.private - FOREIGN}
     assert not found, found
 
 
 def test_no_private_name_of_the_tools_is_used() -> None:
-    """The next release of pytest, hypothesis or Python may be without it."""
+    """Tests use no private names of pytest, hypothesis or Python, which the next release may remove."""
     found = {m.name: _FOREIGN.findall(m.text) for m in _others()}
     assert not {name: names for name, names in found.items() if names}
 
 
 def test_examples_are_counted_by_the_profile() -> None:
-    """`tests.support.examples` has fewer in `make test`; a number of its own would be tried in full."""
+    """Only `tests.support.examples` sets numbers of examples, so that `make test` can use fewer."""
     found = [m.name for m in _others() if "max_examples=" in m.text]
     assert found == ["tests/support/examples.py"]
 

@@ -1,4 +1,4 @@
-"""What is used of torch beyond what it promises. Internal: the range of versions is of one module."""
+"""Use of torch's private names. Internal: one module has the range of versions."""
 
 import ast
 import gc
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("dcp", "planners", "server", "storage")
 ONLY = Path("storage/torch_compat.py")
 INTEGRATIONS = Path("dcp/integrations")
-OTHERS = {"os", "sys", "threading"}  # modules whose private names are used, for want of public ones
+OTHERS = {"os", "sys", "threading"}  # modules with private names in use, for lack of public ones
 
 
 def modules() -> list[Path]:
-    """All of ours that speak of torch, each by its path below the root."""
+    """Return all modules of the product that mention torch, by path below the root."""
     links = {path for path in (ROOT / "dcp").iterdir() if path.is_symlink()}
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     paths = (path for path in found if not links & {*path.parents} and "torch" in path.read_text())
@@ -27,12 +27,12 @@ def modules() -> list[Path]:
 
 
 def is_private(name: str) -> bool:
-    """Whether a dotted name has a private part."""
+    """Return whether a dotted name has a private part."""
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def own_names(nodes: list[ast.AST]) -> Iterator[str]:
-    """Private names that our own classes define: methods, fields, attributes of ``self``."""
+    """Yield private names that the product's own classes define: methods, fields, attributes of ``self``."""
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -48,20 +48,21 @@ def own_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def torchs_names(path: Path, nodes: list[ast.AST]) -> list[str]:
-    """Private names of torch's that a module imports or looks up; those looked up may be our own."""
+    """Return torch's private names that a module imports or looks up; looked-up names may be the product's
+    own."""
     uses_torch = False
     found = []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             uses_torch = True
             door_of = f"torch.distributed.checkpoint.{path.stem}" if path.parent == Path("dcp") else None
-            if node.module != door_of:  # a door has what the module of its name has
+            if node.module != door_of:  # such a module re-exports the names of torch's module
                 found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             uses_torch |= any(alias.name.partition(".")[0] == "torch" for alias in node.names)
             found += [alias.name for alias in node.names if alias.name.startswith("torch.")]
     own = set()
-    if path.parent == INTEGRATIONS:  # lists the names of its framework that it uses, for its test
+    if path.parent == INTEGRATIONS:  # lists the framework's private names that it uses, for its test
         texts = (node.value for node in nodes if isinstance(node, ast.Constant))
         own = {text for text in texts if isinstance(text, str)}
     for node in nodes if uses_torch else ():
@@ -73,8 +74,8 @@ def torchs_names(path: Path, nodes: list[ast.AST]) -> list[str]:
 
 
 def test_one_module_has_all_private_names_of_torch() -> None:
-    """A name that a new version drops is mended in one place, and has its fallback there."""
-    own = {"_fields", "_make", "_replace", "_asdict", "_mapping"}  # of named tuples, and SQLAlchemy's
+    """All private names of torch are used in one module, with fallbacks for versions that lack them."""
+    own = {"_fields", "_make", "_replace", "_asdict", "_mapping"}  # of named tuples and SQLAlchemy
     found = {}
     gc.disable()  # python/cpython#106905
     for path in modules():
@@ -87,7 +88,7 @@ def test_one_module_has_all_private_names_of_torch() -> None:
 
 
 def test_the_tested_versions_are_those_that_can_be_installed() -> None:
-    """The extra of the package allows what was tested."""
+    """The torch extra of the package allows exactly the tested versions."""
     oldest, newest = torch_compat.TESTED
     allowed = f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
     assert f'torch = ["{allowed}"]' in (ROOT / "pyproject.toml").read_text()
@@ -95,13 +96,13 @@ def test_the_tested_versions_are_those_that_can_be_installed() -> None:
 
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git1234", "3.0.0", "2.9.1+cu128"])
 def test_a_torch_that_was_not_tested_is_warned_of(version: str) -> None:
-    """By a class of its own, with what was tested."""
+    """An untested torch gives a warning of its own class, with the tested versions."""
     with pytest.warns(UntestedTorchWarning, match=r"torch .* was not tested .* torch 2\.10 to 2\.15 were"):
         warn_if_untested(version)
 
 
 def test_the_warning_comes_once_a_process() -> None:
-    """At the first import that needs torch, wherever that is."""
+    """The warning is given once, at the first import that needs torch."""
     program = (
         "import sys, torch; torch.__version__ = '2.99.0'\n"
         "for name in [name for name in sys.modules if name.split('.')[0] == 'dcp']: del sys.modules[name]\n"

@@ -1,4 +1,5 @@
-"""Trainer and Accelerate, the real ones: killed in a save, resumed, compared with runs that were not."""
+"""Trainer and Accelerate, the real packages: killed in a save, resumed, and compared with uninterrupted
+runs."""
 
 import shutil
 from pathlib import Path
@@ -12,15 +13,15 @@ from tests.support.crashes import Child, Ending, Group, in_lab, run_groups
 
 
 def ran(ending: Ending) -> Any:
-    """What a process returned."""
+    """Return the value of a process that ended without an error."""
     assert ending.raised is None, ending.raised.traceback_text
     assert not ending.hung and not ending.signal
     return ending.value
 
 
 def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the laboratory, for each kind of run: two ranks to the end; two that die in their second save; what
-    goes on from that on two ranks, and on one."""
+    """Run each kind of training on two ranks to the end, and on two ranks that are killed in the second save.
+    Resume the killed run on two ranks and on one. Return the losses."""
     from tests.support.trainer_runs import HuggingFaceRun, LoopRun
 
     first, second = [], []
@@ -33,7 +34,7 @@ def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[di
         second += [Group(2, make(other, resume=True, **options).run)]
         second += [Group(1, make(alone, resume=True, **options | {"fsdp": False}).run)]
     begun = run_groups(first)
-    for dying in begun[1::2]:  # of two ranks one may get to know that the other is gone
+    for dying in begun[1::2]:  # of two ranks one may survive with an error
         assert any(ending.killed for ending in dying)
         assert all(ending.killed or ending.raised for ending in dying)
     for number in range(len(kinds)):
@@ -59,8 +60,8 @@ def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[di
 def test_killed_in_a_save_and_resumed(
     tmp_path: Path, options: dict[str, Any], of_loop: dict[str, Any]
 ) -> None:
-    """On as many ranks each loss is bit for bit the uninterrupted run's; on one rank, where nothing is
-    sharded, training goes on."""
+    """On as many ranks each loss equals the uninterrupted run's bit for bit; on one rank, without shards, the
+    training continues."""
     tied = {"tied": "fsdp" not in options}
     trainer, loop = in_lab(killed_and_resumed, str(tmp_path), ("trainer", options | tied), ("loop", of_loop))
     assert [step for step, _ in trainer["whole"]] == [2, 4, 6, 8]
@@ -81,14 +82,15 @@ def test_killed_in_a_save_and_resumed(
 
 
 def best_and_loaded(run: Any) -> tuple[float, float]:
-    """The best loss of a run, and that of the model which it has at the end."""
+    """Return the best loss of a run, and the loss of the final model."""
     trainer = run.make()
     trainer.train()
     return trainer.state.best_metric, trainer.evaluate()["eval_loss"]
 
 
 def arguments_of_the_trainer(root: str) -> dict[str, Any]:
-    """In the laboratory, alone: limits, the best, paths, checkpoints of the Trainer's own, damage."""
+    """Run the Trainer with limits, the best model, paths, its own checkpoints and damage. Return the
+    results."""
     from transformers import Trainer
 
     from tests.support.trainer_runs import HuggingFaceRun
@@ -145,8 +147,9 @@ def arguments_of_the_trainer(root: str) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
-    """Limits with and without the best, a path, True over a damaged one and over weights alone, SIGTERM on
-    one rank, another run's checkpoints, which go, the Trainer's own, weights alone, nothing at all."""
+    """Limits with and without the best model, a path, True with a damaged or weights-only newest checkpoint,
+    SIGTERM on one rank, another run's checkpoints, which are deleted, the Trainer's own checkpoints, only
+    weights, and no checkpoint work as documented."""
     found = in_lab(arguments_of_the_trainer, str(tmp_path))
     assert found["best"] == ["checkpoint-3", "checkpoint-9"]
     best, loaded = found["best loss"]
@@ -155,7 +158,7 @@ def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
     for how in ("path", "damaged", "never committed", "weights alone", "own"):
         assert found[how] == found["whole"], how
     assert len({*found["stopped"]}) == 1
-    # the ranks may agree a step later
+    # the ranks may agree on a later step
     assert found["saved at SIGTERM"][-1] in ("checkpoint-5", "checkpoint-6", "checkpoint-7")
     assert [step for step, _ in found["weights"]] == [2, 4, 6, 8, 10, 12]
     name, message = found["nothing"]
@@ -164,23 +167,23 @@ def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
 
 
 class Moments:
-    """A registered object with what is sharded as the model is, and what is not."""
+    """Registered object with tensors sharded like the model, and a plain value."""
 
     def __init__(self, model: Any) -> None:
         self.average = {name: value.detach().clone() for name, value in model.state_dict().items()}
         self.count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors of the model's kind."""
+        """Return tensors sharded like the model, and the count."""
         return {"average": self.average, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All of it."""
+        """Set all values."""
         self.average, self.count = state["average"], state["count"]
 
 
 def folders_of_accelerate(rank: int, world_size: int, root: str) -> bool:
-    """Explicit folders: saved over, not there; Accelerate's own."""
+    """Save to an explicit folder twice, load from a missing folder, and load Accelerate's own checkpoint."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     import dcp.integrations.accelerate
@@ -210,7 +213,7 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> bool:
 
     with pytest.raises(ValueError, match="folder does not exist"):
         accelerator.load_state(f"{root}/nowhere")
-    accelerator._custom_objects.clear()  # Accelerate's own way does not know what is sharded
+    accelerator._custom_objects.clear()  # Accelerate's own save does not support sharded objects
     own_save(f"{root}/own")
     weight = model.state_dict()["weight"].full_tensor().clone()
     with torch.no_grad():
@@ -222,18 +225,18 @@ def folders_of_accelerate(rank: int, world_size: int, root: str) -> bool:
 
 
 def run_folders_of_accelerate(root: str) -> list[Any]:
-    """In the laboratory."""
+    """Run `folders_of_accelerate` on two ranks."""
     return [ran(ending) for ending in run_groups([Group(2, folders_of_accelerate, (root,))])[0]]
 
 
 @pytest.mark.exhaustive
 def test_folders_of_accelerate(tmp_path: Path) -> None:
-    """A folder is saved over; sharded objects come back whole; Accelerate's own checkpoints load."""
+    """A folder is overwritten, sharded objects are loaded whole, and Accelerate's own checkpoints load."""
     assert in_lab(run_folders_of_accelerate, str(tmp_path)) == [True, True]
 
 
 def loops_of_accelerate(root: str) -> dict[str, Any]:
-    """In the laboratory: the newest is damaged; there is none; the loader has a state of its own."""
+    """Run loops with a damaged newest checkpoint, without a checkpoint, and with a stateful loader."""
     from tests.support.trainer_runs import LoopRun
 
     def run(folder: str, **options: Any) -> Ending:
@@ -256,8 +259,8 @@ def loops_of_accelerate(root: str) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_loops_of_accelerate(tmp_path: Path) -> None:
-    """Over a damaged checkpoint the one before is taken, and saved over; a stateful loader goes on where it
-    was, within an epoch and at its last batch; where there is none it is an error."""
+    """The checkpoint before a damaged one is loaded, and the damaged one overwritten. A stateful loader
+    resumes at its batch, within an epoch and at the last batch. Without a checkpoint a load is an error."""
     found = in_lab(loops_of_accelerate, str(tmp_path))
     assert found["damaged"] == found["whole"]
     assert found["stateful, resumed"] == found["stateful"]

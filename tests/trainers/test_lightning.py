@@ -1,4 +1,4 @@
-"""Lightning's Trainer with our plug-in, strategy and callback: the real package, killed and resumed."""
+"""Lightning's Trainer, the real package, with dcp's plug-in, strategy and callback: killed and resumed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LAST = "last.ckpt"
 
 
 def _trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]:
-    """In a laboratory: one training after another, each on its number of ranks."""
+    """Run trainings one after the other, each on its number of ranks."""
     from tests.support.lightning_training import training
 
     return [run_groups([Group(ranks, training, (folder, options))])[0] for folder, ranks, options in jobs]
 
 
 def plugin_of(**options: Any) -> Any:
-    """Ours for a Trainer."""
+    """Return dcp's plug-in for a Trainer."""
     from dcp.integrations.lightning import DcpCheckpointIO
 
     return DcpCheckpointIO(**options)
@@ -41,7 +41,7 @@ def plugin_of(**options: Any) -> Any:
 def _killed_and_resumed(
     folder: Path, strategy: str, ranks: int, die_at: int, resume_on: int
 ) -> tuple[Path, Path]:
-    """The folders of a whole training, and of one whose rank 0 was killed and which was started again."""
+    """Return the folders of an uninterrupted training, and of a training that was killed and resumed."""
     whole, killed = folder / "whole", folder / "killed"
     jobs: list[tuple[Path, int, dict[str, Any]]] = [
         (whole, ranks, {"strategy": strategy}),
@@ -55,7 +55,7 @@ def _killed_and_resumed(
     return whole, killed
 
 
-# The saves of step 3, 6 and so on are two: a name of its own, and "last".
+# Steps 3, 6 and so on have two saves: one with the step in the name, and "last".
 @pytest.mark.parametrize(
     ("strategy", "ranks", "die_at"),
     [
@@ -71,8 +71,8 @@ def _killed_and_resumed(
 def test_a_trainer_killed_in_a_save_goes_on_bit_for_bit(
     tmp_path: Path, strategy: str, ranks: int, die_at: int
 ) -> None:
-    """In the middle of an epoch, with dropout: every loss of every rank is that of a run nobody killed, of
-    which those checkpoints stay that ModelCheckpoint keeps."""
+    """After a kill within an epoch, with dropout, each loss of each rank equals that of an uninterrupted run.
+    The checkpoints that ModelCheckpoint keeps are left."""
     whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, die_at, resume_on=ranks)
     for rank in range(ranks):
         assert losses(killed, rank) == losses(whole, rank)
@@ -89,7 +89,7 @@ def test_a_trainer_killed_in_a_save_goes_on_bit_for_bit(
 def test_a_trainer_goes_on_with_another_number_of_ranks(
     tmp_path: Path, strategy: str, ranks: int, resume_on: int
 ) -> None:
-    """Killed in the save of step 9, it goes on after step 6, to the end."""
+    """A run that is killed in the save of step 9 resumes after step 6, and trains to the end."""
     whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, 6, resume_on)
     before, after = losses(whole), losses(killed)
     assert sorted(after) == list(range(STEPS))
@@ -98,7 +98,7 @@ def test_a_trainer_goes_on_with_another_number_of_ranks(
 
 
 def _checkpoint() -> dict[str, Any]:
-    """One with all that is unusual in one."""
+    """Return a checkpoint with all unusual kinds of entries."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.randn(5, 3)).sum().backward()
@@ -128,7 +128,7 @@ def _checkpoint() -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
-    """With classes, orders and keys of all containers; what changes after the call is not in it."""
+    """Classes, orders and keys of all containers are loaded; changes after the call are not saved."""
     plugin, checkpoint = plugin_of(mode=mode), _checkpoint()
     plugin.save_checkpoint(checkpoint, tmp_path / LAST)
     expected = pickle.loads(pickle.dumps(checkpoint))
@@ -143,8 +143,8 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
 
 @pytest.mark.parametrize("how", ["commits", "fails", "has failed"])
 def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path, how: str) -> None:
-    """Deleted at once it would leave nothing, were the process killed; after a save that fails it stays, also
-    if that was before, and the next call says so."""
+    """An old checkpoint is deleted only after the newer one committed, so a kill leaves one. After a failed
+    save it stays, also if the failure came first, and the next call raises the error."""
     root, gate, plugin = WatchedRoot(tmp_path), Gate(), plugin_of()
     old, new = (f"{root.url}/{root.path(step).name}" for step in (1, 2))
     plugin.save_checkpoint({"a": torch.ones(2)}, old)
@@ -170,7 +170,8 @@ def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path,
 
 
 def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
-    """For the newest good one beside it, with a warning; what was named otherwise is an error."""
+    """If "last" is damaged, the newest good checkpoint beside it is loaded, with a warning. Any other damaged
+    checkpoint is an error."""
     plugin = plugin_of(mode="sync")
     for number, name in enumerate(["step=1.ckpt", "step=2.ckpt", LAST]):
         plugin.save_checkpoint({"a": torch.full((5000,), number)}, tmp_path / name)
@@ -186,11 +187,11 @@ def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
 
 
 class Unknown:
-    """A class that no checkpoint brings back unasked."""
+    """Class that needs weights_only=False."""
 
 
 def test_objects_need_to_be_allowed(tmp_path: Path) -> None:
-    """As with torch.load; the error says where to say so."""
+    """An object needs weights_only=False, as in torch.load, and the error says where to pass it."""
     plugin = plugin_of(mode="sync")
     plugin.save_checkpoint({"hyper_parameters": {"model": Unknown()}}, tmp_path / LAST)
     with pytest.raises(UnsafeObjectError) as caught:

@@ -1,5 +1,6 @@
-"""Megatron-Core's checkpoint strategies over ours: killed in a save, resumed on other sizes; by their
-interface in our words, and the real package where it is installed (`make test-trainer TRAINER=megatron`)."""
+"""Megatron-Core's checkpoint strategies by dcp: killed in a save, resumed on other sizes. Tested with a
+reimplementation of the interface, and with the real package if installed (`make test-trainer
+TRAINER=megatron`)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STEPS = 14
 
 
 def _trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]:
-    """In a laboratory: one training after another, each on its number of ranks."""
+    """Run trainings one after the other, each on its number of ranks."""
     from tests.support.megatron_training import training
 
     install(jobs[0][2]["interface"])
@@ -51,7 +52,8 @@ def _values(endings: list[Ending]) -> list[Any]:
     ],
 )
 def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str, mode: str, pp: int) -> None:
-    """Tensor parallel, with pipeline stages or without: every loss is that of a run nobody killed."""
+    """With tensor parallelism, with and without pipeline stages, each loss equals that of an uninterrupted
+    run."""
     options = {"interface": interface, "mode": mode, "tp": 2, "pp": pp, "steps": STEPS}
     whole, killed, ranks = tmp_path / "whole", tmp_path / "killed", 2 * pp
     finished, died, resumed = _run(
@@ -68,8 +70,8 @@ def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str,
 @pytest.mark.parametrize("interface", INTERFACES)
 @pytest.mark.parametrize(("tp", "pp", "replicas"), [(1, 1, 1), (1, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)])
 def test_it_loads_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp: int, replicas: int) -> None:
-    """Saved by tensor parallel 2 with pipeline parallel 2, by others loaded: the weights are those, bit for
-    bit, and training goes on."""
+    """Weights saved with tensor parallel 2 and pipeline parallel 2 load on other sizes bit for bit, and the
+    training continues."""
     saved, loaded, gone_on = _run(
         (tmp_path, 4, {"interface": interface, "tp": 2, "pp": 2, "steps": 6}),
         *[
@@ -93,7 +95,7 @@ def test_it_loads_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp: in
 
 
 def _in_package(interface: Interface, function: Any, *args: Any) -> Any:
-    """``function`` of Megatron's package and our plug-in, as the one rank of a group."""
+    """Call ``function`` with Megatron's package and dcp's plug-in, on the only rank of a group."""
     return in_lab(_alone, interface, function, args)
 
 
@@ -111,7 +113,7 @@ def _called(rank: int, ranks: int, function: Any, args: tuple[Any, ...]) -> Any:
 def _raised(function: Any, *args: Any) -> tuple[str, str]:
     try:
         function(*args)
-    except Exception as error:  # noqa: BLE001 - told to the test
+    except Exception as error:  # returned to the test
         return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
     return "", ""
 
@@ -149,7 +151,8 @@ def _other_shapes(package: Any, plugin: Any, folder: Path) -> dict[str, Any]:
 def test_other_shapes_and_dtypes_are_errors_unless_they_are_allowed(
     tmp_path: Path, interface: Interface
 ) -> None:
-    """A tensor that may have another shape, as a padded vocabulary has, is zero where nothing is stored."""
+    """A tensor with allow_shape_mismatch, such as a padded vocabulary, is zero in rows that are not
+    stored."""
     rows = torch.arange(12.0).view(6, 2).tolist()
     assert _in_package(interface, _other_shapes, tmp_path / "iter_1") == {
         "rows 4": rows[:4],

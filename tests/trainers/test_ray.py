@@ -1,4 +1,4 @@
-"""`dcp.integrations.ray`: with the real package where it is there, and against its interface everywhere."""
+"""`dcp.integrations.ray`: tested with the real package if installed, and always with a stand-in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dcp.errors import CheckpointError
 
 
 class Ray:
-    """What the plug-in uses of Ray Train, for one worker."""
+    """Stand-in for the part of Ray Train that the plug-in uses, for one worker."""
 
     def __init__(self, folder: Path, kind: str = "local") -> None:
         self.reports: list[tuple[dict[str, Any], str, str]] = []
@@ -42,14 +42,14 @@ class Ray:
         self.train = train
 
     def report(self, metrics: dict[str, Any], *, checkpoint: str, checkpoint_upload_mode: str) -> None:
-        """Note it; the checkpoint is whole by now."""
+        """Record a report, and assert that the checkpoint can be loaded."""
         dcp.load({"w": torch.zeros(2)}, checkpoint_id=checkpoint, no_dist=True)
         self.reports.append((metrics, Path(checkpoint).name, checkpoint_upload_mode))
 
 
 @pytest.fixture
 def ray(tmp_path: Path) -> Iterator[Ray]:
-    """In place of the package."""
+    """Put the stand-in in place of the package."""
     made: Any = Ray(tmp_path)
     package: Any = ModuleType("ray")
     package.train = made.train
@@ -63,13 +63,14 @@ def ray(tmp_path: Path) -> Iterator[Ray]:
 
 
 def manager_of(**options: Any) -> Any:
-    """The plug-in's."""
+    """Return the plug-in's manager."""
     module = importlib.import_module("dcp.integrations.ray")
     return module.RayCheckpointManager(handle_sigterm=False, **options)
 
 
 def test_what_is_committed_is_reported_by_reference(ray: Ray, tmp_path: Path) -> None:
-    """At the next save and at the end, with the metrics, from the run's own folder."""
+    """A committed step is reported at the next save and at the end, with metrics, from the run's own
+    folder."""
     with manager_of(every_steps=2) as manager:
         for step in range(1, 6):
             manager.save(step, {"w": torch.ones(2)}, metrics={"loss": 1 / step})
@@ -82,7 +83,8 @@ def test_what_is_committed_is_reported_by_reference(ray: Ray, tmp_path: Path) ->
 
 
 def test_a_preemption_saves_once(ray: Ray) -> None:
-    """At once, reported before `save` returns; the training goes on, and another event saves again."""
+    """A preemption saves at once, with a report before `save` returns. The training continues, and a second
+    preemption saves again."""
     with manager_of(every_steps=100) as manager:
         for step, nodes in ((1, []), (2, ["a"]), (3, ["a"]), (4, ["a", "b"]), (5, ["b"])):
             ray.nodes = nodes
@@ -92,7 +94,7 @@ def test_a_preemption_saves_once(ray: Ray) -> None:
 
 
 def test_a_save_that_fails_is_not_reported(ray: Ray, tmp_path: Path) -> None:
-    """The manager tells of it."""
+    """A failed save is counted by the manager and not reported."""
     with manager_of(retries=0) as manager:
         (tmp_path / "dcp").mkdir()
         (tmp_path / "dcp" / "step-00000001").write_text("in the way")
@@ -103,7 +105,7 @@ def test_a_save_that_fails_is_not_reported(ray: Ray, tmp_path: Path) -> None:
 
 
 def test_wrong_use(ray: Ray, tmp_path: Path) -> None:
-    """What Ray decides is not decided here, and a file system without a known URL is refused."""
+    """Options that Ray decides are refused, and so is a file system without a known URL."""
     for name, value in (("root", tmp_path), ("keep", dcp.Retention(last=1))):
         with pytest.raises(dcp.errors.OptionError, match=rf"{name}.*num_to_keep"):
             manager_of(**{name: value})
@@ -113,10 +115,10 @@ def test_wrong_use(ray: Ray, tmp_path: Path) -> None:
 
 
 def fitted(folder: Path, *arguments: str, **variables: str) -> Any:
-    """What `tests.support.ray_loop` tells."""
+    """Run `tests.support.ray_loop`, and return its result."""
     environment = os.environ | {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"} | variables
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-    environment["RAY_raylet_start_wait_time_s"] = "300"  # of a busy machine
+    environment["RAY_raylet_start_wait_time_s"] = "300"  # for a busy machine
     command = [sys.executable, "-m", "tests.support.ray_loop", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     found = re.search(r"RESULT (\{.*\})", done.stdout)
@@ -126,16 +128,16 @@ def fitted(folder: Path, *arguments: str, **variables: str) -> Any:
 
 if (
     find_spec("ray") is not None
-):  # it is large, and has an environment of its own: make test-trainer TRAINER=ray
+):  # Ray is large and has an environment of its own: make test-trainer TRAINER=ray
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("place", ["folder", "s3"])
     def test_real_workers_crash_and_go_on_with_more(
         tmp_path: Path, place: str, request: pytest.FixtureRequest
     ) -> None:
-        """2 workers, one dies after step 4 was saved; Ray starts them again, the result is as if it had not.
-        Then 3 go on with the run, and a preemption saves a step that was not due. Ray finds what was reported
-        on a disk and on S3."""
+        """One of 2 workers dies after step 4 was saved; Ray restarts them with an equal result. Then 3
+        workers resume the run, and a preemption saves an extra step. Ray finds the reports on disk and on
+        S3."""
         server: Any = request.getfixturevalue("s3_server") if place == "s3" else None
         url = request.getfixturevalue("s3_root") if server is not None else ""
         variables = server.environment if server is not None else {}
@@ -146,7 +148,7 @@ if (
         result = fitted(tmp_path, "3", "11", "preempt", url, **variables)
         assert [told["from"] for told in result["told"]] == [6] * 3
         assert [told["w"] for told in result["told"]] == [[66.0] * 4] * 3
-        assert [told["seen"] for told in result["told"]] == [4 + 5] * 3  # 12 of 6 steps of 2, dealt out to 3
+        assert [told["seen"] for told in result["told"]] == [4 + 5] * 3  # 4 of the 12 seen by 2 workers
         assert {"step-00000008", "step-00000009", "step-00000010"} <= set(result["reported"])
         root, options = (url, server.storage_options) if server is not None else (str(tmp_path), None)
         stored = dcp.read(f"{root}/run/dcp/step-00000010", no_dist=True, storage_options=options)

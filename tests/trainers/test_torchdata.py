@@ -1,4 +1,4 @@
-"""`dcp.integrations.torchdata`: each sample once an epoch, on whatever numbers of ranks it is resumed."""
+"""`dcp.integrations.torchdata`: each sample once an epoch, also if resumed on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORLDS = st.sampled_from([1, 2, 3, 8])
 
 
 class Numbers:
-    """A data set of the first numbers."""
+    """Data set of the numbers below ``size``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,7 +38,7 @@ class Numbers:
 def loaders(
     size: int, world_size: int, *, epoch: int = 1, batches: Sequence[int] = (2,), **options: Any
 ) -> Any:
-    """Of each rank, in this process; their batch sizes may differ."""
+    """Return the loaders of all ranks, in this process, with possibly different batch sizes."""
     made = []
     loader_options = {
         name: options.pop(name) for name in ("num_workers", "snapshot_every_n_steps") if name in options
@@ -52,7 +52,7 @@ def loaders(
 
 
 def taken(iterator: Any, count: int | None = None) -> list[int]:
-    """The samples of the next ``count`` batches, or of all."""
+    """Return the samples of the next ``count`` batches, or of all."""
     seen: list[int] = []
     for number, batch in enumerate(iterator):
         seen += batch.tolist()
@@ -62,7 +62,8 @@ def taken(iterator: Any, count: int | None = None) -> list[int]:
 
 
 def resumed(old: Sequence[Any], new: Sequence[Any]) -> None:
-    """What a save by all of ``old`` and a load by ``new`` do, without files."""
+    """Transfer the state of all ``old`` loaders to the ``new`` ones as a save and a load do, without
+    files."""
     states = [loader.state_dict()["ranks"] for loader in old]
     for rank, loader in enumerate(new):
         value = states[rank].value if len(old) == len(new) else None
@@ -83,12 +84,12 @@ def resumed(old: Sequence[Any], new: Sequence[Any]) -> None:
 def test_each_sample_once_an_epoch(
     size: int, worlds: list[int], steps: list[int], batches: list[int], even: bool, shuffle: bool
 ) -> None:
-    """Across several resumes, with batches of other sizes by rank; parts of one length repeat at most as many
-    samples as the last number of ranks has them uneven."""
+    """Each sample is seen once over several resumes, with batch sizes by rank. With even=True, which pads all
+    ranks to one length, only the padding of the last number of ranks may repeat samples."""
     seen: list[int] = []
     now = loaders(size, worlds[0], batches=batches, even=even, shuffle=shuffle)
     for world_size, count in zip(worlds[1:], steps, strict=False):
-        count = min(count, -(-((size - len(set(seen))) // len(now)) // max(batches)))  # nobody ends the epoch
+        count = min(count, -(-((size - len(set(seen))) // len(now)) // max(batches)))  # within the epoch
         for loader in now if count else ():
             seen += taken(loader, count)
         following = loaders(size, world_size, batches=batches, even=even, shuffle=shuffle)
@@ -112,10 +113,10 @@ def test_each_sample_once_an_epoch(
 def test_as_many_ranks_go_on_bit_for_bit(
     size: int, world_size: int, count: int, every: int, drop_last: bool
 ) -> None:
-    """The order is that of a run that was not interrupted, and of torch's `DistributedSampler`."""
+    """The order equals that of an uninterrupted run, and of torch's `DistributedSampler`."""
     options: dict[str, Any] = {"drop_last": drop_last, "snapshot_every_n_steps": every}
     begun = loaders(size, world_size, **options)
-    count = min(count, -(-len(begun[0].sampler) // 2))  # nobody ends the epoch
+    count = min(count, -(-len(begun[0].sampler) // 2))  # within the epoch
     first = [taken(loader, count) if count else [] for loader in begun]
     again = loaders(size, world_size, **options)
     resumed(begun, again)
@@ -128,7 +129,8 @@ def test_as_many_ranks_go_on_bit_for_bit(
 
 
 def test_prefetched_batches_are_not_consumed() -> None:
-    """Two workers are ahead of what the training has seen; other numbers of ranks or workers go on there."""
+    """Batches prefetched by two workers are not counted; other numbers of ranks or workers resume after the
+    consumed batches."""
     begun = loaders(24, 1, num_workers=2)
     seen = taken(begun[0], 3)
     for world_size, workers in ((1, 2), (1, 0), (2, 1)):
@@ -141,7 +143,7 @@ def test_prefetched_batches_are_not_consumed() -> None:
 
 
 def test_another_order_is_an_error() -> None:
-    """A position means nothing in it."""
+    """A position in another order of samples is refused."""
     begun = loaders(12, 2)
     taken(begun[0], 1)
     for options in ({"shuffle": False}, {"size": 13}):
@@ -154,7 +156,7 @@ def test_another_order_is_an_error() -> None:
 
 
 class Endless(IterableDataset[int]):
-    """It has no order that is known from outside."""
+    """Iterable data set, whose order is unknown to the loader."""
 
     def __iter__(self) -> Any:
         return iter(())
@@ -170,13 +172,13 @@ class Endless(IterableDataset[int]):
     ],
 )
 def test_what_has_no_position_is_refused(arguments: dict[str, Any], advice: str) -> None:
-    """With what to do instead."""
+    """Arguments without a position are refused, and the error says what to use."""
     with pytest.raises((TypeError, ValueError), match=advice):
         RescalableDataLoader(**arguments)
 
 
 def trained(rank: int, world_size: int, root: str, steps: int | None) -> list[int]:
-    """What a rank sees of an epoch from where the last run was."""
+    """Train an epoch from the last saved position, and return the samples of this rank."""
     loader = RescalableDataLoader(Numbers(50), 2, shuffle=True)
     state = {"loader": loader, "w": torch.ones(2)}
     with dcp.CheckpointManager(root, handle_sigterm=False) as manager:
@@ -192,7 +194,7 @@ def trained(rank: int, world_size: int, root: str, steps: int | None) -> list[in
 
 
 def test_ranks(tmp_path: Path) -> None:
-    """Real ones, through checkpoints: 2, then 3, then 2 see each of 50 samples once."""
+    """2, then 3, then 2 real ranks, resumed from checkpoints, see each of 50 samples once."""
     seen: list[int] = []
     for world_size, steps in ((2, 3), (3, 2), (2, None)):
         for part in run_ranks(world_size, trained, str(tmp_path), steps):

@@ -1,5 +1,5 @@
-"""torchtitan's checkpoint manager over ours: killed in a save, resumed; by its interface in our words, and
-the real package where it is installed (docs/how-to/use-a-trainer.md says why it is not beside the others)."""
+"""torchtitan's checkpoint manager by dcp: killed in a save and resumed. Tested with a reimplementation of the
+interface, and with the real package if installed (docs/how-to/use-a-trainer.md has the reason)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERFACES = ["hooks", "older", *(["installed"] if importlib.util.find_spec("tor
 
 
 def _trained(jobs: list[tuple[Path, int, dict[str, Any]]]) -> list[list[Ending]]:
-    """In a laboratory: one training after another, each on its number of ranks."""
+    """Run trainings one after the other, each on its number of ranks."""
     from tests.support.torchtitan_training import training
 
     return [run_groups([Group(ranks, training, (folder, options))])[0] for folder, ranks, options in jobs]
@@ -45,8 +45,8 @@ def _steps(folder: Path) -> list[str]:
     ],
 )
 def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str, mode: str) -> None:
-    """Two ranks, FSDP2, within an epoch, with dropout: every loss is that of a run nobody killed, and the
-    newest two steps stay. A writer in a process of its own outlives the kill."""
+    """With two ranks, FSDP2, within an epoch and with dropout, each loss equals that of an uninterrupted run,
+    and the newest two steps are kept. A separate writer process outlives the kill."""
     options = {"interface": interface, "config": {"async_mode": mode}}
     die_at = None if mode == "async_with_pinned_mem" else 3
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -70,8 +70,8 @@ def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str,
 def test_on_another_number_of_ranks_it_goes_on_without_the_loaders_place(
     tmp_path: Path, interface: str, ranks: int
 ) -> None:
-    """Model, optimizer, scheduler and step are those that were saved; the data loader's place fits no other
-    number of ranks, and the error says how to leave it out."""
+    """Model, optimizer, scheduler and step are loaded. The data loader's position fits no other number of
+    ranks, and the error says how to exclude it."""
     options = {"interface": interface, "steps": 6}
     without = options | {"config": {"exclude_from_loading": ["dataloader"]}}
     (saved, refused, resumed) = _run(

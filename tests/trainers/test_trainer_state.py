@@ -1,4 +1,4 @@
-"""Models, optimizers and generators as plug-ins of trainers save and load them; missing packages."""
+"""State of models, optimizers and generators in the trainers' plug-ins, and errors for missing packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 
 
 class Net(nn.Module):
-    """One layer that is used, and one that is not."""
+    """Model with a used and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def trained(net: Net) -> torch.optim.Optimizer:
-    """After two steps; weight decay in one of two groups."""
+    """Return an optimizer after two steps, with weight decay in one of two groups."""
     groups: list[dict[str, Any]] = [
         {"params": [net.used.weight, net.unused.weight]},
         {"params": [net.used.bias], "weight_decay": 0},
@@ -46,8 +46,8 @@ def trained(net: Net) -> torch.optim.Optimizer:
 
 
 def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
-    """Neither in the checkpoint nor in a fresh optimizer that it is loaded into, and that is stepped by
-    nobody for it; the next steps are the same."""
+    """An unused parameter has no state in the checkpoint or in a fresh optimizer after a load, which takes no
+    optimizer step. The next steps are equal."""
     net, fresh = Net(), Net()
     optimizer, other = trained(net), torch.optim.AdamW(Net().parameters())
     dcp.save(
@@ -73,7 +73,7 @@ def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
 
 
 def batch_norm(rank: int, world_size: int, root: Path) -> Any:
-    """Ranks whose running means differ, as those of DDP do between two forwards."""
+    """Save and load a model with other running means on each rank, as in DDP between two forwards."""
     torch.manual_seed(0)
     norm: Any = nn.BatchNorm1d(2)
     net = nn.Sequential(nn.Linear(2, 2), norm)
@@ -86,7 +86,7 @@ def batch_norm(rank: int, world_size: int, root: Path) -> Any:
 
 
 def test_running_means_of_ranks_may_differ(tmp_path: Path) -> None:
-    """Rank 0's are saved, which DDP goes on with, and every rank gets them."""
+    """Rank 0's running means are saved, which DDP continues with, and loaded on each rank."""
     (first, one), (second, other) = run_ranks(2, batch_norm, tmp_path)
     assert first != second
     assert first == one == other
@@ -112,7 +112,7 @@ def _one_cannot_make_its_state(rank: int, world_size: int, root: str) -> list[st
 
 
 def test_a_state_that_one_rank_cannot_make_fails_all(tmp_path: Path) -> None:
-    """Saves and loads, at once; the others name the rank."""
+    """Saves and loads fail at once on all ranks, and the other ranks name the failed rank."""
     others, own = run_ranks(2, _one_cannot_make_its_state, str(tmp_path))
     assert own == ["ValueError: a state of its own"] * 2
     assert [("a state of its own" in said, "rank 1" in said) for said in others] == [(True, True)] * 2
@@ -137,17 +137,17 @@ def _with_zero(rank: int, world_size: int, checkpoint: str) -> bool:
 
 
 def test_each_rank_has_its_part_of_a_zero_redundancy_optimizer(tmp_path: Path) -> None:
-    """Saved and loaded as its rank's own, the local optimizer's state is what it was."""
+    """The state of each rank's local optimizer is saved and loaded as that rank's own."""
     assert run_ranks(2, _with_zero, str(tmp_path / "checkpoint")) == [True, True]
 
 
 def draw() -> tuple[float, float, float]:
-    """One number of each generator."""
+    """Return one number of each generator."""
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
 def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
-    """Saved and loaded, Python's, numpy's and torch's draw again what they drew after the save."""
+    """After a load the generators of Python, numpy and torch continue as after the save."""
     dcp.save({"random": RandomState()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     drawn = draw()
     dcp.load({"random": RandomState()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
@@ -155,7 +155,7 @@ def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 def save_and_draw(rank: int, world_size: int, checkpoint: str) -> tuple[float, float, float]:
-    """A rank with generators of its own saves them."""
+    """Seed the generators by rank, save them, and draw."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(rank)
     dcp.save({"random": RandomState()}, checkpoint_id=checkpoint)
@@ -163,13 +163,13 @@ def save_and_draw(rank: int, world_size: int, checkpoint: str) -> tuple[float, f
 
 
 def load_and_draw(rank: int, world_size: int, checkpoint: str) -> tuple[float, float, float]:
-    """A rank of a later run."""
+    """Load the generators, and draw."""
     dcp.load({"random": RandomState()}, checkpoint_id=checkpoint)
     return draw()
 
 
 def test_each_rank_gets_its_own_and_another_number_of_ranks_keeps_what_it_has(tmp_path: Path) -> None:
-    """Two ranks draw on as two ranks did; one rank alone draws as if nothing had been loaded."""
+    """Each of two ranks continues its generators; a single rank keeps its own generators."""
     checkpoint = str(tmp_path / "checkpoint")
     drawn = run_ranks(2, save_and_draw, checkpoint)
     assert drawn[0] != drawn[1]
@@ -195,7 +195,7 @@ def test_each_rank_gets_its_own_and_another_number_of_ranks_keeps_what_it_has(tm
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(extra: str, package: str, module: str) -> None:
-    """Without the framework its module says what to install."""
+    """The import of a plug-in without its framework says what to install."""
     assert f"pip install 'dcphub[{extra}]'" in in_lab(_imported_without, package, module)
 
 
