@@ -118,7 +118,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
     def call(self) -> LoadCall:
         """The present load. Raises PlanError before `set_up_planner`."""
         if self._call is None:
-            raise PlanError("the load planner was not set up")
+            raise PlanError("call set_up_planner() of the load planner first")
         return self._call
 
     def begin_load(
@@ -177,8 +177,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         given += ["Rescale"] if any(isinstance(own, Rescale) for own in call.flat.per_rank.values()) else []
         if given and not hasattr(call, "index"):
             raise PlanError(
-                f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
-                "DefaultLoadPlanner.create_local_plan"
+                f"{', '.join(given)} would be ignored: {type(self).__name__} makes its load plan without "
+                "calling DefaultLoadPlanner.create_local_plan"
             )
 
     def create_local_plan(self) -> LoadPlan:
@@ -235,7 +235,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if state_dict is self._filled:
             state_dict.clear()  # entries of a failed attempt
         if state_dict:
-            raise PlanError(f"{type(self).__name__} fills an empty dict, but this dict has entries")
+            raise PlanError(f"{type(self).__name__} needs an empty state dict, but this dict has entries")
         if metadata is None:
             raise PlanError("the load planner was set up without the checkpoint's metadata")
         self._filled = state_dict
@@ -260,6 +260,6 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         absent = sorted(set(self.keys or ()) - found)
         if absent:
             raise MissingKeyError(
-                f"the checkpoint has nothing under {', '.join(map(repr, absent))}", fqns=absent
+                f"the checkpoint has no entries below {', '.join(map(repr, absent))}", fqns=absent
             )
         super().set_up_planner(state_dict, metadata, is_coordinator)

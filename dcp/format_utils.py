@@ -61,15 +61,15 @@ def _main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dcp.format_utils", description="Convert a checkpoint.")
     parser.add_argument("mode", choices=["torch_to_dcp", "dcp_to_torch"])
     parser.add_argument("src", type=Path, help="torch.save file, or folder of a sharded checkpoint")
-    parser.add_argument("dst", type=Path, help="what to write: a folder, or a torch.save file")
+    parser.add_argument("dst", type=Path, help="target: a folder, or a torch.save file")
     arguments = parser.parse_args()
     if arguments.mode == "torch_to_dcp":
         if not arguments.src.is_file():
-            parser.error(f"no torch.save file at {arguments.src}")
+            parser.error(f"src: no torch.save file at {arguments.src}")
         torch_save_to_dcp(arguments.src, arguments.dst)
     else:
         if not arguments.src.is_dir():
-            parser.error(f"no checkpoint folder at {arguments.src}")
+            parser.error(f"src: no checkpoint folder at {arguments.src}")
         dcp_to_torch_save(arguments.src, arguments.dst)
     print(f"{arguments.src} -> {arguments.dst}")
 

@@ -258,7 +258,7 @@ def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
         own = slice(*places.start[item : item + 2].tolist())
         box = f"{sizes[own].tolist()} from {offsets[own].tolist()} on"
         raise PlanError(
-            f"{fqn!r} has a part, {box}, outside of its shape {places.shapes[own].tolist()}", fqn=fqn
+            f"{fqn!r} has a shard, {box}, outside of its shape {places.shapes[own].tolist()}", fqn=fqn
         )
 
 
@@ -301,7 +301,7 @@ def _compare_ranks(shown: Sequence[bytes], reader: TensorReader, selects: Callab
     left = {fqn: None for fqn in missing if rank_holder(fqn) is not None and rank_number(fqn) >= world_size}
     tensors = [fqn for fqn in types if fqn in index.position]
     objects = [fqn for fqn in values if fqn in index.objects.position]
-    what = "was saved, but no rank has it"
+    what = "was saved, but is missing on all ranks"
     findings = [ProofFinding("missing", fqn, f"{fqn!r} {what}") for fqn in missing if fqn not in left]
     unexpected = [fqn for fqn in types if fqn not in index.position]
     unexpected += [fqn for fqn in values if fqn not in index.objects.position]
@@ -374,9 +374,9 @@ def _compare_types(index: CheckpointIndex, fqn: str, types: _Types) -> list[Proo
     for (code, sizes), ranks in types.items():
         own = dtypes.BY_CODE[code].name
         if own != dtype.name:
-            found.append(_differs("dtype", fqn, f"is {own}, and was saved as {dtype.name}", ranks))
+            found.append(_differs("dtype", fqn, f"is {own}, but was saved as {dtype.name}", ranks))
         elif sizes != shape:
-            found.append(_differs("shape", fqn, f"has shape {sizes}, and was saved with {shape}", ranks))
+            found.append(_differs("shape", fqn, f"has shape {sizes}, but was saved with {shape}", ranks))
     return found
 
 
@@ -390,7 +390,7 @@ def _compare_parts(
     if overlapping is not None:
         found = sum(box.volume for _, box in disjoint([*parts]))
         ranks = {rank for box in overlapping for some in parts[box].values() for rank in some}
-        what = f"has parts that overlap, {_text(overlapping[0])} and {_text(overlapping[1])}"
+        what = f"has overlapping shards, {_text(overlapping[0])} and {_text(overlapping[1])}"
         yield _differs("overlap", fqn, what, sorted(ranks))
     if found != elements:
         message = f"{fqn!r}: {found} of its {elements} elements are on the ranks"
@@ -401,7 +401,7 @@ def _compare_parts(
             expected = _stored_value(reader, row, box)
             odd.update(rank for added, ranks in by.items() if added != expected for rank in ranks)
         if odd:
-            yield _differs("tensor", fqn, "has other bytes than were saved", sorted(odd))
+            yield _differs("tensor", fqn, "has bytes that differ from the saved ones", sorted(odd))
 
 
 def _has_sum(index: CheckpointIndex, row: int, parts: _Parts) -> bool:
@@ -437,9 +437,11 @@ def _compare_value(reader: TensorReader, fqn: str, prints: _RanksBy) -> Iterator
     odd = {found: ranks for found, ranks in prints.items() if found != expected}
     if odd:
         is_decided = expected[:1] == b"v" or any(found[:1] == b"v" for found in odd)
-        what = "is another value than was saved"
+        what = "differs from the saved value"
         if not is_decided:
-            what = "has another pickle than the saved one; comparing the objects would need untrusted code"
+            what = (
+                "has a pickle that differs from the saved one; comparing the objects would run untrusted code"
+            )
         ranks = sorted(rank for some in odd.values() for rank in some)
         yield _differs("value" if is_decided else "undecided", fqn, what, ranks)
 

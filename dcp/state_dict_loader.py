@@ -237,7 +237,7 @@ def _device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise OptionError(f"device must be a device of torch's, such as 'cpu', not {device!r}") from error
+        raise OptionError(f"device must be a torch device such as 'cpu', not {device!r}") from error
 
 
 @deprecated("`load_state_dict` is deprecated; use `load` instead.", category=FutureWarning)

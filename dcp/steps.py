@@ -165,9 +165,7 @@ def encode_notes(notes: Notes) -> bytes:
     }
     data = encode_plain(fields, limit_bytes=MAX_NOTES_BYTES)
     if data is None:
-        raise OptionError(
-            f"notes may have {MAX_NOTES_BYTES} bytes of plain data, and these are more or other"
-        )
+        raise OptionError(f"notes must be plain data of up to {MAX_NOTES_BYTES} bytes")
     body = data[: -_CRC.size]
     return body + _CRC.pack(crc32(body))
 
@@ -179,14 +177,14 @@ def _decoded(data: bytes) -> Notes:
         raise CorruptCheckpointError("the notes do not match their checksum: they are truncated or damaged")
     fields = decode_plain(data, limit_bytes=MAX_NOTES_BYTES)
     if type(fields) is not dict or fields.pop("kind", None) != _KIND:
-        raise CheckpointFormatError("the file has no notes of dcphub")
+        raise CheckpointFormatError("not a notes file of dcphub")
     fields.pop("crc32", None)
     with reading_version(fields.pop("version", None), _VERSION, "the file of notes"):
         pinned = fields.pop("pinned", None)
         verified = _noted(Verified, fields.pop("verified", None))
         deleting = _noted(Deleting, fields.pop("deleting", None))
         if type(pinned) is not bool or not {str}.issuperset(map(type, deleting.owners if deleting else ())):
-            raise CheckpointFormatError("pinned or owners of the notes are not of their types")
+            raise CheckpointFormatError("pinned or owners of the notes have the wrong type")
         return Notes(pinned, verified, deleting, fields)
 
 
@@ -196,7 +194,7 @@ def _noted(kind: type[_Value], fields: Any) -> _Value | None:
     for name, wanted in kind.__annotations__.items():  # as text, by the import from __future__
         wanted = wanted.partition("[")[0]
         if type(fields) is not dict or type(fields.get(name)).__name__ != wanted:
-            raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted}")
+            raise CheckpointFormatError(f"{name} of the notes is missing, or not a {wanted}")
     return kind(*map(fields.get, kind.__annotations__))
 
 
@@ -230,7 +228,7 @@ def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
         except (CheckpointFormatError, CorruptCheckpointError) as error:
             if isinstance(error, UnsupportedFormatError):
                 raise
-            logger.warning("%s; the checkpoint now counts as pinned; unpin it if this is wrong", error)
+            logger.warning("%s; the checkpoint now counts as pinned: unpin it to allow its deletion", error)
             old = Notes(pinned=True)
         new = change(old)
         if new == old and version is not None:
@@ -531,7 +529,7 @@ class StepFolders:
         except CheckpointError as error:
             if isinstance(error, OSError):
                 raise
-            logger.warning("%s; the checkpoint is kept like a pinned one", error)
+            logger.warning("%s; the checkpoint counts as pinned and is kept", error)
             return Notes(pinned=True)
 
     def _kept(self, read: Callable[[int, SmallFiles], _Value], step: int, files: SmallFiles) -> _Value:

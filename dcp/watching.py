@@ -152,7 +152,7 @@ class Watch(Closable, Iterator[WatchedStep]):
             self.has_found_run = self._cursor.claim(self._stop)
         elif not self.has_found_run and not self._warned:
             self._warned = True
-            logger.warning("%s does not exist yet", self._folders.root.url)
+            logger.warning("%s does not exist yet; waiting for it", self._folders.root.url)
         return self.has_found_run
 
     def _look(self) -> None:
@@ -310,7 +310,7 @@ def _decoded(data: bytes) -> _Content:
     except (ValueError, TypeError, KeyError, RecursionError):
         is_ours, version = False, 0
     if not is_ours:
-        raise CheckpointFormatError("the file is not a cursor of dcphub")
+        raise CheckpointFormatError("not a cursor file of dcp.watch")
     if version > _VERSION:
         raise UnsupportedFormatError(f"a newer dcphub wrote this cursor ({version})", version=version)
     try:
@@ -365,7 +365,9 @@ class Cursor:
                 if self._store.version(self._file) != version:
                     raise self._held(there["holder"])
             logger.warning(
-                "%s: its holder has been silent for %g s and counts as dead", self.path, _LEASE_SECONDS
+                "%s: the process that holds this cursor has not renewed it for %g s and counts as dead",
+                self.path,
+                _LEASE_SECONDS,
             )
         holder: dict[str, Any] = {
             "token": uuid.uuid4().hex,
@@ -391,7 +393,7 @@ class Cursor:
         try:
             self._change(lambda content: {"holder": None})
         except (CheckpointConflictError, StorageError, CheckpointFormatError) as error:
-            logger.info("%s could not be released: %s", self.path, error)
+            logger.info("the lock of the cursor %s could not be released: %s", self.path, error)
 
     def _beat(self) -> None:
         while not self._released.wait(_LEASE_SECONDS / _BEATS_A_LEASE):
@@ -466,7 +468,8 @@ class Cursor:
             return None, _EMPTY
         except CheckpointFormatError as error:
             raise type(error)(
-                f"{self.path}: {error}; without this file the consumer {self._name!r} begins anew",
+                f"{self.path}: {error}; delete the file to restart the consumer {self._name!r} at the first "
+                "step",
                 **(error.facts | {"path": self.path}),
             ) from error
 

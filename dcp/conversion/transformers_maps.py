@@ -63,7 +63,9 @@ def _conversion_mapping() -> Any:
     try:
         from transformers import conversion_mapping
     except ImportError as error:
-        raise OptionError("transformers_map needs transformers 5 or newer; install it") from error
+        raise OptionError(
+            "transformers_map needs transformers 5 or newer: pip install 'transformers>=5'"
+        ) from error
     return conversion_mapping
 
 
@@ -75,7 +77,9 @@ def _of_config(config: Mapping[str, Any]) -> Sequence[Any]:
         if found is not None:
             return [*found, *mapping.get_checkpoint_conversion_mapping("legacy")]
     shown = " or ".join(repr(name) for name in names if name) or "a model without config.json"
-    raise OptionError(f"transformers has no conversions for {shown}: its weights are those of the checkpoint")
+    raise OptionError(
+        f"transformers has no conversions for {shown}: its model and checkpoints have the same tensors"
+    )
 
 
 # -- conversions as rules ------------------------------------------------------------------------------------
@@ -127,10 +131,10 @@ def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[i
 def _varied(fqn: str, like: str | None = None) -> str:
     """Replace the numbers of a name by variable parts; ``like`` has the same numbers."""
     if "{" in fqn or "}" in fqn:
-        raise PlanError(f"{fqn!r} has braces, which a map's names cannot have")
+        raise PlanError(f"{fqn!r} contains braces, which names in a weight map cannot contain")
     if like is not None and _NUMBER.findall(fqn) != _NUMBER.findall(like):
         if _NUMBER.search(like):
-            raise PlanError(f"{like!r} becomes {fqn!r}, whose numbers are others")
+            raise PlanError(f"{like!r} becomes {fqn!r}, with different numbers in the name")
         return fqn
     numbers = iter(range(len(fqn)))
     return _NUMBER.sub(lambda _: f"{{n{next(numbers)}}}", fqn)
@@ -183,7 +187,7 @@ class _Group:
                 raise self._refused(kind)
             act(self, operation)
         if any(tensor.is_list for tensor in self.tensors.values()):
-            raise self._refused("a list of tensors is left")
+            raise self._refused("the result is a list of tensors")
         like = next(iter(self.members.values()))[0][0]
         made = ((self._target_name(key, like), tensor) for key, tensor in self.tensors.items())
         return {
@@ -201,11 +205,11 @@ class _Group:
         varied = _varied(fqn)
         if "*" not in pattern:
             if len(found) > 1:
-                raise self._refused(f"several tensors are {pattern!r} of {self.target!r}")
+                raise self._refused(f"several tensors match {pattern!r} of {self.target!r}")
             return varied
         match = re.search(pattern.replace("*.", r"(?P<star>[0-9]+)\."), key)
         if match is None or _NUMBER.findall(key) != _NUMBER.findall(fqn):
-            raise self._refused(f"which number of {fqn!r} is counted is not known")
+            raise self._refused(f"cannot tell which number in {fqn!r} is the index of the list")
         place = sum(each.start() < match.start("star") for each in _NUMBER.finditer(key))
         return varied.replace(f"{{n{place}}}", "{item}")
 
@@ -213,14 +217,14 @@ class _Group:
         """Return the target name that transformers makes, with the numbers of ``like`` as variable parts."""
         first = self.converter.target_patterns[0]
         if "*" in key:
-            raise self._refused("it makes a list of tensors")
+            raise self._refused("an operation returns a list of tensors")
         before, found, behind = self.target.partition(first)
         if not found:
             raise self._refused(f"{first!r} is not in {self.target!r}")
         name = before + key + behind
         own, known = _NUMBER.findall(name), _NUMBER.findall(like)
         if own != known[: len(own)]:
-            raise PlanError(f"{like!r} becomes {name!r}, whose numbers are others")
+            raise PlanError(f"{like!r} becomes {name!r}, with different numbers in the name")
         return _varied(name)
 
     def _text(self, dims: Iterable[str]) -> str:
@@ -236,7 +240,7 @@ class _Group:
         """`MergeModulelist`: stacked along a new dimension."""
         for pattern, tensor in self.tensors.items():
             if not tensor.is_list:
-                raise self._refused(f"{pattern!r} is no list")
+                raise self._refused(f"{pattern!r} is not a list of tensors")
             shape = list(tensor.shape)
             tensor.dims.insert(operation.dim, "item")
             shape.insert(operation.dim, None)
@@ -248,7 +252,7 @@ class _Group:
         """Apply `Concatenate`: join parts along one dimension; other dimensions share axes."""
         first, *others = parts = list(self.tensors.values())
         if any(part.is_list or len(part.dims) != len(first.dims) for part in parts):
-            raise self._refused("Concatenate of a list, or of different dimensions")
+            raise self._refused("Concatenate of a list, or along different dimensions")
         dim = operation.dim % len(first.dims)
         for part in others:
             for at, text in enumerate(part.dims):
@@ -268,7 +272,7 @@ class _Group:
         targets, dim = self.converter.target_patterns, operation.dim % len(tensor.dims)
         size = tensor.shape[dim]
         if operation.num_shards_attribute is not None or size is None or size % len(targets):
-            raise self._refused("Chunk into parts that are not known, or not equal")
+            raise self._refused("Chunk into parts of unknown or unequal sizes")
         axis = tensor.dims[dim]
         names = [f"{axis}_{number}" for number in range(len(targets))]
         self._make(axis, f"({' + '.join(names)})")
@@ -300,7 +304,7 @@ class _Group:
     def permute(self, operation: Any) -> None:
         """`PermuteForRope`: the same within each head."""
         if operation.subconfig_key is not None:
-            raise self._refused("PermuteForRope with the heads of a part of the model")
+            raise self._refused("PermuteForRope with the number of heads of a submodel")
         wanted = operation.permute_layer_names
         for pattern, tensor in list(self.tensors.items()):
             if wanted is None or any(name in pattern for name in wanted):
@@ -319,7 +323,7 @@ class _Group:
 
     def _single(self) -> tuple[str, _DeclaredTensor]:
         if len(self.tensors) != 1:
-            raise self._refused("several tensors where one should be")
+            raise self._refused("several tensors where one is expected")
         return next(iter(self.tensors.items()))
 
     def _make(self, axis: str, text: str) -> None:

@@ -19,7 +19,7 @@ PICKLED = Codec(pickle.dumps, pickle.loads)
 def one_each(plans: Sequence[Any], count: int) -> Sequence[Any]:
     """Return the ``plans`` of a global plan; PlanError unless there are ``count``."""
     if len(plans) != count:
-        raise PlanError(f"the global plan has {len(plans)} parts for {count} ranks")
+        raise PlanError(f"the planner's global plan has {len(plans)} plans for {count} ranks")
     return plans
 
 

@@ -113,9 +113,8 @@ class ProtocolLoad(LoadEngine):
             rescaled = [name for feature in self.features.all for name in feature.whole]
             if rescaled and self.storage is None:
                 raise PlanError(
-                    f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
-                    f"{rescaled[0]!r} needs: load with dcp.FileSystemReader, or by as many "
-                    "ranks as saved"
+                    f"{rescaled[0]!r} cannot be rescaled, because {type(reader).__name__} cannot read the "
+                    "states of all ranks: load with dcp.FileSystemReader, or on as many ranks as saved"
                 )
         return reader.prepare_local_plan(plan)
 

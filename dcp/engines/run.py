@@ -155,9 +155,7 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
     ours = planner if isinstance(planner, DefaultSavePlanner) else None
     storage = writer if isinstance(writer, FileSystemWriter) else None
     if options.user_metadata and storage is None:
-        raise CheckpointError(
-            f"user_metadata needs dcp's FileSystemWriter; {type(writer).__name__} has no place for it"
-        )
+        raise CheckpointError(f"user_metadata= requires dcp.FileSystemWriter, not {type(writer).__name__}")
     chosen = () if ours is None else attrgetter(*_PLAN_OPTIONS)(ours)
     plan_options = dict(zip(_PLAN_OPTIONS, chosen, strict=False))
     common: dict[str, Any] = {"writer": writer, "options": options, "plan_options": plan_options}
@@ -202,15 +200,12 @@ def load_engine(
         raise OptionError(f"planner must be a LoadPlanner, such as dcp.DefaultLoadPlanner(), not {planner!r}")
     storage = reader if isinstance(reader, FileSystemReader) else None
     if options.verify is not None and storage is None:
-        raise CheckpointError(
-            f"verify needs dcp's FileSystemReader; got {type(reader).__name__}, which checks in its own way"
-        )
+        raise CheckpointError(f"verify= requires dcp.FileSystemReader, not {type(reader).__name__}")
     options.check()
     given = [] if ours is not None else [name for name in OF_PLANNERS if getattr(options, name) is not None]
     if given:
         raise CheckpointError(
-            f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
-            "that itself"
+            f"{', '.join(given)}: requires dcp.DefaultLoadPlanner or a subclass, not {type(planner).__name__}"
         )
     features = features_of(LoadFeature)
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
@@ -225,13 +220,13 @@ def load_engine(
 def _needs_columns(option: str, planner: object, storage: object) -> OptionError:
     names = " and ".join(type(each).__name__ for each in (planner, storage))
     instead = {
-        "map": "dcp.convert(..., map=) does the same to a checkpoint",
-        "apart": "dcp prune --rewrite frees the same later",
-        "digests": "dcp digest makes them of a checkpoint that has none",
+        "map": "Apply the map with dcp.convert(..., map=) instead",
+        "apart": "Use dcp prune --rewrite later instead",
+        "digests": "Use dcp digest later instead",
     }
     return OptionError(
-        f"{option} needs a planner and a storage of dcp, with none of their steps overridden; {names} work "
-        f"by torch's protocol, which has no place for it. {instead.get(option, 'Leave it out')}"
+        f"{option}= requires dcp's own planner and storage, without overridden methods; {names} use torch's "
+        f"protocol, which does not support {option}=. {instead.get(option, 'Omit the option')}"
     )
 
 

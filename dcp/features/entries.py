@@ -76,7 +76,7 @@ class Renames(LoadFeature):
         """Log the warning on one rank."""
         if self.call.rank == 0 and all(one is False for one in found):
             logger.warning(
-                "rename=%r changes no name of the state dict: these are regular expressions on flat keys, "
+                "rename=%r changes no name of the state dict: patterns are regular expressions on flat keys, "
                 "such as %r",
                 self.options.rename,
                 next(iter(self.call.flat.values), ""),
@@ -98,9 +98,9 @@ class TrustedValues(LoadFeature):
         if found:
             shown = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_REFUSED])
             raise UnsafeObjectError(
-                f"{len(found)} entries contain pickled objects that are not on the allow-list: {shown}. "
-                "No code was run. Pass exclude=..., or load the file with torch.load and save it again "
-                "without these objects",
+                f"{len(found)} entries contain pickled objects that are not on the allow-list and were not "
+                f"unpickled: {shown}. Pass exclude=..., or load the file with torch.load and save it "
+                "again without these objects",
                 fqns=found[:_MAX_REFUSED],
             )
 

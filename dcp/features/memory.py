@@ -75,8 +75,8 @@ class MetaTensors(LoadFeature):
         name = next((each for each in self.call.flat.facts if fqn.startswith(each.removesuffix(FACTS))), None)
         if name is not None:
             raise PlanError(
-                f"tensor {name.removesuffix('.' + FACTS)!r} is a subclass made of inner tensors, on the meta "
-                "device: give it memory before the load",
+                f"{name.removesuffix('.' + FACTS)!r} is a tensor subclass with inner tensors on the meta "
+                "device: materialize it before the load",
                 fqn=fqn,
             )
 
@@ -106,7 +106,7 @@ def _materialise(value: Any) -> Any:
         if not value.is_meta:
             return value
         if isinstance(value, ShardedTensor):
-            raise PlanError("a ShardedTensor on the meta device cannot be loaded into; materialise it first")
+            raise PlanError("cannot load into a ShardedTensor on the meta device: materialize it first")
         if not isinstance(value, DTensor):
             return with_claim(torch.empty_like(value, device=_device(None)), claim_of(value))
         mesh = value.device_mesh
@@ -211,7 +211,7 @@ class SharedMemory(LoadFeature):
             shown = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
             raise PlanError(
                 f"entries share memory in the state dict, but have different values in the checkpoint: "
-                f"{shown}. Load into tensors with memory of their own (clone()), or exclude one of the "
+                f"{shown}. Load into tensors that do not share memory (clone()), or exclude one of the "
                 f"entries (exclude=...)",
                 fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
             )

@@ -69,7 +69,7 @@ def state_dict_with_state(
     for optimizer, failure in failed:
         if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
             logger.warning(
-                "%r: %s has no state yet, and the step to initialize it failed: %s: %s",
+                "%r: %s has no state yet, and a step to initialize the state failed: %s: %s",
                 key,
                 type(optimizer).__name__,
                 type(failure).__name__,

@@ -133,7 +133,7 @@ class PerRankValues(LoadFeature):
                 logger.warning("the checkpoint has no %s of rank %d: the value is unchanged", kept, rank)
         elif is_coordinator and (kept or left):
             what = (
-                f"{kept} of every rank is left as before the load, such as a data loader at its beginning"
+                f"{kept} of every rank is unchanged (a data loader starts at its beginning)"
                 if kept
                 else f"each rank loads its own state of {left}; the state of the other ranks is not loaded"
             )
@@ -169,8 +169,8 @@ class PerRankValues(LoadFeature):
                 continue
             if numbers[holder] != set(range(ranks)):
                 raise PlanError(
-                    f"{name!r} cannot be rescaled: {ranks} ranks saved the checkpoint, and it has the state "
-                    f"of ranks {sorted(numbers[holder])} only",
+                    f"{name!r} cannot be rescaled: {ranks} ranks saved the checkpoint, but it has only the "
+                    f"state of ranks {sorted(numbers[holder])}",
                     fqn=name,
                 )
             found[name] = holder, ranks

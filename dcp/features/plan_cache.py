@@ -121,7 +121,7 @@ class PlanCache:
     def writes(self) -> WriteColumns:
         """Return this rank's part of the cached plan, after a hit."""
         if self._kept is None:
-            raise PlanError("the coordinator reuses a plan that this rank does not have")
+            raise PlanError("the coordinator reuses a cached plan that this rank does not have")
         return self._kept.writes
 
     def receive(self, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:

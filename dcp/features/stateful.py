@@ -193,7 +193,7 @@ class _Objects(Target):
         meta = [fqn for fqn in new if getattr(flat.get(fqn), "is_meta", False)]
         if meta:
             raise PlanError(
-                f"{_are(meta)} on the meta device still: load_state_dict() of {str(key)!r} "
+                f"{_are(meta)} still on the meta device: load_state_dict() of {str(key)!r} "
                 f"({type(value).__name__}) did not copy the loaded tensors. Allocate its tensors before "
                 f"the load, or assign (torch.nn.Module.load_state_dict(..., assign=True))",
                 fqns=meta[:_MAX_LISTED],
@@ -255,10 +255,10 @@ class _Objects(Target):
             meta = [fqn for fqn in meta if self._is_stored(fqn, None)]
             if meta:
                 raise PlanError(
-                    f"{_are(meta)} on the meta device, and a module keeps its own tensors, so nothing "
-                    f"would be loaded. Materialize it first with to_empty(device=...), and initialize "
-                    f"non-persistent buffers, which are not saved. Or load into its state_dict(), and call "
-                    "its load_state_dict(..., assign=True)",
+                    f"{_are(meta)} on the meta device, so nothing would be loaded. Materialize the module "
+                    f"first with to_empty(device=...), and initialize non-persistent buffers, which are not "
+                    f"saved. Or load into module.state_dict(), and call module.load_state_dict(..., "
+                    "assign=True)",
                     fqns=meta[:_MAX_LISTED],
                 )
 

@@ -35,7 +35,7 @@ class LoadedMap(LoadFeature):
     @property
     def _weights(self) -> WeightMap:
         if self.options.map is None:
-            raise PlanError("there is no weight map")
+            raise PlanError("the load has no weight map")
         return self.options.map
 
     def agreed(self) -> dict[str, Any]:
@@ -46,8 +46,8 @@ class LoadedMap(LoadFeature):
         """Return a config.json beside the weights, which has sizes."""
         if reader.place.file is None and saved_by_rank(reader.store):
             raise OptionError(
-                f"{reader.store.url}: map= needs one index for all ranks, "
-                "but this checkpoint has one for each rank; convert the checkpoint first"
+                f"{reader.store.url}: map= needs one index for all ranks, but this checkpoint has one index "
+                "for each rank; convert the checkpoint first (dcp convert)"
             )
         return json.dumps(model_config(reader.store))
 

@@ -104,12 +104,12 @@ class Entries:
             return None
         if structure.get("version") != STRUCTURE_VERSION:
             raise UnsupportedFormatError(
-                f"how the state was nested is noted in another version than {STRUCTURE_VERSION}: it was "
-                "written by a newer dcphub; read it with one"
+                f"the structure of the state is stored in a version other than {STRUCTURE_VERSION}, by a "
+                "newer dcphub: upgrade dcphub to read the checkpoint"
             )
         known = structure.get("values", {})
         if not isinstance(known, dict):
-            raise CheckpointFormatError("the notes on the structure of the checkpoint are malformed")
+            raise CheckpointFormatError("the stored structure of the state is malformed")
         paths, is_renamed = self.paths.values(), list(self.source_names) != [*self.source_names.values()]
         if len(paths) == self.index.tensor_count + len(self.index.objects) and not is_renamed:
             return structure
@@ -248,9 +248,9 @@ def _refuse_names(new_names: Mapping[str, str]) -> None:
     first: dict[str, str] = {}
     for old, new in new_names.items():
         if old and not new:
-            raise PlanError(f"rename leaves nothing of the name {old!r}", fqn=old)
+            raise PlanError(f"rename makes an empty name of {old!r}", fqn=old)
         if first.setdefault(new, old) != old:
-            raise PlanError(f"rename gives {first[new]!r} and {old!r} one name, {new!r}", fqn=new)
+            raise PlanError(f"rename maps both {first[new]!r} and {old!r} to {new!r}", fqn=new)
 
 
 def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:

@@ -246,7 +246,7 @@ def verify_place(
             is_same = encode_manifest(index_at(place)) == encode_manifest(index)
         if not is_same:
             raise CheckpointConflictError(
-                f"{place.url} was replaced while it was being verified; verify it again", path=place.url
+                f"{place.url} was replaced during the verification; verify it again", path=place.url
             )
     report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
     return report
@@ -258,15 +258,15 @@ def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, Fil
     name, message = METADATA_NAME, None
     if index.format == TORCH_DCP.name:
         name = MANIFEST_NAME
-        message = f"stock torch has saved over this checkpoint; {name} is of the save before and ignored"
+        message = f"stock torch has overwritten this checkpoint; {name} of the previous save is ignored"
     elif index.torch_metadata_crc is not None and name not in listing:
         message = f"{name} is missing: stock torch cannot load this"
     elif index.torch_metadata_crc is not None:
         crc = crc32(store.read(name, limit_bytes=MAX_TORCH_METADATA_BYTES))
         if crc != index.torch_metadata_crc:
-            what = "differs from what was committed: it is damaged, and stock torch would trust it"
+            what = "differs from the committed file: it is damaged, and stock torch would read it"
             if crc == index.replaced_torch_metadata_crc:
-                what = "is still that of the save which this one replaced: stock torch would load that one"
+                what = "belongs to the replaced checkpoint, which stock torch would load"
             message = f"{name} {what}"
     if message is not None:
         yield Finding("metadata", message, name)
@@ -291,7 +291,7 @@ def _check_digests(
     read = sums_of(reader, [row for row in rows if row not in sums])
     own = {row: digest_of_sum(index, row, (sums if row in sums else read)[row]) for row in rows}
     wrong = {
-        index.fqns[row]: f"has the digest {own[row]}, and the manifest says {digest}, which comparisons go by"
+        index.fqns[row]: f"has the digest {own[row]}, but the manifest says {digest}, used in comparisons"
         for row, digest in noted.items()
         if own[row] != digest
     }
@@ -309,7 +309,7 @@ def _differing(
     for row, digest in own.items():
         fqn, same = index.fqns[row], theirs.pop(index.fqns[row], None)
         if same is None:
-            yield fqn, f"is not in {other.url}"
+            yield fqn, f"is missing from {other.url}"
         elif same.digest != digest:
             here, there = (
                 f"{dtype} {'x'.join(map(str, shape)) or 'scalar'} {shown}"
@@ -318,7 +318,7 @@ def _differing(
                     (same.dtype, same.shape, same.digest),
                 )
             )
-            yield fqn, f"is another one in {other.url}: {here} here, there {there}"
+            yield fqn, f"differs from {other.url}: {here} here, {there} there"
     yield from ((fqn, f"is only in {other.url}") for fqn in theirs)
 
 
@@ -344,7 +344,7 @@ def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
     sizes = row_products(index.shape_values, index.shape_start)
     for row in np.flatnonzero(held < sizes).tolist():
         missing = int(sizes[row] - held[row])
-        shown = f"{index.fqns[row]!r}: {missing:,} of {int(sizes[row]):,} elements are nowhere"
+        shown = f"{index.fqns[row]!r}: {missing:,} of {int(sizes[row]):,} elements are in no file"
         yield Finding("index", shown, fqn=index.fqns[row])
 
 
@@ -355,7 +355,7 @@ def check_files(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> Iter
             yield Finding("missing-file", f"{name} is missing", name)
         elif size not in (UNKNOWN, listing[name].size_bytes):
             found = listing[name].size_bytes
-            yield Finding("file-size", f"{name} has {found} bytes, committed were {size}", name)
+            yield Finding("file-size", f"{name} has {found} bytes, expected {size}", name)
     for name in sorted(listing.keys() - set(index.files) - {MANIFEST_NAME, METADATA_NAME, NOTES_NAME}):
         if name.startswith(TEMPORARY_PREFIX):
             yield Finding("stray-file", f"{name} is left over from an interrupted publish", name)
@@ -642,7 +642,7 @@ class PayloadChecks:
                 return
             if (stored.dtype_code, stored.sizes, stored.payload_offset, stored.crc32) == expected:
                 return
-        message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
+        message = "the zip around the tensor's bytes, which stock torch reads, is damaged"
         self._found("record", message, self._whole(chunk, part))
 
     def _whole(self, chunk: int, part: _CheckedRange) -> _CheckedRange:
@@ -679,7 +679,7 @@ class PayloadChecks:
             for entry in entries.values():
                 begin, got = entry_start(window, entry), 0
                 if begin + entry.size > length:
-                    raise CheckpointFormatError("an entry of the object's zip reaches outside of it")
+                    raise CheckpointFormatError("an entry of the object's zip exceeds the object")
                 for data in source.steps(offset + begin, entry.size):
                     got = crc32(data, got)
                 checked &= entry.crc32 != 0 or got == 0
@@ -714,7 +714,7 @@ class PayloadChecks:
     def _compare(self, part: _CheckedRange, offset: int, length: int, expected: int, got: int) -> None:
         if got != expected:
             crcs = f"(CRC-32 {got:08x}, should be {expected:08x})"
-            message = f"{length} bytes differ from what was committed {crcs}"
+            message = f"{length} bytes differ from the committed bytes {crcs}"
             self._found("checksum", message, replace(part, offset=offset, size_bytes=length))
 
     def _found(self, kind: str, message: str, part: _CheckedRange) -> None:

@@ -98,7 +98,7 @@ class AcceleratorCheckpoints:
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         if accelerator.gradient_accumulation_steps > 1 and not accelerator.sync_gradients:
-            logger.warning("save_state() between two steps of the optimizer: gradients so far are not saved")
+            logger.warning("save_state() during gradient accumulation: accumulated gradients are not saved")
         save: Callable[[dict[str, Any]], object]
         if project.automatic_checkpoint_naming:
             manager, iteration = self._automatic(), project.iteration
@@ -111,7 +111,7 @@ class AcceleratorCheckpoints:
                 )
             save = partial(manager.save, iteration, force=True)
         elif output_dir is None:
-            raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming")
+            raise ValueError("save_state: pass output_dir, or set automatic_checkpoint_naming=True")
         else:
             place = os.fspath(output_dir)
             save = partial(self._paths.begin, path=place)
@@ -238,7 +238,9 @@ class AcceleratorCheckpoints:
         saved = len(values["schedulers"]), len(values["loaders"]), len(custom)
         if saved != prepared:
             what = "schedulers, data loaders and registered objects"
-            raise ValueError(f"prepare the same {what}: the checkpoint has {saved} of them, not {prepared}")
+            raise ValueError(
+                f"prepare the same {what}: the checkpoint has {saved}, but {prepared} are prepared"
+            )
         for scheduler, its_state in zip(accelerator._schedulers, values["schedulers"], strict=True):
             scheduler.load_state_dict(its_state)
         if accelerator.scaler is not None and values["scaler"] is not None:
@@ -316,7 +318,9 @@ def _position(loader: Any) -> Any:
     if loader.end_of_dataloader:
         return {}
     if type(loader.get_sampler()) is RandomSampler:
-        logger.warning("a loader's order is not saved: set DataLoaderConfiguration.use_seedable_sampler")
+        logger.warning(
+            "the order of a data loader is not saved: set DataLoaderConfiguration(use_seedable_sampler=True)"
+        )
     return loader.state_dict()
 
 
@@ -335,7 +339,10 @@ def _let_end(loader: Any, epoch: int) -> None:
 def _refuse_unsupported(accelerator: Accelerator, options: dict[str, Any]) -> None:
     engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
     if accelerator.distributed_type in engines:
-        raise ValueError(f"{accelerator.distributed_type.value} saves by itself: use DDP or FSDP2 with dcp")
+        raise ValueError(
+            f"dcp does not support {accelerator.distributed_type.value}, which writes its own checkpoints: "
+            "use DDP or FSDP2"
+        )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError("dcp supports version 2 of FSDP: FullyShardedDataParallelPlugin(fsdp_version=2)")
     if options.keys() - {"mode"} and not accelerator.project_configuration.automatic_checkpoint_naming:

@@ -95,7 +95,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
                 except dcp.CheckpointError as error:
                     if error is not self._dcp_unusable or number == len(sources):
                         raise
-                    logger.warning("%s cannot be used; trying the checkpoint before: %s", path, error)
+                    logger.warning("%s cannot be loaded; trying the previous checkpoint: %s", path, error)
                 finally:
                     self._dcp_source, self._dcp_rest = None, {}
         raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
@@ -152,12 +152,12 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
     @property
     def _manager(self) -> dcp.CheckpointManager:
         if self._dcp_manager is None:
-            raise ValueError("checkpoints are saved and loaded within train()")
+            raise ValueError("DcpTrainer saves and loads checkpoints only within train()")
         return self._dcp_manager
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if trial is not None:
-            raise ValueError("checkpoints are not saved in a search for hyperparameters")
+            raise ValueError("DcpTrainer does not save checkpoints in a hyperparameter search")
         self.store_flos()
         step = self.state.global_step
         if is_best := self.state.best_global_step == step:
@@ -198,7 +198,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         manager, step = self._manager, event.step
         if event.kind == "saved" and step is not None and self.args.save_total_limit and not manager.rank:
             for later in (one for one in manager.all_steps() if one > step and one not in manager.pinned()):
-                logger.warning("save_total_limit: checkpoint-%d of another run makes room", later)
+                logger.warning("save_total_limit: deleting checkpoint-%d of another run", later)
                 manager.delete(later)
 
     def _dcp_load(self, state: dict[str, Any]) -> Mapping[str, Any]:
@@ -227,7 +227,10 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         if self._dcp_source is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif self._dcp_only_model:
-            logger.warning("%s has only the model: optimizer and scheduler begin anew", self._dcp_source)
+            logger.warning(
+                "%s has only the model: optimizer and scheduler start from their initial state",
+                self._dcp_source,
+            )
         else:
             self._dcp_load(state := self._state_of_training(None))
             self._dcp_rest |= state
@@ -300,12 +303,15 @@ def _retention(args: Any) -> dcp.Retention | None:
 def _refuse_unsupported(trainer: Any) -> None:
     args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_deepspeed_enabled:
-        raise ValueError("DeepSpeed writes its own checkpoints: use transformers.Trainer with it, or FSDP2")
+        raise ValueError(
+            "DcpTrainer does not support DeepSpeed, which writes its own checkpoints: use "
+            "transformers.Trainer, or FSDP2"
+        )
     if plugin is not None and plugin.fsdp_version != 2:
         raise ValueError("DcpTrainer supports version 2 of FSDP: fsdp_config={'version': 2}")
     if args.save_on_each_node:
         raise ValueError("save_on_each_node: leave it off, and give all nodes one output_dir")
     if args.push_to_hub and args.hub_strategy != "end":
-        raise ValueError("dcp's checkpoints cannot be pushed as models: set hub_strategy='end'")
+        raise ValueError("DcpTrainer cannot push checkpoints to the hub: set hub_strategy='end'")
     if args.enable_jit_checkpoint:
-        raise ValueError("leave enable_jit_checkpoint off: DcpTrainer saves at SIGTERM without it")
+        raise ValueError("set enable_jit_checkpoint=False: DcpTrainer saves at SIGTERM by itself")

@@ -111,7 +111,7 @@ class DcpCheckpointIO(CheckpointIO):
         if _is_of_lightning(path):
             return TorchCheckpointIO().load_checkpoint(os.fspath(path), device, weights_only)
         if not isinstance(device, str | torch.device):
-            raise OptionError(f"map_location must be one device, not {device!r}")
+            raise OptionError(f"map_location must be a device, not {device!r}")
         self.wait()
         options = self._saves.storage_options
         whole = partial(read, device=device, weights_only=weights_only, storage_options=options)
@@ -155,8 +155,8 @@ class DcpStrategyMixin:
         own = {name: kwargs.pop(name) for name in ("mode", "storage_options", "catalog") if name in kwargs}
         if not kwargs.get("save_distributed_checkpoint", True):
             raise OptionError(
-                f"{type(self).__name__} saves shards: leave out save_distributed_checkpoint=False; "
-                "`dcp convert` makes one file of a checkpoint"
+                f"{type(self).__name__} saves sharded checkpoints only: omit "
+                "save_distributed_checkpoint=False; `dcp convert` writes a single file"
             )
         super().__init__(*args, **kwargs)
         self._saves = PathSaves(**own, no_dist=False)
@@ -277,9 +277,9 @@ class RankStates(Callback):
         if not (self._has_warned or trainer.is_last_batch) and _is_shuffled(trainer):
             self._has_warned = True
             rank_zero_warn(
-                "saved within an epoch of a data loader with shuffle=True, whose order is not saved: a "
-                "resumed run may see other samples. Give StatefulDataLoader "
-                "sampler=dcp.integrations.torchdata.RescalableSampler(dataset, seed=...)"
+                "the checkpoint was saved within an epoch of a data loader with shuffle=True, and does not "
+                "contain the order of samples: a resumed run may see other samples. Pass StatefulDataLoader("
+                "sampler=dcp.integrations.torchdata.RescalableSampler(dataset, seed=...))"
             )
         own = {"loops": checkpoint["loops"], "random": RandomState().get()}
         checkpoint["rank_states"] = shared.gathered(own)
@@ -291,7 +291,7 @@ class RankStates(Callback):
             return
         if len(states) != trainer.world_size:
             rank_zero_warn(
-                f"the checkpoint is of {len(states)} ranks, not of {trainer.world_size}: random "
+                f"{len(states)} ranks saved the checkpoint, and {trainer.world_size} load it: random "
                 "generators keep their state, and data loaders get the positions of rank 0"
             )
             return
@@ -347,7 +347,7 @@ def _newest_good(
     try:
         return load(path)
     except UnsafeObjectError as error:
-        error.add_note("Of the Trainer: fit(..., weights_only=False); or add_safe_globals() beforehand.")
+        error.add_note("With Lightning: Trainer.fit(..., weights_only=False), or add_safe_globals() before.")
         raise
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         has_files = any(getattr(cause, "data_files", 1) for cause in causes_of(error))
@@ -355,7 +355,7 @@ def _newest_good(
             raise
         refused = error
     for other in shared.on_first_rank(lambda: shared.committed_beside(path, storage_options)):
-        rank_zero_warn(f"{path} cannot be loaded ({causes_of(refused)[0]}): {other} is taken instead")
+        rank_zero_warn(f"{path} cannot be loaded ({causes_of(refused)[0]}): loading {other} instead")
         try:
             return load(other)
         except CorruptCheckpointError as error:
@@ -363,7 +363,7 @@ def _newest_good(
     if isinstance(refused, CorruptCheckpointError):
         raise refused
     rank_zero_warn(
-        f"the save to {path} was never committed, and no other checkpoint is beside it: "
+        f"the save to {path} was never committed, and its folder has no other checkpoint: "
         "training starts from the beginning"
     )
     return _NothingYet({VERSION: lightning.__version__})

@@ -51,7 +51,7 @@ def model_shapes(config: dict[str, Any]) -> dict[str, Any]:
         model = getattr(model_class, _MAKER)(made)
     tensors = model.state_dict()
     if len(tensors) > _MAX_TENSORS:
-        raise _ConfigError(f"it has {len(tensors):,} tensors; {_MAX_TENSORS:,} are the most")
+        raise _ConfigError(f"the model has {len(tensors):,} tensors, more than the limit of {_MAX_TENSORS:,}")
     return {
         "architecture": model_class.__name__,
         "tensors": [
@@ -69,8 +69,8 @@ def _class_and_config(config: dict[str, Any]) -> tuple[Any, Any]:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise _ConfigError(
-            f"transformers {transformers.__version__} has no model_type {str(kind)[:80]!r}, and code that "
-            "comes with a model is not run"
+            f"transformers {transformers.__version__} has no model_type {str(kind)[:80]!r}, and code of a "
+            "model repository is not executed"
         )
     mappings = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
     known = {name for mapping in mappings for names in mapping.values() for name in _each(names)}
@@ -104,7 +104,7 @@ def _bound_modules() -> None:
         nonlocal seen
         seen += 1
         if seen > _MAX_MODULES:
-            raise _ConfigError(f"it has more than {_MAX_MODULES:,} modules")
+            raise _ConfigError(f"the model has more than {_MAX_MODULES:,} modules")
 
     register_module_module_registration_hook(count)
 
@@ -119,18 +119,18 @@ def _found(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
         if not isinstance(config, dict):
-            raise _ConfigError("it is no JSON object")
+            raise _ConfigError("the configuration is not a JSON object")
         return model_shapes(config)
     except _ConfigError as error:
         return {"problem": str(error)}
     except ImportError as error:
         reason = f"{error.name} is not installed" if error.name else " ".join(str(error).split())
-        return {"problem": f"where jobs run: {reason[:_MAX_PROBLEM]}"}
+        return {"problem": f"in the worker's environment: {reason[:_MAX_PROBLEM]}"}
     except MemoryError:
-        return {"problem": "the model that it describes needs more memory than is allowed here"}
+        return {"problem": "creating the model needs more memory than a job may use"}
     except Exception as error:  # noqa: BLE001 - any error of the classes is a problem of the configuration
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"problem": f"transformers makes no model of it: {reason[:_MAX_PROBLEM]}"}
+        return {"problem": f"transformers cannot create the model: {reason[:_MAX_PROBLEM]}"}
 
 
 def main() -> None:

@@ -122,5 +122,5 @@ def _folder_of_the_run(storage: Any) -> str:
     if kind == "s3":
         return f"s3://{path}"
     raise CheckpointError(
-        f"Ray's storage_path is on a {kind!r} file system; known here are local ones and S3"
+        f"Ray's storage_path is on a {kind!r} file system; supported are local file systems and S3"
     )

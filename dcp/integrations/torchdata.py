@@ -139,9 +139,9 @@ class RescalableSampler(DistributedSampler[Any]):
         for name in _OF_AN_ORDER:
             if state_dict[name] != own[name]:
                 raise PlanError(
-                    f"the position was saved with {name}={state_dict[name]!r}, and the sampler has "
-                    f"{name}={own[name]!r}: it would skip the wrong samples. Use the same sampler, or "
-                    "leave the position out (exclude=...)"
+                    f"the position was saved with {name}={state_dict[name]!r}, but the sampler has "
+                    f"{name}={own[name]!r} and would skip the wrong samples. Use the same sampler, or "
+                    "exclude the position (exclude=...)"
                 )
         if self.is_held:
             return
@@ -246,7 +246,7 @@ class RescalableDataLoader(StatefulDataLoader):  # type: ignore[misc]
             super().load_state_dict(torchdata)
         elif hasattr(self.dataset, "state_dict"):
             logger.warning(
-                "saved by other ranks or workers: the state_dict() of %s is not restored",
+                "another number of ranks or workers saved the checkpoint: the state of %s is not restored",
                 type(self.dataset).__name__,
             )
 
@@ -256,7 +256,7 @@ def rescaled_loader(states: list[dict[str, Any]], rank: int, world_size: int) ->
     positions = [state["position"] for state in states]
     for name in (*_OF_AN_ORDER, "epoch", "dealt"):
         if any(position[name] != positions[0][name] for position in positions):
-            raise PlanError(f"the saving ranks were not in the same epoch: {name} differs")
+            raise PlanError(f"ranks saved positions of different epochs: {name} differs")
     has_ended = all(state["has_ended"] for state in states)
     counts = [position["taken"] for position in positions]
     now = {"dealt": [] if has_ended else [*positions[0]["dealt"], counts], "taken": 0}
@@ -266,17 +266,17 @@ def rescaled_loader(states: list[dict[str, Any]], rank: int, world_size: int) ->
 def _check(dataset: Any, sampler: Any, batch_sampler: Any, options: Mapping[str, Any]) -> None:
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            "an IterableDataset distributes its samples itself: use torchdata's StatefulDataLoader, and "
-            "save your own position as dcp.Rescale(state, rule)"
+            "an IterableDataset is not supported, because it distributes samples itself: use torchdata's "
+            "StatefulDataLoader, and save the position as dcp.Rescale(state, rule)"
         )
     if batch_sampler is not None or isinstance(sampler, BatchSampler):
         raise TypeError(
-            "the samples of a batch_sampler's batches are not known: give sampler=; or make the data "
-            "set's items batches, with batch_size=None"
+            "batch_sampler= is not supported: pass sampler=, or a data set whose items are batches, with "
+            "batch_size=None"
         )
     if sampler is not None and not isinstance(sampler, RescalableSampler):
         raise TypeError(
             f"sampler must be a dcp.integrations.torchdata.RescalableSampler, not {type(sampler).__name__}"
         )
     if not options.get("in_order", True):
-        raise ValueError("in_order=False returns batches in an order without a resumable position")
+        raise ValueError("in_order=False is not supported: batches have no resumable position")

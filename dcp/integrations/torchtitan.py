@@ -85,7 +85,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         name, given = ("config", config) if config is not None else ("checkpoint_config", checkpoint_config)
         ft = parts.get("ft_manager")
         if ft is not None and ft.enabled:
-            raise OptionError("DcpCheckpointManager does not work with torchft: use torchtitan's own there")
+            raise OptionError("DcpCheckpointManager does not support torchft: use torchtitan's own manager")
         if given.async_mode not in _MODES:
             raise OptionError(f"async_mode must be one of {', '.join(_MODES)}, not {given.async_mode!r}")
         # its own threads and groups would have nothing to do
@@ -135,7 +135,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
             return bool(hook(-1))  # checkpoints named by initial_load_path and similar options
         unknown = sorted(set(self.exclude_from_loading) - set(self.states))
         if unknown:
-            raise OptionError(f"exclude_from_loading: {unknown[0]!r} is none of {', '.join(self.states)}")
+            raise OptionError(f"exclude_from_loading: {unknown[0]!r} is not one of {', '.join(self.states)}")
         model_only = newest == 0  # a seed
         state = self._model() if model_only else self._all_states(self.exclude_from_loading)
         try:

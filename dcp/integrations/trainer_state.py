@@ -103,7 +103,7 @@ class TrainedOptimizers:
         for optimizer, named in self._named():
             numbers = {name: number for number, name in enumerate(chain(*named))}
             if any(frozenset(parameters) not in saved for parameters in named):
-                raise PlanError("the checkpoint's optimizers have other groups of parameters")
+                raise PlanError("the optimizers have other parameter groups than those in the checkpoint")
             groups = [
                 saved[frozenset(parameters)] | {"params": [numbers[name] for name in parameters]}
                 for parameters in named
@@ -119,9 +119,8 @@ class TrainedOptimizers:
             groups = [group["params"] for group in optimizer.param_groups]
             if any(parameter not in names for parameter in chain(*groups)):
                 raise PlanError(
-                    f"{type(optimizer).__name__} has parameters that are none of the model's, and no "
-                    "names to save them by: make their module a part of the model, or pass it to "
-                    "prepare()"
+                    f"{type(optimizer).__name__} has parameters outside of the model, which have no names "
+                    "to save them under: make their module a submodule of the model, or pass it to prepare()"
                 )
             found.append((optimizer, [[names[parameter] for parameter in group] for group in groups]))
         return found
@@ -207,7 +206,7 @@ def package_of(extra: str, needs: str = "", *, own_only: bool = False) -> Iterat
         is_missing = needs or isinstance(error, ModuleNotFoundError)
         if not is_missing or (own_only and not str(error.name).startswith(extra)):
             raise
-        advice = f"this needs {needs or error.name} ({error}): pip install 'dcphub[{extra}]'"
+        advice = f"{needs or error.name} is required ({error}): pip install 'dcphub[{extra}]'"
         raise ModuleNotFoundError(advice, name=error.name) from error
 
 
@@ -295,7 +294,7 @@ class PathSaves:
         self._is_first = self._no_dist or dist.get_rank() == 0
         name = os.fspath(path)
         if self._no_dist and os.path.isfile(name):  # noqa: PTH113 - may be a URL
-            raise OptionError(f"{name} is a file, and a checkpoint of dcp is a folder: save to another place")
+            raise OptionError(f"{name} is a file, but a checkpoint is a folder: choose another path")
         with self._changed:
             self._to_remove = [each for each in self._to_remove if each != name]
             if self._is_first and os.path.islink(name):  # noqa: PTH114 - may be a URL

@@ -338,7 +338,7 @@ def _safe_object(blob: bytes) -> Any:
             data = torch.frombuffer(elements, dtype=dtype) if elements.size else torch.empty(0, dtype=dtype)
             return data.reshape(facts.sizes).requires_grad_(facts.requires_grad)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointFormatError(f"this torch makes no such tensor of {name}") from error
+            raise CheckpointFormatError(f"this version of torch cannot create the tensor {name}") from error
 
     special: dict[type, Callable[[Any], Any]] = {
         TensorPickle: tensor,
@@ -353,4 +353,4 @@ def _device(device: DevicePickle) -> torch.device:
     try:
         return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)
     except (RuntimeError, ValueError) as error:
-        raise CheckpointFormatError(f"there is no device {device.type[:40]!r}") from error
+        raise CheckpointFormatError(f"device {device.type[:40]!r} is not available") from error

@@ -58,7 +58,7 @@ class View:
         fqns, values = ([*map(name_of, names)] for names in (index.fqns, index.objects.fqns))
         if len({*fqns, *values}) < len(fqns) + len(values):
             twice = next(name for name in fqns + values if (fqns + values).count(name) > 1)
-            raise PlanError(f"two entries of the checkpoint would be called {twice!r}", fqn=twice)
+            raise PlanError(f"two entries of the checkpoint would have the name {twice!r}", fqn=twice)
         paths = index.planner_data
         if isinstance(paths, Mapping):
             paths = {new: _moved(path, new) for name, path in paths.items() if (new := name_of(name))}

@@ -161,8 +161,8 @@ class LoadEngine(ABC):
                 return b"\x01"
             place = storage.place.url
             raise CheckpointConflictError(
-                f"{place} was replaced during the load, in each of {attempts} attempts; load again when no "
-                f"job saves there, and give each save its own id. The last attempt: {error}",
+                f"{place} was replaced during the load, in each of {attempts} attempts: give each save a "
+                f"unique checkpoint_id, or load when no job saves there. The last attempt: {error}",
                 path=place,
             ) from error
 

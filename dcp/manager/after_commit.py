@@ -147,7 +147,7 @@ class AfterCommit:
         try:  # training waits for this: read one step only
             if not is_free:
                 url = self._folders.checkpoint_id(step)
-                text = f"{url} is being deleted, still after {_WAIT_SECONDS:g} s: the storage hangs"
+                text = f"the deletion of {url} has not ended after {_WAIT_SECONDS:g} s: the storage hangs"
                 raise StorageError(text, path=url, op="delete")
             if looks:
                 files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
@@ -171,7 +171,7 @@ class AfterCommit:
         with self._changed:  # a save that begins now cancels the deletion
             if self._unsettled[step]:
                 raise CheckpointError(
-                    f"step {step} is being saved or verified, and cannot be deleted yet; wait() first",
+                    f"step {step} is being saved or verified and cannot be deleted yet; call wait() first",
                     step=step,
                 )
             self._later(_Task(step, "checkpoint"))
@@ -220,7 +220,10 @@ class AfterCommit:
         """Queue a task; the first one starts the threads."""
         with self._changed:
             if self._given_up:
-                logger.info("%s: closed; the next manager here continues", self._folders.root.url)
+                logger.info(
+                    "%s: closed with post-commit work left, which the next manager of this folder continues",
+                    self._folders.root.url,
+                )
                 return
             for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions"))[len(self._threads) :]:
                 thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
@@ -340,8 +343,8 @@ class AfterCommit:
             self._settle(step)
         if problem == "":
             logger.warning(
-                "%s: a rank failed to read this checkpoint, but its checksums are right on this host; "
-                "the checkpoint is kept. Check that all hosts see the same storage. Error of that rank: %s",
+                "%s: a rank failed to read this checkpoint, but its checksums match on this host; "
+                "the checkpoint is kept. Check that all hosts see the same storage. Error of the rank: %s",
                 self._folders.checkpoint_id(step),
                 reason,
             )
@@ -357,8 +360,8 @@ class AfterCommit:
         commit = read_commit(store)
         if commit is None:
             raise CheckpointNotFoundError(
-                f"{store.url} was committed a moment ago and is gone: another process deletes files in "
-                f"this folder",
+                f"{store.url} was committed and no longer exists: another process deletes files in this "
+                f"folder",
                 path=store.url,
             )
         problem = self._problem_of(store, commit, check)
@@ -418,8 +421,8 @@ class AfterCommit:
             if each != step and moment > since and self._is_of_another(each):
                 self._is_warned = True
                 logger.warning(
-                    "%s was committed by another run, while this one saves to the same folder: they "
-                    "overwrite and delete each other's steps. Give each run a folder of its own",
+                    "%s was committed by another run in the folder of this run: both runs overwrite and "
+                    "delete each other's steps. Give each run a separate folder",
                     self._folders.checkpoint_id(each),
                 )
                 return
@@ -531,7 +534,7 @@ class AfterCommit:
             # anything but a failure of the storage would fail the same way again
             is_passing = isinstance(error, CheckpointError | OSError)
             again = is_passing and task.attempt < _ATTEMPTS and not self._closing
-            outlook = "it will be tried again" if again else "the next start of a manager here tries again"
+            outlook = "trying again later" if again else "the next manager of this folder tries again"
             logger.warning("%s could not be deleted: %s; %s", url, error, outlook)
             if not again:
                 self._half_deleted.add(step)

@@ -199,8 +199,8 @@ class Registrar:
             self._changed.notify_all()
         if left and not closed:
             logger.warning(
-                "%s: %d notes have not reached the catalog %s; they stay in %s, and the next manager of this "
-                "run sends them",
+                "%s: %d registrations have not reached the catalog %s; the next manager of this run sends "
+                "them from %s",
                 self._run_url,
                 left,
                 self._options.url,
@@ -280,7 +280,8 @@ class Registrar:
             if not self._is_warned:
                 self._is_warned = True
                 logger.warning(
-                    "%s: notes to the catalog cannot be kept on disk (%s); they are in memory only",
+                    "%s: registrations for the catalog cannot be stored on disk (%s); unsent ones are lost "
+                    "when the process ends",
                     self._spool.url,
                     error,
                 )
@@ -369,7 +370,7 @@ class Registrar:
     def _away(self, what: str, at_least_seconds: float = 0.0, *, refuses_key: bool = False) -> bool:
         if not self._failed_in_a_row:
             logger.warning(
-                "%s: the catalog %s %s now, and is notified of checkpoints later: %s",
+                "%s: the catalog %s %s; checkpoints will be registered later: %s",
                 self._run_url,
                 self._options.url,
                 "refuses the key" if refuses_key else "cannot be reached",

@@ -110,7 +110,7 @@ class Notices:
                 identity = _identity(path)
                 if identity not in (None, self._there[path]):
                     self.moments[path] = time.monotonic()
-                    logger.warning("the notice %s has appeared", path)
+                    logger.warning("the file %s announces the end of the job", path)
                 self._there[path] = identity
             if self.seconds_left() <= 0:
                 call_off()
@@ -144,7 +144,7 @@ def _grace_of(grace: Grace | None, *, handle_sigterm: bool) -> dict[int | str, f
                 raise OptionError(f"grace_seconds: {path!r} is a string; pass signal.{path} for the signal")
             if not path or "\0" in path or Path(path).is_dir():
                 raise OptionError(
-                    f"grace_seconds: {path!r} is not the path of a file; pass the file that announces the end"
+                    f"grace_seconds: {path!r} is not a file path; pass the file that announces the job's end"
                 )
             found[os.path.abspath(path)] = seconds  # noqa: PTH100 - no links are resolved
         else:

@@ -419,7 +419,7 @@ def to_prune(
     if has_checkpoint(store):
         return [(store, retention.dropping)]
     raise CheckpointNotFoundError(
-        f"{store.url} is not a checkpoint, and no subfolder is named by a step",
+        f"{store.url} is neither a checkpoint nor a run: no subfolder has the name of a step",
         path=store.url,
     )
 
@@ -437,7 +437,7 @@ def steps_of(root: ParentFolder) -> StepFolders:
     counts = sorted(((len(steps), before) for before, steps in found.items()), reverse=True)
     if len(counts) > 1 and counts[0][0] == counts[1][0]:
         names = ", ".join(f"{before}..." for _, before in counts)
-        raise OptionError(f"{root.url} has several runs, {names}: name the checkpoints themselves")
+        raise OptionError(f"{root.url} contains several runs ({names}): pass the path of one run")
     before = counts[0][1] if counts else "step-"
     widths = {len(step) for step in found.get(before, ())}
     width = widths.pop() if len(widths) == 1 else 1  # zero-padded width, if equal

@@ -110,7 +110,7 @@ class Events:
                 try:
                     tell(event)
                 except (Exception, SystemExit):  # SystemExit would end the thread of the save
-                    logger.exception("a listener failed on the event %r of step %s", kind, step)
+                    logger.exception("a listener raised an error for the event %r of step %s", kind, step)
         finally:
             self._telling.work = None
 

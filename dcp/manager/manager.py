@@ -715,13 +715,15 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            where = f"{self._folders.root.url} is closed"
-            raise CheckpointError(f"this manager of {where}; make a new manager (also in a forked child)")
+            where = self._folders.root.url
+            raise CheckpointError(
+                f"this manager of {where} is closed; create a new manager (also in a forked child)"
+            )
         expects_no_group = self._no_dist and not self._may_be_alone and dist.is_available()
         if expects_no_group and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
-                "this manager was made before init_process_group(), so each rank would save alone; make it "
-                "afterwards, or pass no_dist=True to save from this process alone"
+                "this manager was created before init_process_group(), so each rank would save alone; create "
+                "it afterwards, or pass no_dist=True to save from this process only"
             )
 
     def end_with_interpreter(self, *, failed: bool) -> None:

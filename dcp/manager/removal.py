@@ -192,7 +192,7 @@ def _tombstone_of(store: Store) -> Deleting | None:
     try:
         return read_notes(store).deleting
     except (CheckpointFormatError, CorruptCheckpointError) as error:
-        logger.warning("%s; the remaining files stay until they count as abandoned", error)
+        logger.warning("%s; dcp gc or a later manager removes the remaining files", error)
         return None
 
 
@@ -271,7 +271,7 @@ def _close(store: Store, gone: list[FileInfo]) -> Removed:
     store.remove_root()
     left = tuple(info.name for info in store.list())
     if left:
-        logger.info("%s: %d files stay that are no part of the checkpoint deleted", store.url, len(left))
+        logger.info("%s: %d files kept that are not part of the deleted checkpoint", store.url, len(left))
     return Removed("deleted", len(gone), sum(info.size_bytes for info in gone), left)
 
 

@@ -235,7 +235,7 @@ def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float)
         newer = 0
         for state in reversed(states):
             if state.health in ("damaged", "partial") and newer < (retention.last or 1):
-                reasons[state.step].append(f"{state.health}, without enough good ones after it")
+                reasons[state.step].append(f"{state.health}, without enough good checkpoints after it")
             newer += state.health == "good"
     keep = {step: tuple(why) for step, why in reasons.items() if why}
     drop: dict[int, tuple[Part, ...]] = {}
@@ -306,7 +306,7 @@ def _plain(value: Any) -> Any:
 def _best_of(data: Any) -> Best:
     fields = _known(data, "best", ("metric", "count", "mode"))
     if "metric" not in fields:
-        raise OptionError("best.metric: is missing")
+        raise OptionError("best.metric is missing: pass the name of a metric")
     return Best(**fields)
 
 

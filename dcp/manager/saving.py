@@ -64,7 +64,7 @@ def user_metadata_of(
     Raises OptionError for a metric that is not a number, data that is not plain, or reserved names.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise OptionError(f"metrics must map names to numbers, not be a {type(metrics).__name__}")
+        raise OptionError(f"metrics must be a dict of names and numbers, not a {type(metrics).__name__}")
     try:  # check now: every background save would fail
         msgpack.packb(dict(others or {}))
     except (TypeError, ValueError, OverflowError) as error:
@@ -73,9 +73,7 @@ def user_metadata_of(
         ) from error
     taken = sorted(_OURS.intersection(others or {}))
     if taken:
-        raise OptionError(
-            f"user_metadata may not have {taken[0]!r}: the manager stores its own under that name"
-        )
+        raise OptionError(f"user_metadata must not contain {taken[0]!r}, a name that the manager uses")
     described: dict[str, Any] = {**(others or {}), "step": step}
     if metrics:
         described["metrics"] = {name: _number(name, value) for name, value in metrics.items()}
@@ -88,7 +86,7 @@ def _number(name: object, value: object) -> float:
     if not isinstance(name, str):
         raise OptionError(f"metrics: the name {name!r} is not a string")
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-        raise OptionError(f"metrics: {name!r} is not reduced over the ranks yet: give its full_tensor()")
+        raise OptionError(f"metrics: {name!r} is not reduced over the ranks yet: pass its full_tensor()")
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.dtype.is_complex:
         return float(value.item())
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -108,8 +106,9 @@ def check_state(state_dict: Any, names: Sequence[str]) -> None:
         if not any(name == key or name.startswith(f"{key}.") for key in state_dict):
             keys = ", ".join(map(repr, [*state_dict][:8]))
             raise OptionError(
-                f"grace_seconds: the state has no {name!r} to save first when time is short; its keys "
-                f"are {keys}. Pass weights='app.model', or weights=() to save whole states"
+                f"grace_seconds: the state has no {name!r} to save when time is short; its keys are {keys}. "
+                "Pass weights= with the key of the model, such as 'app.model', or weights=() to save the "
+                "whole state"
             )
 
 
@@ -137,9 +136,7 @@ def _some_entries(value: Any, paths: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, path in paths.items():
         if not isinstance(whole, Mapping) or not _copy(whole, found, path):
-            raise CheckpointError(
-                f"the state has no {name!r}, which weights= names to be saved first", fqn=name
-            )
+            raise CheckpointError(f"weights={name!r}: the state has no entry of this name", fqn=name)
     return found
 
 
@@ -323,7 +320,7 @@ class StepSaver:
         if math.isinf(end):
             self.settle(self.options.timeout_seconds)
         elif not self.wait(max(0.0, end - time.monotonic()) + _HANG_SECONDS):
-            error = "the storage does not answer, and the deadline has come"
+            error = "the storage did not respond before the deadline"
             self.events.emit("save_cancelled", step, error=error, reason="stop")
 
     def refuse(self, step: int, reason: Reason, error: Exception) -> None:
@@ -338,7 +335,7 @@ class StepSaver:
             if self.after_commit is not None:
                 getattr(self.after_commit, method)(step, *args)
         except Exception:
-            logger.exception("%s: the work after saves failed at step %d", self.events.root, step)
+            logger.exception("%s: post-commit work failed at step %d", self.events.root, step)
 
     def _ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
         """Record the end of a save, in its thread. A cancelled save has not failed, unless the manager was
@@ -406,8 +403,8 @@ class StepSaver:
             error, self._unreported = self._unreported, None
         if error is not None and not self._has_committed:
             raise CheckpointError(
-                f"nothing was saved: no save of this manager was committed, and {self.failures} failed, the "
-                f"last one by: {error}"
+                f"no checkpoint was saved: all {self.failures} saves of this manager failed. The last error: "
+                f"{error}"
             ) from error
 
     def wait(self, timeout_seconds: float | None) -> bool:
@@ -421,7 +418,7 @@ class StepSaver:
             steps = ", ".join(map(str, self.running()))
             raise CheckpointError(
                 f"the save of step {steps} has not ended within {timeout_seconds:g} s: the storage hangs, or "
-                "timeout_seconds is too short for it"
+                "timeout_seconds is too short"
             )
 
 
@@ -506,6 +503,6 @@ def check_group(*, no_dist: bool) -> None:
     """Raise CheckpointError if the process group is gone, without which each rank would work alone."""
     if not no_dist and not dist.is_initialized():
         raise CheckpointError(
-            "the process group that this manager was made for has been destroyed; restore, and save in mode "
-            "'sync', before destroy_process_group()"
+            "the process group of this manager has been destroyed; restore, and save in mode 'sync', before "
+            "destroy_process_group()"
         )

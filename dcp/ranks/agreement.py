@@ -88,8 +88,8 @@ def _warn_of_notes(ranks: Ranks, noted: Sequence[Mapping[str, str]]) -> None:
             _warned.add(name)
             if ranks.is_coordinator:
                 logger.warning(
-                    "%s, in the metadata of the save, differs by rank, and rank %d's is stored: %s. Reduce "
-                    "it over the ranks first, or put what each rank gets back into the state (dcp.PerRank)",
+                    "%s, in the metadata of the save, differs by rank, and the value of rank %d is stored: "
+                    "%s. Reduce the value over the ranks, or save a value for each rank (dcp.PerRank)",
                     name,
                     ranks.rank,
                     by_rank(values),
@@ -108,7 +108,7 @@ def _check_alike(
     what, advice = "called different operations", "All ranks of a process group must call the same function"
     if len(set(operations)) == 1:
         what = f"{ranks.operation} in different ways"
-        advice = "Give all ranks the same options, and planners and storages of one kind"
+        advice = "Pass the same options, and the same classes of planner and storage, on all ranks"
     pairs = [*zip(operations, manners, strict=True)]
     odd = [rank for rank, pair in enumerate(pairs) if pair != pairs[ranks.coordinator]]
     calls = [
@@ -119,11 +119,11 @@ def _check_alike(
     for name in dict.fromkeys(name for own in options for name in own):
         values = [f"{name}={own.get(name, 'not given')}" for own in options]
         what = f"the option {name!r} is not the same on all ranks"
-        _check_same(ranks, values, what, "Give all ranks the same")
+        _check_same(ranks, values, what, "Pass the same value on all ranks")
     for key in dict.fromkeys(key for own in kinds for key in own):
         values = [own.get(key, "") for own in kinds]
-        what = f"{key!r} is not of one kind on all ranks"
-        advice = "Give all ranks the same object for it, or leave the key out where a rank has nothing of it"
+        what = f"{key!r} does not have the same type on all ranks"
+        advice = "Use the same type on all ranks, or omit the key on ranks without a value"
         _check_same(ranks, values, what, advice, fqns=[key])
 
 
@@ -174,7 +174,7 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
     if len(set(places)) > 1:
         prints = ranks.all_gather("compare", fingerprint, alike=True)
         odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
-        text = f"the ranks load different checkpoints: {by_rank(places)}. Give all of them one id"
+        text = f"the ranks load different checkpoints: {by_rank(places)}. Pass one checkpoint_id on all ranks"
         refuse_odd(ranks, "compare", odd, text)
 
 

@@ -132,8 +132,8 @@ class Ranks:
                 )
             if dist.get_rank(group) < 0:
                 raise CheckpointError(
-                    f"this process is not a member of the process group given to {operation}; "
-                    "only the group's members may call it"
+                    f"this process is not a member of the process group given to {operation}: call "
+                    f"{operation} on members of the group only"
                 )
             channel = Channel.of_group(group)
         self._use(channel)
@@ -254,7 +254,7 @@ class Ranks:
                 messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
         except CheckpointError as error:
             if own_error is not None:  # may be the reason for the missing ranks
-                error.add_note(f"before, rank {self.rank} failed itself: {own_error}")
+                error.add_note(f"rank {self.rank} itself had failed before: {own_error}")
             raise
         return self._parts(step, messages, own_error)
 
@@ -381,7 +381,7 @@ class Ranks:
             with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
                 rank = int(self.store.get(key)) if self.store.check([key]) else None
         if rank is not None:
-            raise SaveAbortedError(f"the {self.operation} was called off on rank {rank}", rank=rank)
+            raise SaveAbortedError(f"the {self.operation} was aborted on rank {rank}", rank=rank)
 
     def watching(self, on_bytes: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Wrap ``on_bytes`` to raise SaveAbortedError soon after a rank has cancelled."""
@@ -439,9 +439,9 @@ class Ranks:
             missing, what = lost.args
             self._note_given_up(missing, what)
             error = CollectiveTimeoutError(
-                f"{self.operation} failed in step {step!r}: {what}. All ranks have to call "
-                f"{self.operation}; if one has died, restart the job from the last committed checkpoint, "
-                "since this process group cannot be used any more",
+                f"{self.operation} failed in step {step!r}: {what}. All ranks must call {self.operation}. If "
+                "a rank has died, restart the job from the last committed checkpoint: this process group "
+                "is no longer usable",
                 step=step,
                 ranks=missing,
                 reporting_rank=self.rank,
@@ -526,8 +526,8 @@ class Ranks:
             return math.inf
         if missing:
             logger.warning(
-                "%s: rank %s of %d has not come to step %r; the others have waited for %.0f s, and do so for "
-                "%g s in all. All ranks have to call it, not only rank 0",
+                "%s: rank %s of %d has not reached step %r; the other ranks have waited for %.0f s of the "
+                "timeout of %g s. All ranks must call the operation, not only rank 0",
                 self.operation,
                 ", ".join(map(str, missing[:_MAX_LISTED])),
                 self.world_size,
@@ -546,10 +546,10 @@ class Ranks:
             self._presence.show()
             missing = self._presence.missing(deadline)
         except RuntimeError as error:  # the host of the store is gone
-            missing, reason = [0], f"{reason}; the rendezvous store is gone too ({error})"[:500]
+            missing, reason = [0], f"{reason}; the rendezvous store failed as well ({error})"[:500]
         who = f"rank {', '.join(map(str, missing))} of {self.world_size} died or did not answer"
         if not missing:
-            who = f"all {self.world_size} ranks are alive, but not in one step: an earlier one was given up"
+            who = f"all {self.world_size} ranks are alive, but in different steps after a failed step"
         return _LostRanksError(missing, f"{who} ({reason})")
 
     def _look_for_aborts(self) -> None:
@@ -610,6 +610,6 @@ def retried(
         except CheckpointError as error:
             if number > retries or not is_passing(error):
                 raise
-            logger.warning("%s failed and is tried again in %g s: %s", what, pause_seconds, error)
+            logger.warning("%s failed; trying again in %g s: %s", what, pause_seconds, error)
         wait(pause_seconds)
         number, pause_seconds = number + 1, pause_seconds * 2

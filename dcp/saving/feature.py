@@ -71,10 +71,12 @@ def save_features(
     made = []
     for kind in kinds:
         if kind.name in _FACTS:
-            raise refused(kind.name, "name", "the provenance has a fact of each save under it: rename it")
+            raise refused(
+                kind.name, "name", "the name is reserved for a fact of the provenance: rename the feature"
+            )
         owner = options if hasattr(options, kind.option) else writer
         if kind.option and not hasattr(owner, kind.option):
-            raise refused(kind.name, "option", f"neither a save nor its writer has {kind.option!r}")
+            raise refused(kind.name, "option", f"neither save() nor the writer has an option {kind.option!r}")
         if not kind.option or getattr(owner, kind.option):
             made.append(ask(kind.name, "__init__", kind, SaveFeature, options, writer))
     return Features(SaveFeature, made, [kind.name for kind in kinds])

@@ -90,8 +90,8 @@ class SaveOptions:
         for key, value in self.user_metadata.items():
             if not isinstance(key, str) or encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES) is None:
                 raise OptionError(
-                    f"user_metadata[{key!r}], a {type(value).__name__}, cannot be stored: give plain data "
-                    "(None, numbers, text, bytes, and lists, tuples and dicts of them) under a string"
+                    f"user_metadata[{key!r}], a {type(value).__name__}, cannot be stored: pass plain data "
+                    "(None, numbers, text, bytes, and lists, tuples and dicts of these) with string keys"
                 )
 
 
@@ -251,7 +251,7 @@ class Save(ABC):
         is_committed = storage.index is not None and self.ranks.is_coordinator
         if is_committed and isinstance(error, CheckpointError) and not error.committed:
             error.committed = True
-            error.add_note("The checkpoint is committed: only the answer did not reach every rank.")
+            error.add_note("The checkpoint is committed, but not all ranks received the confirmation.")
 
     def provenance(self) -> dict[str, Any]:
         """Return facts about the job, for the manifest."""
@@ -443,7 +443,7 @@ class ColumnSave(Save):
             if numbers is None:
                 continue
             if numbers.shape != (count,):
-                raise refused(feature.name, "groups", f"{count} numbers are wanted")
+                raise refused(feature.name, "groups", f"expected {count} numbers")
             found: Int64 = numbers.astype(np.int64)
             return found
         return None
@@ -463,7 +463,7 @@ class ColumnSave(Save):
             index = call(CheckpointIndex, index, rows, found)
             changed = {*before, *index.provenance} - {name}
             if any(before.get(key) != index.provenance.get(key) for key in changed):
-                raise refused(name, "manifest", "the provenance changed under another name than its own")
+                raise refused(name, "manifest", "changed the provenance of another feature")
         provenance = self.provenance()
         provenance["rank_seconds"] = list(map(attrgetter("seconds"), outcomes))
         traffic = list(map(attrgetter("traffic"), outcomes))
@@ -521,7 +521,7 @@ def _check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None)
                 if is_new:  # the save makes the folder again
                     store.remove_root()
             except Exception as error:  # noqa: BLE001 - as said
-                logging.getLogger(__name__).warning("%s may stay behind: %s", name, error)
+                logging.getLogger(__name__).warning("%s could not be removed: %s", name, error)
     odd = [rank for rank, there in enumerate(found) if not there]
-    text = f"the ranks do not save to the same place: {by_rank(places)}. Give all of them one id"
+    text = f"the ranks save to different places: {by_rank(places)}. Pass one checkpoint_id on all ranks"
     refuse_odd(ranks, "compare", odd, text)

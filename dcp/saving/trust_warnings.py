@@ -42,8 +42,8 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[st
                 found[name] = foreign
     if found:
         logger.warning(
-            "%d of the saved values will load only with weights_only=False, or with their classes in "
-            "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
+            "%d saved values will load only with weights_only=False, or with their classes in "
+            "torch.serialization.add_safe_globals: %s. Save plain data instead to avoid this",
             len(found),
             _listed(found),
         )
@@ -51,8 +51,8 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[st
         nested = [name for name, value in named if name in found and is_stateful(value)]
         if nested:
             logger.warning(
-                "%s: objects with a state_dict() are pickled whole below the top level of the state dict; "
-                "move them to the top level, or replace them by their state_dict()",
+                "%s: objects with a state_dict() below the top level of the state dict are pickled as a "
+                "whole; move them to the top level, or replace them by their state_dict()",
                 listed(nested, most=_MAX_TOLD),
             )
     if keys:

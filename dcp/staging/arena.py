@@ -68,7 +68,7 @@ class HostArena:
             try:
                 self.fd = os.memfd_create("dcp-staging", os.MFD_CLOEXEC)
             except OSError as error:
-                raise StagingError(f"no memory file could be made to stage in: {error.strerror}") from error
+                raise StagingError(f"cannot create a memory file for staging: {error.strerror}") from error
             self._close_fd = weakref.finalize(self, _close, self.fd, os.getpid())
         self.closed = False
 

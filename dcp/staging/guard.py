@@ -211,16 +211,16 @@ def check_staged(
     if problems:
         raise _error(
             problems,
-            "{count} staged tensors do not fit the state: {shown}. The stager must keep the structure that "
-            "it was given",
+            "{count} staged tensors do not match the state: {shown}. The stager must keep the structure of "
+            "the state",
             "; ".join(f"{fqn!r} {problem}" for fqn, problem in list(problems.items())[:_MAX_NAMED]),
         )
     shared = _sharing([*memory.tensors, *_sources(state_dict)[1]], copies)
     if shared:
         raise _error(
             (fqns[number] for number in shared),
-            "{count} staged tensors are in memory of the state itself: {shown}. The stager must copy them, "
-            "or what training writes next ends up in the checkpoint",
+            "{count} staged tensors share memory with the state: {shown}. The stager must copy tensors, "
+            "otherwise the next training step would change the checkpoint",
         )
     wrong = differing(LocalMemory.of(copies))
     if wrong:
@@ -231,9 +231,9 @@ def changed_error(fqns: Iterable[str]) -> StagingError:
     """Return the error for tensors that changed during the copy."""
     return _error(
         fqns,
-        "the staged copies of {count} tensors differ from the state to be saved: {shown}. The state changed "
-        "while it was copied, or an old copy was given; let nothing write to it before staging_completion "
-        "(or hold the stager's lock() around optimizer.step())",
+        "the staged copies of {count} tensors differ from the state: {shown}. The state changed during "
+        "staging, or the stager returned an old copy. Do not change the state before staging_completion, "
+        "or hold the stager's lock() around optimizer.step()",
     )
 
 
@@ -252,7 +252,7 @@ def _misfit(source: torch.Tensor, copy: torch.Tensor | None) -> str:
             f"is {copy.dtype} of shape {tuple(copy.shape)}, not {source.dtype} of shape {tuple(source.shape)}"
         )
     if claim_of(copy) != claim_of(source):
-        return "does not describe its boxes, as a CheckpointableTensor does"
+        return "does not describe its shards (see CheckpointableTensor)"
     return ""
 
 

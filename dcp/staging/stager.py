@@ -178,22 +178,22 @@ class DefaultStager(TorchDefaultStager):
         with self._changed:
             if threading.get_ident() in self._changers:
                 raise StagingError(
-                    "a save was begun inside of lock() by the thread that holds it; begin it outside"
+                    "a save was started inside of lock() by the same thread; start saves outside of lock()"
                 )
             if not self._changed.wait_for(
                 lambda: self._closed or len(self._taken) < self._most, timeout_seconds
             ):
                 raise StagingTimeoutError(
                     f"{len(self._taken)} staged saves were not written within {timeout_seconds:g} s, and "
-                    "hold all host memory that this stager may use; wait for their futures, save less often, "
-                    "or give it more arenas",
+                    "use all host memory of this stager; wait for their futures, save less often, or "
+                    "increase arenas=",
                     timeout_seconds=timeout_seconds,
                 )
             if self._closed:
                 raise StagingError("this stager is closed")
             if not self._changed.wait_for(lambda: not self._changers, timeout_seconds):
                 raise StagingTimeoutError(
-                    f"lock() was held for {timeout_seconds:g} s, so that staging could not begin; hold it "
+                    f"lock() was held for {timeout_seconds:g} s, so staging could not begin; hold the lock "
                     "around optimizer.step() only",
                     timeout_seconds=timeout_seconds,
                 )
@@ -283,7 +283,7 @@ class DefaultStager(TorchDefaultStager):
         with self._changed:
             if not self._changed.wait_for(lambda: not self._copying, timeout_seconds):
                 raise StagingTimeoutError(
-                    f"a staging is not complete after {timeout_seconds:g} s, so the state must not change",
+                    f"staging has not ended after {timeout_seconds:g} s, so the state must not change yet",
                     timeout_seconds=timeout_seconds,
                 )
             self._changers.append(threading.get_ident())
@@ -405,8 +405,8 @@ class StateTree:
             self._visit((*path, "value"), value.value)
         elif self._type_check:
             raise PlanError(
-                f"{'.'.join(map(str, path))!r} is a {type(value).__name__}, and type_check allows "
-                "tensors, numbers, strings, bytes, dicts, lists and tuples only"
+                f"{'.'.join(map(str, path))!r} is a {type(value).__name__}, but type_check=True allows "
+                "only tensors, numbers, strings, bytes, dicts, lists and tuples"
             )
 
     def _tensor(self, path: _Path, value: torch.Tensor) -> _Make:

@@ -23,16 +23,16 @@ from dcp.testing.live_state import (
 )
 
 _MEANINGS: Final = {
-    "lost": "not in the checkpoint, or not read: as it was before the load, zero, or not there",
-    "stale": "of another moment: an earlier save, or the training that continued behind the save",
-    "shuffled": "other elements of the same tensor, each once",
-    "doubled": "elements of the same tensor that are elsewhere as well",
-    "mixed up": "of another tensor, or of another rank's",
-    "rounded": "through a smaller dtype and back",
-    "garbage": "values that no rank has saved",
-    "untied": "two names of one tensor are two tensors now",
-    "never saved": "no rank had a tensor of that name and shape",
-    "failed": "the save or the load raised, died or hung",
+    "lost": "not saved or not loaded: missing, zero, or unchanged by the load",
+    "stale": "values of another time: of an earlier save, or of training after the save",
+    "shuffled": "elements of the same tensor in another order",
+    "doubled": "elements of the same tensor that also appear elsewhere",
+    "mixed up": "values of another tensor or of another rank",
+    "rounded": "values cast to a smaller dtype and back",
+    "garbage": "values that no rank saved",
+    "untied": "two names of one tensor became separate tensors",
+    "never saved": "no rank saved a tensor of this name and shape",
+    "failed": "the save or the load raised an error, died or hung",
 }
 _SHOWN: Final = 60
 _MAX_NAMED: Final = 5
@@ -110,14 +110,14 @@ class Report:
 def _lines(report: Report) -> Iterator[str]:
     for trial in report.trials:
         count = len(trial.findings)
-        result = f"{count} finding{'s' * (count > 1)}" if trial.findings else "all of it came back"
+        result = f"{count} finding{'s' * (count > 1)}" if trial.findings else "all restored"
         who = f"saved by {trial.saved_by} rank{'s' * (trial.saved_by != 1)}, loaded by {trial.loaded_by}"
         yield f"{who}: {trial.tensors} tensors, {result}"
         if trial.own and trial.saved_by != trial.loaded_by:
-            yield f"  not compared, as they are each rank's own: {', '.join(trial.own[:_MAX_NAMED])}"
+            yield f"  not compared, because each rank has its own: {', '.join(trial.own[:_MAX_NAMED])}"
         elif trial.saved_by == trial.loaded_by:
-            yield from _taken(trial.own, "each rank's own", "replicas=")
-            yield from _taken(trial.replicas, "replicas", "own=")
+            yield from _taken(trial.own, "different on each rank", "replicas=")
+            yield from _taken(trial.replicas, "replicated", "own=")
         yield from _table([_row(finding) for finding in trial.findings[:_SHOWN]])
         if len(trial.findings) > _SHOWN:
             yield f"  and {len(trial.findings) - _SHOWN} more"
@@ -129,8 +129,8 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _taken(names: Sequence[str], what: str, otherwise: str) -> Iterator[str]:
     if names:
-        were = f"{len(names)} plain tensor{'s were' if len(names) != 1 else ' was'} taken for {what}"
-        yield f"  {were} ({otherwise} names those that are not): {listed(names, most=_MAX_NAMED, show=str)}"
+        were = f"assumed to be {what}: {len(names)} plain tensor{'s' * (len(names) != 1)}"
+        yield f"  {were} (list exceptions in {otherwise}): {listed(names, most=_MAX_NAMED, show=str)}"
 
 
 def _row(finding: StateFinding) -> tuple[str, ...]:
@@ -157,9 +157,9 @@ _SPARE_BITS: Final = 7
 
 _MAX_RUNS: Final = 8
 _MOMENTS: Final = (
-    ("lost", "before", "what it was before the load"),
-    ("stale", "earlier", "an earlier save's"),
-    ("stale", "later", "what came after the save"),
+    ("lost", "before", "the values before the load"),
+    ("stale", "earlier", "the values of an earlier save"),
+    ("stale", "later", "the values of training after the save"),
 )
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SMALLER: Final = (torch.float32, torch.bfloat16, torch.float16)

@@ -208,8 +208,8 @@ def _flat_parts(model: nn.Module) -> _FlatParts:
     slices = flat_slices(model)
     if slices is None:
         raise OptionError(
-            f"torch {torch.__version__} does not say what is in the flat parameters of "
-            "FullyShardedDataParallel: use fully_shard (FSDP2), or another version of torch"
+            f"cannot inspect the flat parameters of FullyShardedDataParallel in torch {torch.__version__}: "
+            "use fully_shard (FSDP2), or another version of torch"
         )
     names = {module: clean_name(name, model) for name, module in model.named_modules()}
     found: dict[torch.Tensor, list[FlatSlice]] = {}
@@ -217,8 +217,8 @@ def _flat_parts(model: nn.Module) -> _FlatParts:
         name = ".".join(filter(None, (names[one.module], one.name)))
         if not one.is_whole:
             raise OptionError(
-                f"{name}: FullyShardedDataParallel over tensor parallelism does not say which elements a "
-                "rank has: use fully_shard (FSDP2) over it"
+                f"{name}: FullyShardedDataParallel with tensor parallelism hides the elements of each rank: "
+                "use fully_shard (FSDP2)"
             )
         if one.parameter is None:
             found.setdefault(one.flat, []).append(one._replace(name=name))
@@ -291,8 +291,8 @@ def _shard(part: StatePart, name: str, fqn: str, tensor: DTensor, local: torch.T
     index = _places(tensor)
     if index.shape != tuple(local.shape):
         raise OptionError(
-            f"{name} has {tuple(local.shape)} on this rank, where {tensor.placements} of "
-            f"{tuple(tensor.shape)} are {tuple(index.shape)}: a shard whose elements are not known"
+            f"{name} has shape {tuple(local.shape)} on this rank, but {tensor.placements} of "
+            f"{tuple(tensor.shape)} has {tuple(index.shape)}: the elements of the shard are unknown"
         )
     return LiveTensor(part, name, fqn, local, tuple(tensor.shape), index.reshape(-1), is_alone=False)
 

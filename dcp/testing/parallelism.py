@@ -155,7 +155,7 @@ def check(
     """
     is_list = isinstance(worlds, Sequence) and len(worlds) > 0
     if not is_list or not all(isinstance(world, int) and world > 0 for world in worlds):
-        raise OptionError(f"worlds must be numbers of ranks, as (2, 1, 3), not {worlds!r}")
+        raise OptionError(f"worlds must be a sequence of numbers of ranks such as (2, 1, 3), not {worlds!r}")
     asked = _Asked(build, part_of, _globs(only), _globs(own), _globs(replicas))
     with tempfile.TemporaryDirectory(prefix="dcp-conformance-") as made, RankProcesses(context) as ranks:
         root = made if folder is None else os.fspath(folder)
@@ -318,7 +318,7 @@ def _load_on_rank(
     findings = [finding for one in compared for finding in judge(one, rank, saved)]
     findings += [*_lost_state(live, rank, world, saved), *_lost_rates(optimizer, rank)]
     findings += [
-        StateFinding("untied", rank, "model", name, found=f"no longer {other}")
+        StateFinding("untied", rank, "model", name, found=f"no longer the same tensor as {other}")
         for name, other in ties.items() - _ties(model).items()
     ]
     return len(compared), findings
@@ -329,7 +329,7 @@ def _lost_state(live: Sequence[LiveTensor], rank: int, world: int, saved: SavedS
     here = {one.name for one in live if one.part == "optimizer"}
     fqns = {one.fqn for one in live if one.part == "model" and one.local.numel()}
     return [
-        StateFinding("lost", rank, "optimizer", one.name, found="nothing: the optimizer has no such state")
+        StateFinding("lost", rank, "optimizer", one.name, found="missing in the optimizer's state")
         for one in saved.tensors.values()
         if one.part == "optimizer" and one.fqn in fqns and one.name not in here
         if one.rank is None or (one.rank == rank and world == saved.world)

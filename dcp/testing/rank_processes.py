@@ -70,13 +70,13 @@ class RankProcesses:
                 except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
                     self.close()
                     raise OptionError(
-                        f"a rank can only run a function of a module, which it imports by its name: {error}"
+                        f"the function must be importable by name from a module, not a local one: {error}"
                     ) from error
             return self._results(world, timeout_seconds)
 
     def _results(self, world: int, timeout_seconds: float) -> list[Any | RankFailure]:
         found: dict[int, Any] = {}
-        missing = f"did not end in {timeout_seconds:g} s"
+        missing = f"did not end within {timeout_seconds:g} s"
         deadline = time.monotonic() + timeout_seconds
         while len(found) < world:
             waiting: dict[Any, int] = {}
@@ -89,7 +89,7 @@ class RankProcesses:
             for rank in {waiting[one] for one in ready}:
                 found[rank] = self._received(rank)
                 if isinstance(found[rank], RankFailure):
-                    missing = "was ended, as it waited for a rank that failed"
+                    missing = "was killed, because it waited for a failed rank"
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if len(found) < world or not all(process.is_alive() for process, _ in self._workers):
             self.close()

@@ -75,7 +75,7 @@ _FAULTS: dict[str, tuple[Callable[[torch.dtype], torch.Tensor], str, str, str]] 
     "half of another": (lambda dtype: _half(dtype, 4, name="b"), "mixed up", "[4:8]", "has [4:8] of b"),
     "half before": (
         lambda dtype: _half(dtype, 0, moment="before"),
-        *("lost", "[0:4]", "what it was before the load"),
+        *("lost", "[0:4]", "the values before the load"),
     ),
     "half earlier": (
         lambda dtype: _half(dtype, 0, moment="earlier"),

@@ -105,7 +105,8 @@ def test_a_save_behind_the_loop_that_copies_nothing() -> None:
     """Values from after the save in the checkpoint are reported as stale."""
     report = _tried(builds.tied, faulty.save_later_without_a_copy, faulty.load_weights_alone, worlds=(1,))
     (weight,) = [found for found in report.findings if found.part == "model"]
-    assert (weight.kind, weight.name, weight.found) == ("stale", "embed.weight", "what came after the save")
+    after = "the values of training after the save"
+    assert (weight.kind, weight.name, weight.found) == ("stale", "embed.weight", after)
 
 
 # -- this package --------------------------------------------------------------------------------------------
@@ -153,9 +154,9 @@ def test_a_rank_that_dies_in_a_save() -> None:
 def test_what_cannot_be_sent_to_a_process() -> None:
     """Functions that cannot be sent to a process, invalid numbers of ranks, and globs without a match are
     errors."""
-    with pytest.raises(OptionError, match="function of a module"):
+    with pytest.raises(OptionError, match="importable by name"):
         _tried(lambda rank, world: builds.ddp(rank, world))
-    with pytest.raises(OptionError, match="function of a module"):
+    with pytest.raises(OptionError, match="importable by name"):
         _tried(_nameless)
     for worlds in ((), (0,), 2, "2"):
         with pytest.raises(OptionError, match="worlds"):
@@ -204,10 +205,10 @@ def test_a_report_is_a_table_and_data() -> None:
     """The report has tensor, rank, position and value found, and explains each word used."""
     report = fused_by_rank()
     lines = str(report).splitlines()
-    assert lines[0] == "saved by 2 ranks, loaded by 2: 2 tensors, all of it came back"
+    assert lines[0] == "saved by 2 ranks, loaded by 2: 2 tensors, all restored"
     assert lines[1] == "saved by 2 ranks, loaded by 1: 1 tensors, 1 finding"
     assert "shuffled  model  gate_up  rank 0  60 of 120  [6:18]  has [12:18, 6:12] of itself" in lines[2]
-    assert lines[-1] == "shuffled: other elements of the same tensor, each once"
+    assert lines[-1] == "shuffled: elements of the same tensor in another order"
     data = json.loads(json.dumps(report.to_json()))
     assert data["ok"] is False
     assert data["trials"][1]["findings"][0]["from_places"] == "[12:18, 6:12]"

@@ -160,9 +160,9 @@ def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -
     ("options", "words"),
     [
         ({"only": "modle.*"}, "did you mean"),
-        ({"rename": {".*": "same"}}, "one name"),
+        ({"rename": {".*": "same"}}, "rename maps both"),
         ({"rename": {"^model": "m", "^modle": "n"}}, "'.modle' change no name"),
-        ({"to": "safetensors"}, r"give to='torch' .*, or a target that ends with \.safetensors"),
+        ({"to": "safetensors"}, r"pass to='torch' .*, or a target that ends with \.safetensors"),
         ({"dtype": "int4"}, "dtype must be one of"),
         ({"dtype": {"nothing.*": "float16"}}, r"'nothing\.\*' match no tensor"),
     ],
@@ -359,7 +359,7 @@ def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Pat
         _convert(source, source, to="dcp", overwrite=True)
     os.mkfifo(tmp_path / "pipe.pt")
     own = [(path, "is a file of the source") for path in source.iterdir()]
-    for target, words in [*own, (tmp_path / "pipe.pt", "is no regular file")]:
+    for target, words in [*own, (tmp_path / "pipe.pt", "is not a regular file")]:
         with pytest.raises(PlanError, match=words):
             _convert(source, target, to="torch", overwrite=True)
     assert command("verify", source).status == 0 and (tmp_path / "pipe.pt").is_fifo()

@@ -193,7 +193,7 @@ def test_the_configuration_says_the_dtype_of_the_weights(
 def test_names_that_nobody_would_read_are_refused(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """A conversion is refused if no tensor has a name of the template: `from_pretrained` would ignore the
     tensors and initialise the model at random."""
-    with pytest.raises(PlanError, match=r"no tensor is called as those of .* are: 'model\.model\.embed"):
+    with pytest.raises(PlanError, match=r"no tensor has a name of the template .*: 'model\.model\.embed"):
         dcp.convert(
             checkpoint, tmp_path / "hf", to="safetensors", only="model", executor="inline", hf=template
         )

@@ -183,7 +183,7 @@ def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
 def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) -> None:
     """The target may be neither a source nor a folder that holds a source, by any path."""
     for target in three:
-        with pytest.raises(OptionError, match="another place"):
+        with pytest.raises(OptionError, match="choose another target"):
             dcp.merge(three, target, overwrite=True)
     own, linked = tmp_path / "own", tmp_path / "linked"
     own.mkdir()
@@ -197,7 +197,7 @@ def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) ->
         linked,
     ]
     for place in places:
-        with pytest.raises(OptionError, match="another place"):
+        with pytest.raises(OptionError, match="choose another target"):
             dcp.merge([own / "model.safetensors"], place, to="safetensors", weights=[2.0], overwrite=True)
         assert (names_in(own), (own / "model.safetensors").read_bytes()) == (["model.safetensors"], before)
     dcp.merge(three, tmp_path / "out", weights=_WEIGHTS)

@@ -144,7 +144,7 @@ def made_of(operations: list[Operation]) -> list[Any]:
     ("operations", "targets", "told"),
     [
         ([("Unheard", {})], ["t"], "w -> t: Unheard"),
-        ([("Chunk", {"dim": 0})], ["a", "b", "c"], "not equal"),
+        ([("Chunk", {"dim": 0})], ["a", "b", "c"], "unequal sizes"),
         ([("Transpose", {"dim0": 0, "dim1": 1, "check_dims": True})], ["t"], "depends on the model"),
     ],
 )

@@ -207,7 +207,7 @@ def test_verify_against_another_compares_by_digests(tmp_path: Path) -> None:
     dcp.convert(one, tmp_path / "y.safetensors", to="safetensors", only=["a", "b"])
     assert run("verify", tmp_path / "x.safetensors", "--against", one).status == 0
     other = run("verify", tmp_path / "cast", "--against", one)
-    assert other.status == 1 and "'a' is another one" in other.out and "'b'" not in other.out
+    assert other.status == 1 and "'a' differs from" in other.out and "'b'" not in other.out
     lacking = run("verify", tmp_path / "two", "--against", one, "--json")
     kinds = {(found["kind"], found["fqn"]) for found in lacking.json[0]["findings"]}
     assert lacking.status == 1 and kinds == {("digest", "a"), ("digest", "x"), ("digest", "c")}

@@ -131,7 +131,7 @@ def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
     (file,) = (tmp_path / "mine").iterdir()
     for damaged in (b"", b"{}", b"[1]", file.read_bytes()[:-20], b'{"kind": "dcphub.cursor", "version": 1}'):
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointFormatError, match="begins anew"):
+        with pytest.raises(CheckpointFormatError, match="delete the file to restart the consumer"):
             given(tmp_path / "run", cursor=tmp_path / "mine")
     assert [row["name"] for row in run("ls", tmp_path / "run", "--json").json] == ["step-00000001"]
 

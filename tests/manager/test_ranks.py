@@ -226,7 +226,7 @@ def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
             time.sleep(2.5)
         with contextlib.suppress(dcp.CheckpointError):
             manager.close()
-    return [text for text in told if "has not come" in text]
+    return [text for text in told if "has not reached" in text]
 
 
 def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
         "CheckpointManager.save: rank 1",
         "save: rank 1",
     }
-    assert all("All ranks have to call it, not only rank 0" in text for text in first)
+    assert all("All ranks must call the operation, not only rank 0" in text for text in first)
 
 
 def _damaged(rank: int, world_size: int, root: str) -> str:
@@ -324,7 +324,7 @@ def test_ranks_never_save_alone_because_the_group_is_not_there(tmp_path: Path) -
     """Before init_process_group() every rank seems to be the only one, so the manager refuses to save."""
     for refused, before in run_ranks(2, _group_comes_and_goes, str(tmp_path)):
         assert "one of 2 processes" in refused
-        assert "made before init_process_group()" in before
+        assert "created before init_process_group()" in before
     assert not list(tmp_path.iterdir())
 
 

@@ -185,7 +185,7 @@ def test_damaged_notes_count_as_a_pin(tmp_path: Path, caplog: pytest.LogCaptureF
         manager.wait()
         assert command("rm", manager.checkpoint_id(1), "--yes").status != 0
         assert manager.all_steps() == [1, 2]
-        assert "like a pinned one" in caplog.text
+        assert "counts as pinned and is kept" in caplog.text
         manager.unpin(1)
         manager.save(3, state_at(3))
     assert manager.all_steps() == [3]

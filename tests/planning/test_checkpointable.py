@@ -118,7 +118,7 @@ class _Forgetful(dcp.FileSystemWriter):
 
 def test_a_stager_that_loses_the_boxes_is_an_error(tmp_path: Path) -> None:
     """A stager that drops the attributes is an error; no local tensor is saved as the global one."""
-    with pytest.raises(StagingError, match="does not describe its boxes"):
+    with pytest.raises(StagingError, match="does not describe its shards"):
         dcp.async_save({"w": rows(0, 8)}, storage_writer=_Forgetful(tmp_path)).result()
     assert not list(tmp_path.glob("*.dcp"))
 

@@ -113,4 +113,4 @@ def test_a_save_by_another_planner_warns(
     with caplog.at_level(logging.WARNING):
         dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner())
     (said,) = warnings_of(caplog)
-    assert "'mode.now'" in said and "'a'" not in said and "1 of the saved values" in said
+    assert "'mode.now'" in said and "'a'" not in said and "1 saved values" in said

@@ -104,7 +104,7 @@ def test_what_is_no_copy_of_the_state_is_caught() -> None:
     cache = {name: value.clone() for name, value in state.items()}
     assert told(state, dict(state))[0] == ["weight", "bias"]
     names, message = told(state, cache | {"bias": state["weight"][50:53]})
-    assert names == ["bias"] and "in memory of the state" in message
+    assert names == ["bias"] and "share memory with the state" in message
     check_staged(state, cache, sample_state(state))
     state["bias"].mul_(2)
     assert told(state, cache)[0] == ["bias"]

@@ -26,7 +26,7 @@ def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
     stager = DefaultStager()
     first = finished(stager.stage_local(collect(state)))
     state["w"].fill_(2)
-    with pytest.raises(StagingTimeoutError, match="more arenas") as caught:
+    with pytest.raises(StagingTimeoutError, match="increase arenas=") as caught:
         stager.stage_local(collect(state), timeout_seconds=0.05)
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, StagingError)

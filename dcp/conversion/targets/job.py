@@ -149,7 +149,7 @@ class LayoutJob:
             try:
                 content = self.value(value.row)
                 if is_plain_only and encode_plain(content, limit_bytes=_MAX_VALUE_BYTES) is None:
-                    raise CheckpointFormatError("is no plain data, or too large")
+                    raise CheckpointFormatError("is not plain data, or too large")
                 contents[value.fqn] = content
             except CheckpointFormatError as error:
                 refused[value.fqn] = str(error)
@@ -164,9 +164,9 @@ class LayoutJob:
         if not self.options.drop_objects:
             shown = listed([f"{fqn!r} ({why})" for fqn, why in refused.items()], most=_MAX_LISTED, show=str)
             raise PlanError(
-                f"{len(refused)} of the values cannot be converted to {self.options.to}: {shown}. Exclude "
-                "them",
-                alternative="drop all such values",
+                f"{len(refused)} values cannot be converted to {self.options.to}: {shown}. Exclude these "
+                "values",
+                alternative="drop all unsupported values",
                 argument="drop_objects=True",
                 fqns=list(refused)[:_MAX_LISTED],
             )
@@ -182,7 +182,7 @@ class LayoutJob:
             return decode_value(self.engine.index.objects.values[number])
         blob, fqn = self.blob(row), self.engine.index.objects.fqns[row]
         if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
-            raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
+            raise UnsafeObjectError(f"object {fqn!r} is in a format that only torch can read", fqn=fqn)
         try:
             opened = ObjectBlob(blob)
             special: dict[type, Callable[[Any], Any]] = dict.fromkeys(
@@ -214,8 +214,8 @@ class LayoutJob:
             return object_record(pickle.dumps(self.value(row), protocol=2))
         if place[2] > _MAX_BLOB_BYTES:
             raise CheckpointFormatError(
-                f"the object {fqn!r} has {place[2]} bytes, more than the {_MAX_BLOB_BYTES} that are "
-                "converted; exclude it",
+                f"the object {fqn!r} has {place[2]} bytes, more than the limit of {_MAX_BLOB_BYTES}; exclude "
+                "the object",
                 fqn=fqn,
             )
         if place not in self._blobs:
@@ -223,8 +223,8 @@ class LayoutJob:
             got, expected = crc32(blob), int(objects.crcs[row])
             if self.engine.verify != "none" and expected not in (UNKNOWN, got):
                 raise CorruptCheckpointError(
-                    f"{self.engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was "
-                    f"{expected:08x}. Convert another checkpoint, or exclude it",
+                    f"{self.engine.store.url}: object {fqn!r} is damaged: CRC-32 is {got:08x}, expected "
+                    f"{expected:08x}. Convert another checkpoint, or exclude the object",
                     fqn=fqn,
                 )
             self._blobs[place] = blob
@@ -276,7 +276,7 @@ class TargetPlace:
     def work_folder(self) -> Path:
         """Folder in which a local target is built, beside the target."""
         if self.path is None:
-            raise PlanError(f"{self.url} is not local")
+            raise PlanError(f"{self.url} is not a local path")
         return self.path.parent / _work_name(self.path.name + (f"/{self.attempt}" if self.attempt else ""))
 
     @property
@@ -311,7 +311,7 @@ class TargetPlace:
         """Raise CheckpointConflictError if the target `exists`."""
         if self.exists(is_leftover):
             raise CheckpointConflictError(
-                f"{self.url} exists; give another target",
+                f"{self.url} already exists; choose another target",
                 alternative="replace it",
                 argument="overwrite=True",
                 path=self.url,
@@ -343,7 +343,7 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
     store = open_store(text)
     if not store.capabilities.is_writable:
         raise OptionError(
-            f"a {type(store).__name__} can only be read: give a target elsewhere", path=store.url
+            f"{store.url} is read-only ({type(store).__name__}): choose another target", path=store.url
         )
     if store.capabilities.is_local:
         try:
@@ -354,7 +354,7 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
         return TargetPlace(store.url, store, None, None, open_store=open_store)
     parent, _, name = store.url.rpartition("/")
     if not name or parent.endswith("/") or "://" not in parent:
-        raise OptionError(f"{text!r} names no file below a bucket or folder")
+        raise OptionError(f"{text!r} has no file name below a bucket or folder")
     return TargetPlace(store.url, open_store(parent), check_name(name), None)
 
 
@@ -364,20 +364,20 @@ def _check_suffix(text: str, to: str, one: Format) -> None:
         if other.has_suffix(text.rstrip("/")) and other.target is not None:
             kind, ends = other.target.name, ", ".join(one.suffixes)
             raise OptionError(
-                f"{text} ends as files of the format {kind!r} do, and {to!r} is asked for: give to={kind!r} "
+                f"{text} has the suffix of the format {kind!r}, but to={to!r}: pass to={kind!r} "
                 f"(--to {kind}), or a target that ends with {ends}"
             )
 
 
 def _local_place(text: str, path: Path, store: Store, *, is_file: bool) -> TargetPlace:
     if not path.name:
-        raise OptionError(f"{text!r} is not a valid file or folder name")
+        raise OptionError(f"the target {text!r} is not a valid file or folder name")
     if is_file:
         if path.is_dir():
-            raise OptionError(f"{path} is a folder; give the name of the file to write", path=str(path))
+            raise OptionError(f"the target {path} is a folder; pass the name of a file", path=str(path))
         if path.exists() and not path.is_file():
-            raise OptionError(f"{path} is no regular file, which alone can be replaced", path=str(path))
+            raise OptionError(f"the target {path} is not a regular file; choose another", path=str(path))
         return TargetPlace(str(path), PosixStore(path.parent), check_name(path.name), path)
     if path.exists() and not path.is_dir():
-        raise OptionError(f"{path} is a file; give the name of a folder to write", path=str(path))
+        raise OptionError(f"the target {path} is a file; pass the name of a folder", path=str(path))
     return TargetPlace(str(path), store, None, path)

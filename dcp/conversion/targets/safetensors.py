@@ -93,16 +93,16 @@ def _check_names(entries: Entries, hf: HfFolder) -> None:
     odd = [name for name in names if not _ADAPTER_TENSOR.fullmatch(name)] if hf.is_adapter else []
     if odd:
         raise PlanError(
-            f"{len(odd)} of the tensors, such as {odd[0]!r}, are not called as an adapter's: names begin "
-            "with base_model.model. and have no name of the adapter in them, such as '.default'. Choose "
-            "(only) and rename them",
+            f"{len(odd)} tensors, such as {odd[0]!r}, have names that PEFT cannot load: names of an adapter "
+            "begin with base_model.model. and omit the adapter's name, such as '.default'. Select the "
+            "adapter's tensors (only=), and rename them (rename=)",
             fqns=odd[:_MAX_LISTED],
         )
     if names and hf.tensor_names and hf.tensor_names.isdisjoint(names):
         raise PlanError(
-            f"no tensor is called as those of {hf.url} are: {names[0]!r} here, {min(hf.tensor_names)!r} "
-            "there, and from_pretrained goes by names. Choose (only), rename or map them; if they are right, "
-            "give a template without weights",
+            f"no tensor has a name of the template {hf.url}: {names[0]!r} in the source, "
+            f"{min(hf.tensor_names)!r} in the template; from_pretrained would not find the tensors. Use "
+            "only=, rename= or map=. If the names are right, pass a template without weights",
             path=hf.url,
         )
 
@@ -166,8 +166,8 @@ def _index(tensors: Sequence[HeaderTensor], shards: Sequence[Sequence[int]], nam
     encoded = (json.dumps(document, indent=2) + "\n").encode()
     if len(encoded) > MAX_WEIGHT_MAP_BYTES:
         raise PlanError(
-            f"the folder's index would name {len(weight_map)} tensors in {len(encoded)} bytes, and readers "
-            f"accept {MAX_WEIGHT_MAP_BYTES}: convert it in parts (`only`), or to another format"
+            f"the index of {len(weight_map)} tensors would have {len(encoded)} bytes, more than the limit of "
+            f"{MAX_WEIGHT_MAP_BYTES}: convert in parts (only=), or to another format"
         )
     return encoded
 

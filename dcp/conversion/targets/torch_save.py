@@ -61,9 +61,9 @@ def lay_out(job: LayoutJob) -> Planned:
     pickled = encode_torch_pickle(nested, storages)
     if len(storages) + _OTHER_ENTRIES > MAX_FILE_ENTRIES or len(pickled) > MAX_FILE_PICKLE_BYTES:
         raise PlanError(
-            f"one torch.save file would have {len(storages)} tensors and a pickle of {len(pickled)} bytes; "
-            f"readers accept {MAX_FILE_ENTRIES} and {MAX_FILE_PICKLE_BYTES}. Convert it in parts (`only`), "
-            "or to another format"
+            f"the torch.save file would have {len(storages)} tensors and a pickle of {len(pickled)} bytes; "
+            f"limits are {MAX_FILE_ENTRIES} and {MAX_FILE_PICKLE_BYTES}. Convert in parts (only=), or to "
+            "another format"
         )
     archive = ZipLayout(_FOLDER)
     archive.add("data.pkl", pickled)

@@ -205,7 +205,7 @@ def _names(
     for fqn in a:
         name = fqn if renamed is None else renamed(fqn)
         if names.setdefault(name, fqn) != fqn:
-            raise PlanError(f"rename gives {name!r} for both {names[name]!r} and {fqn!r}", fqn=fqn)
+            raise PlanError(f"rename maps both {names[name]!r} and {fqn!r} to {name!r}", fqn=fqn)
     others = dict.fromkeys(b)
     return [
         (names.get(name), name if name in others else None)

@@ -57,7 +57,7 @@ def as_float32(array: Array, dtype: Dtype) -> npt.NDArray[np.float32]:
         return _table("float4_e2m1fn")[pairs].reshape((*array.shape[:-1], -1))
     if dtype.name in _FLOATS or dtype.name == "float8_e8m0fnu":
         return _table(dtype.name)[array]
-    raise PlanError(f"{dtype.name} has values that float32 has not; use `decode`")
+    raise PlanError(f"float32 cannot represent all values of {dtype.name}; use `decode`")
 
 
 def decode(array: Array, dtype: Dtype) -> Array:

@@ -103,7 +103,7 @@ def select(shape: tuple[int, ...], slices: tuple[object, ...] | None, fqn: str) 
     places = [place for place, item in enumerate(slices) if item is Ellipsis]
     given, ndim = len(slices) - len(places), len(shape)
     if given > ndim or len(places) > 1:
-        raise PlanError(f"{fqn!r} has {ndim} dimensions, and the slice {_shown(slices)} has more", fqn=fqn)
+        raise PlanError(f"{fqn!r} has {ndim} dimensions, but the slice {_shown(slices)} has more", fqn=fqn)
     place = places[0] if places else len(slices)
     items = [*slices[:place], *[slice(None)] * (ndim - given), *slices[place + len(places) :]]
     ranges = [_along(item, size, dim, fqn) for dim, (item, size) in enumerate(zip(items, shape, strict=True))]
@@ -114,10 +114,10 @@ def _along(item: Any, size: int, dim: int, fqn: str) -> range:
     try:
         taken = range(size)[item]
     except IndexError as error:
-        message = f"{fqn!r} has {size} elements along dimension {dim}, and none at {item}"
+        message = f"{fqn!r}: index {item} is out of range for dimension {dim} with {size} elements"
         raise PlanError(message, fqn=fqn) from error
     except (TypeError, ValueError) as error:
-        message = f"{fqn!r} is sliced by slices and integers, not by {_shown((item,))}: {error}"
+        message = f"{fqn!r}: indices must be slices or integers, not {_shown((item,))}: {error}"
         raise PlanError(message, fqn=fqn) from error
     if isinstance(taken, int):
         return range(taken, taken + 1)
@@ -295,8 +295,8 @@ class TensorReader(Closable):
         covered = sum(box.volume for _, box in found)
         if covered != math.prod(shape):
             raise CorruptCheckpointError(
-                f"{self.name}: there are {covered} of {math.prod(shape)} elements of "
-                f"{index.fqns[tensor_row]!r}, whose shape is {shape}: a part of the checkpoint is missing",
+                f"{self.name} has only {covered} of {math.prod(shape)} elements of "
+                f"{index.fqns[tensor_row]!r} of shape {shape}: a part of the checkpoint is missing",
                 path=self.name,
                 fqn=index.fqns[tensor_row],
             )
@@ -423,8 +423,8 @@ class TensorReader(Closable):
         if expected not in (None, got):
             fqn, name = self.index.fqns[read.row], self.index.files[int(self.index.chunk_files[chunk])]
             raise CorruptCheckpointError(
-                f"{self.name}: tensor {fqn!r} is damaged: CRC-32 {got:08x} of its bytes in {name}, "
-                f"which says {expected:08x}. Take another checkpoint.",
+                f"{self.name}: tensor {fqn!r} is damaged: CRC-32 of its bytes in {name} is {got:08x}, "
+                f"expected {expected:08x}. Use another checkpoint.",
                 path=f"{self.store.url}/{name}",
                 fqn=fqn,
             )

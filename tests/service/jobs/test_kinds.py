@@ -48,7 +48,7 @@ def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
     assert site.found("main", "run/step-1").verification == "good"
     found = site.found("main", "run/step-2")
     assert found.verification == "damaged" and found.etag != before
-    assert "differ from what was committed" in found.problem and str(tmp_path) not in found.problem
+    assert "differ from the committed bytes" in found.problem and str(tmp_path) not in found.problem
     assert [one["outcome"] for one in site.audited("checkpoint.verify")] == ["damaged", "good"]
 
 
@@ -136,7 +136,7 @@ def test_verifications_are_listed(site: JobSite, tmp_path: Path) -> None:
     site.result("verify", checkpoint_id=number)
     items = site.http.get(url).json()["items"]
     assert [(one["outcome"], one["is_current"]) for one in items] == [("damaged", True), ("good", False)]
-    assert "differ from what was committed" in items[0]["findings"][0]["message"]
+    assert "differ from the committed bytes" in items[0]["findings"][0]["message"]
     assert len(site.http.get(url, params={"limit": 1}).json()["items"]) == 1
     assert site.app.client("read").post(url).status_code == 403
     assert site.app.client("write", roots=["other"]).post(url).status_code == 404

@@ -65,7 +65,7 @@ def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(catalog: Catal
         "step-1": ["pinned"],
         "step-2": ["alias best"],
         "step-5": ["newest", "last 1"],
-        "step-6": ["damaged, without enough good ones after it"],
+        "step-6": ["damaged, without enough good checkpoints after it"],
     }
 
 

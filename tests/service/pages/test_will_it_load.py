@@ -286,8 +286,8 @@ def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Pat
     for changes, told in (
         ({"model_type": "somebodys"}, "no model_type"),
         ({"num_hidden_layers": 10**6}, "more than 200,000 modules"),
-        ({"hidden_size": "x"}, "makes no model"),
-        ({"num_attention_heads": 0}, "makes no model"),
+        ({"hidden_size": "x"}, "cannot create the model"),
+        ({"num_attention_heads": 0}, "cannot create the model"),
     ):
         assert told in _made(**changes)["problem"], changes
 
@@ -300,9 +300,9 @@ def test_a_model_of_a_config_from_end_to_end(here: App, tmp_path: Path) -> None:
     Catalog(here, tmp_path).work()
     one, two = (here.base.get(f"/api/v1/jobs/{n}").json() for n in (1, 2))
     assert (one["state"], two["state"]) == ("failed", "succeeded")
-    assert "makes no model" in one["error"]["detail"]
+    assert "cannot create the model" in one["error"]["detail"]
     assert two["result"]["tensor_count"] == 12
     browser = Browser(here.client())
     path = f"/checkpoints/{number(here, 'run/step-1')}/will-it-load"
     assert "No." in browser.page(f"{path}?shapes_job=2").text
-    assert "makes no model" in browser.page(f"{path}?shapes_job=1").text
+    assert "cannot create the model" in browser.page(f"{path}?shapes_job=1").text
