@@ -29,8 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(*command: str | Path, is_fresh: bool = False) -> subprocess.Popen[str] | Program:
-    """Start ``python COMMAND`` without a terminal. Unless ``is_fresh``, it and its children are forked with
-    torch imported."""
+    """Start ``python COMMAND`` without a terminal; unless ``is_fresh``, forked with torch imported."""
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
     options |= {"cwd": ROOT, "env": os.environ | {"PYTHONIOENCODING": "utf-8"}}
     return (
@@ -50,8 +49,7 @@ def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, st
 
 
 def processes_of_jobs(root: Path) -> set[int]:
-    """Return launchers and ranks of the demo in ``root`` that are alive: processes with open logs of the
-    demo."""
+    """Return live launchers and ranks of the demo in ``root``: processes with open logs of the demo."""
     files = {one.pid: one.info["open_files"] or () for one in psutil.process_iter(["open_files"])}
     return {pid for pid, opened in files.items() if any(f"{root}/logs/" in file.path for file in opened)}
 
@@ -150,8 +148,7 @@ def state(mebibytes: int = 20) -> dict[str, torch.Tensor]:
 
 
 def damage_a_copy(place: Place, job: str) -> None:
-    """Copy a checkpoint and flip a bit of the copy. Assert that only the copy is damaged, and verification
-    finds it."""
+    """Copy a checkpoint and flip a bit of the copy. Assert that verification finds damage only there."""
     place.copy(job, 2, f"{job}-copy")
     assert place.findings(f"{job}-copy", 2) == []
     fqn = place.flip_bit(f"{job}-copy", 2)
@@ -198,8 +195,7 @@ def test_stock_torch_reads_from_s3_by_environment_variables(
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_demo_on_s3_from_end_to_end(tmp_path: Path) -> None:
-    """The demo on S3 passes its own checks; the killed save left half of each rank's upload, and no
-    object."""
+    """The demo on S3 passes its checks; the killed save left half of each rank's upload, and no object."""
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "dcp.demo", "--s3", "--root", str(tmp_path), "--save-every", "2"]
         done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=880)

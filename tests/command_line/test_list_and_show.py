@@ -34,8 +34,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> None:
-    """Committed, incomplete and unreadable checkpoints are listed with their state; other folders are left
-    out."""
+    """Committed, incomplete and unreadable checkpoints are listed with a state; other folders are not."""
     save_ours(tmp_path / "step-10")
     save_stock(tmp_path / "step-9")
     save_ours(tmp_path / "step-2")
@@ -76,8 +75,7 @@ def test_ls_json_has_the_facts_as_numbers(tmp_path: Path) -> None:
 
 
 def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
-    """Files of weights and folders of shards are listed beside checkpoints; a similar name alone is not
-    enough."""
+    """Weights files and folders of shards are listed beside checkpoints; a similar name is not enough."""
     root = tmp_path / "trained"
     save_ours(root / "step-9")
     torch.save({"w": torch.ones(3), "b": torch.ones(2)}, root / "model-7.pt")
@@ -169,8 +167,7 @@ def test_show_tree_sums_by_module(ours: Path) -> None:
 
 
 def test_show_of_what_is_not_committed_fails_with_one_line(tmp_path: Path) -> None:
-    """Data files alone or without a manifest are not a checkpoint: status 3, and a message that says which
-    file is missing."""
+    """Data files without a manifest are not a checkpoint: status 3, and the missing file in the message."""
     folder = save_ours(tmp_path / "x")
     one_file = run("verify", data_file(folder))
     assert one_file.status == 3 and f"data file of a checkpoint: pass its folder, {folder}\n" in one_file.err

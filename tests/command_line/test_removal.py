@@ -50,8 +50,7 @@ def test_rm_lists_and_removes_only_if_asked_to(tmp_path: Path) -> None:
 
 
 def test_rm_leaves_other_files_and_pinned_checkpoints(tmp_path: Path) -> None:
-    """A user's own file keeps its folder, and a pin refuses; both are reported. Other checkpoints are
-    removed."""
+    """A user's file keeps its folder, and a pin its checkpoint, with a report; others are removed."""
     own, pinned, plain = (save_ours(tmp_path / f"step-0000000{step}") for step in (1, 2, 3))
     (own / "notes.txt").write_text("mine")
     with dcp.CheckpointManager(tmp_path, no_dist=True) as manager:
@@ -181,8 +180,7 @@ def test_gc_finishes_a_removal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["", "run"])
 def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path) -> None:
-    """The work folder of a killed conversion in the folder or a sub-folder is removed when old, and never
-    while in use."""
+    """The work folder of a killed conversion, also in a sub-folder, is removed when old and not in use."""
     work = tmp_path / folder / ".tmp-convert-0123456789abcdef"
     (work / "output").mkdir(parents=True)
     (work / "output" / "model.pt").write_bytes(b"half")
@@ -204,8 +202,7 @@ def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path)
 
 
 def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
-    """Beside a damaged manifest the files in use are unknown, so gc reports the folder and removes no
-    file."""
+    """Beside a damaged manifest the files in use are unknown, so gc reports and removes no file."""
     leave_things(tmp_path)
     age(tmp_path / "step-1" / "manifest.msgpack", 3 * DAY).write_bytes(b"damaged")
     before = content(tmp_path / "step-1")

@@ -1,5 +1,4 @@
-"""Tables in the terminal: width, sorting and limits; lists of runs; and values as each command prints
-them."""
+"""Tables in the terminal: width, sorting and limits; lists of runs; and printed values."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def test_tables_fit_the_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch, co
 
 
 def test_nothing_is_left_out_where_nobody_watches(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe gets whole names, for grep; a narrow terminal shows both ends of names, and the sorted
-    column."""
+    """A pipe gets whole names; a narrow terminal shows both ends of names, and the sorted column."""
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = lines_of("stats", runs / "a/step-1")
     assert any(line.startswith(LAYER.format(5)) for line in lines)
@@ -134,8 +132,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
 def test_cat_prints_as_numpy_does(kind: str, request: pytest.FixtureRequest) -> None:
-    """Values are printed as by numpy, then the dtype; JSON has nested lists, and reprs of values without a
-    form."""
+    """Values are printed as by numpy, then the dtype; JSON has nested lists, or reprs if needed."""
     folder = request.getfixturevalue(kind)
     w = state()["model"]["w"].numpy()
     shown = run("cat", folder, "model.w", "--slice", "0:2, ::-20")
@@ -227,8 +224,7 @@ def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
 
 
 def test_diff_prints_what_differs_and_exits_with_1(ours: Path, stock: Path, tmp_path: Path) -> None:
-    """Equal checkpoints have status 0; else tensors are printed with their figures, and values of both
-    sides."""
+    """Equal checkpoints have status 0; else tensors are printed with figures, and values of both sides."""
     shown = run("diff", ours, stock)
     assert (shown.status, shown.err) == (0, "")
     assert shown.out.startswith(f"{ours} and {stock}: equal (5 tensors and 3 objects equal")

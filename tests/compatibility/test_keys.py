@@ -66,8 +66,7 @@ def _stepped(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[torch.nn.Mod
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_survives_the_way_to_a_torch_file(name: str, tmp_path: Path) -> None:
-    """An optimizer state that is saved, converted, and loaded by torch alone has the right state per
-    parameter."""
+    """An optimizer state saved, converted, and loaded by torch has the right state per parameter."""
     model, optimizer = _stepped(OPTIMIZERS[name])
     dcp.save({"o": optimizer.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
     dcp.convert(tmp_path / "c", tmp_path / "o.pt", to="torch")
@@ -119,8 +118,7 @@ def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> 
 
 
 def test_stock_torch_reads_what_has_such_keys(tmp_path: Path) -> None:
-    """Stock torch loads into a template with such keys, and without a template as strings, as from its own
-    saves."""
+    """Stock torch loads into a template with such keys, and without one as strings, as from its own saves."""
     _, optimizer = _stepped(OPTIMIZERS["AdamW"])
     state = {"o": optimizer.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
@@ -195,8 +193,7 @@ def _as_text(state: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_whole_checkpoint_or_parts_of_it(package: str, tmp_path: Path) -> None:
-    """Without keys the whole checkpoint is loaded, with one or a set all entries at or below them, as in
-    torch."""
+    """Without keys the whole checkpoint is loaded, with keys all entries at or below them, as in torch."""
     PACKAGES[package].save(_a_state(), checkpoint_id=tmp_path, no_dist=True)
     assert _as_text(_load_state_dict_from_keys(checkpoint_id=tmp_path)) == _as_text(_a_state())
     for keys in ("model", {"step", "optimizer"}, {"model.weight", "optimizer.lr"}, "step"):

@@ -87,8 +87,7 @@ def test_parts_come_back(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("planner", [None, "protocol"])
 def test_one_of_other_settings_is_an_error(tmp_path: Path, planner: str | None) -> None:
-    """A target with other settings is an error, though its parts fit. So is a plain tensor for a subclass,
-    and the reverse."""
+    """A target with other settings is an error, and so is a plain tensor for a subclass or the reverse."""
     dcp.save({"w": _weight(), "v": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path)
 
     class Own(dcp.DefaultLoadPlanner):
@@ -163,8 +162,7 @@ BLOCK = 4
 
 
 def write_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a folder with an fp8 weight in blocks, an MXFP4 weight and a plain weight. Return their
-    values."""
+    """Write a folder with an fp8 weight in blocks, an MXFP4 and a plain weight. Return their values."""
     generator = torch.Generator().manual_seed(1)
     quantized = torch.randn(6, 9, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3, generator=generator) + 0.5

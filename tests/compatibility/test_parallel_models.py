@@ -72,8 +72,7 @@ def _load_one(training: Training, root: str, case: str, source: str, loaders: li
 
 
 def same_topology(rank: int, world: int, root: str, names: list[str]) -> Found:
-    """Save with dcp and stock. Load dcp's by both and stock's by dcp, in the same model. Return the
-    differences."""
+    """Save by dcp and stock. Load dcp's by both and stock's by dcp. Return the differences."""
     found: Found = {}
     for name in names:
         training, case = RECIPES[name][0](world), f"{name}-{world}"

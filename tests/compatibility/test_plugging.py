@@ -64,8 +64,7 @@ def _state_of(world: int) -> State:
 
 
 def every_save(rank: int, world: int, root: str, ways: list[Way]) -> list[str]:
-    """Save with each combination of engine, planner and storage, and load with each. Return the
-    differences."""
+    """Save and load with each combination of engine, planner and storage. Return the differences."""
     found = []
     for way in ways:
         folder = f"{root}/{'-'.join(way)}"
@@ -135,8 +134,7 @@ def own_parts(rank: int, world: int, root: str) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_parts_written_from_the_interface_alone_work(world: int, tmp_path: Path) -> None:
-    """A storage that pickles each item, and planners without defaults, work with the parts of both
-    packages."""
+    """A storage that pickles each item, and planners without defaults, work with both packages."""
     assert run_ranks(world, own_parts, str(tmp_path)) == [[]] * world
 
 

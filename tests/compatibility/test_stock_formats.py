@@ -87,8 +87,7 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
 
 
 def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
-    """torch_compatible=False saves fewer bytes and no `.metadata`. dcp loads it; stock finds no
-    checkpoint."""
+    """torch_compatible=False saves fewer bytes and no `.metadata`; only dcp loads the checkpoint."""
     small, large = str(tmp_path / "small"), str(tmp_path / "large")
     run_ranks(2, _save_with, small, "ours", {"torch_compatible": False})
     run_ranks(2, _save_with, large, "ours", {})
@@ -122,8 +121,7 @@ def test_safetensors_payloads_of_every_dtype(tmp_path: Path) -> None:
 
 
 def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
-    """Save with use_collectives=False, and load on the same ranks, dcp's by both packages and stock's by
-    dcp."""
+    """Save with use_collectives=False. Load on the same ranks, dcp's by both packages, stock's by dcp."""
     PACKAGES[package].save(fill(_sharded_state(world)), checkpoint_id=folder, use_collectives=False)
     dist.barrier()
     found = _load_sharded(rank, world, folder, "ours")
@@ -132,8 +130,7 @@ def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
 
 @pytest.mark.parametrize("package", ["ours", "stock"])
 def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path) -> None:
-    """Saves of either package with use_collectives=False load on the same ranks, and by dcp on any other
-    number."""
+    """Saves with use_collectives=False load on the same ranks, and by dcp on any number of ranks."""
     folder = str(tmp_path / package)
     assert run_ranks(3, save_alone, folder, package) == [[]] * 3
     assert {file.name for file in Path(folder).glob("*.metadata")} == {f"__{r}.metadata" for r in range(3)}
@@ -170,8 +167,7 @@ def test_some_of_the_ranks_save_and_load(tmp_path: Path) -> None:
 
 
 def overwritten(rank: int, world: int, folder: str) -> list[str]:
-    """Overwrite the other package's and the own checkpoint with other values. Return the loads that
-    differ."""
+    """Overwrite each package's checkpoint by each package. Return the loads that differ."""
     found = []
     for number, saver in enumerate(("ours", "stock", "ours", "ours", "stock", "stock", "ours")):
         state = _sharded_state(world)

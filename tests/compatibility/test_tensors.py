@@ -53,8 +53,7 @@ def every_dtype(saver: str = "ours") -> State:
 
 
 def layouts(*, lazy: bool = True) -> State:
-    """Return views with strides other than C order, with contents by name; ``lazy``: also conjugated and
-    negated views."""
+    """Return views with strides, with contents by name; ``lazy``: also conjugated and negated views."""
 
     def full(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return full_tensor(name, shape, dtype)
@@ -158,8 +157,7 @@ def test_tied_weights_are_stored_once_and_loaded_to_both(tmp_path: Path) -> None
 
 
 def into_meta(rank: int, world: int, root: str) -> list[str]:
-    """Load into a model on the meta device, plain and sharded. Return differences and tensors still on
-    meta."""
+    """Load into a model on the meta device, plain and sharded. Return differences and meta tensors."""
     mesh = init_device_mesh("cpu", (world,))
     found = []
 
@@ -238,8 +236,7 @@ ROADS: dict[str, Any] = {
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path, road: str, strided: bool) -> None:
-    """A load between forward and backward would give a gradient of other values; backward raises, as after
-    stock's load."""
+    """After a load between forward and backward, backward raises, since gradients would be wrong."""
     dcp.save({"w": torch.full((4, 3), 5.0)}, checkpoint_id=tmp_path)
     weight = torch.ones(3, 4).T if strided else torch.ones(4, 3)
     weight = torch.nn.Parameter(weight)
@@ -268,7 +265,6 @@ def _dtensors(rank: int, world_size: int, path: str) -> list[str]:
 
 
 def test_dtensors_are_noticed(tmp_path: Path) -> None:
-    """A load into the local tensor of a DTensor is detected by backward; stock's load gives a wrong
-    gradient."""
+    """Backward detects a load into a DTensor's local tensor; stock's load gives a wrong gradient."""
     for caught in run_ranks(2, _dtensors, str(tmp_path)):
         assert [CHANGED in text for text in caught] == [True] * 4

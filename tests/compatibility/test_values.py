@@ -149,8 +149,7 @@ def test_harmless_values_are_converted_and_back(kind: str, tmp_path: Path) -> No
 
 
 def test_pickles_of_numpy_1_and_newer_protocols_load(tmp_path: Path) -> None:
-    """Pickles of numpy 1, with other module names, and of protocols 3 to 5, with other array functions,
-    load."""
+    """Pickles of numpy 1, with other module names, and of protocols 3 to 5, with other functions, load."""
     value = (np.arange(4.0).reshape(2, 2), np.float32(3), {"a"}, frozenset({1}), bytearray(b"x"))
     first = pickle.dumps({"x": value}, protocol=2).replace(b"numpy._core.", b"numpy.core.")
     for pickled in (first, *(pickle.dumps({"x": value}, protocol=protocol) for protocol in (3, 4, 5))):
@@ -164,8 +163,7 @@ def test_pickles_of_numpy_1_and_newer_protocols_load(tmp_path: Path) -> None:
 
 
 def test_objects_of_the_users_classes_need_trust(tmp_path: Path) -> None:
-    """Objects of user classes are refused by name, whichever package saved them, and load with
-    weights_only=False."""
+    """Objects of user classes, saved by any package, are refused by name without weights_only=False."""
     for saver, loader in ROUTES:
         for name, value in UNSAFE.items():
             if (saver, name) == ("ours", "named tuple"):
@@ -192,8 +190,7 @@ def _equal() -> dict[str, Any]:
 
 
 def _check_equal(root: Path) -> None:
-    """Assert that a read returns plain data, and that a load into values of the classes returns the
-    classes."""
+    """Assert that a read gives plain data, and a load into values of the classes gives the classes."""
     found = dcp.read(root)
     assert [name for name, (_, plain) in EQUAL.items() if not same(found[name], plain)] == []
     target = _equal() | {"int enum": Level.LOW, "int flag": Access.READ}
@@ -233,8 +230,7 @@ def test_what_equals_plain_data_is_saved_as_that(tmp_path: Path, caplog: pytest.
 
 
 def test_what_equals_no_plain_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A value equal to no plain data is stored as its class, needs weights_only=False, and gives a
-    warning."""
+    """A value unequal to plain data is stored as its class, needs weights_only=False, and warns."""
     tagged, weighed = Step(3), Weighed(0.5)
     vars(tagged)["tag"], weighed.unit = "x", "kg"
     values = {"enum": Color.RED, "tagged": tagged, "weighed": weighed}

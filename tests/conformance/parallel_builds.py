@@ -1,5 +1,4 @@
-"""Models under each parallelism, as functions for the ranks of `dcp.testing.parallelism`, with new
-optimizers."""
+"""Models under each parallelism, with new optimizers, for the ranks of `dcp.testing.parallelism`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Names of faults. Internal: pure judgements of elements; a public test would need a run of ranks for each
-case."""
+"""Names of faults. Internal: pure judgements of elements; public tests would run ranks for each case."""
 
 from __future__ import annotations
 

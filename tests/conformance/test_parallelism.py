@@ -152,8 +152,7 @@ def test_a_rank_that_dies_in_a_save() -> None:
 
 
 def test_what_cannot_be_sent_to_a_process() -> None:
-    """Functions that cannot be sent to a process, invalid numbers of ranks, and globs without a match are
-    errors."""
+    """Functions that cannot be sent to a process, invalid worlds, and globs without a match are errors."""
     with pytest.raises(OptionError, match="importable by name"):
         _tried(lambda rank, world: builds.ddp(rank, world))
     with pytest.raises(OptionError, match="importable by name"):

@@ -1,5 +1,4 @@
-"""Merges of peft adapters into their base, compared with peft's own merge; test_numbers compares exact
-bits."""
+"""Merges of peft adapters into their base, compared with peft's merge; test_numbers compares bits."""
 
 from __future__ import annotations
 

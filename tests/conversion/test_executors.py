@@ -98,8 +98,7 @@ dcp.convert(source, target, to="safetensors", shard_bytes=120_000, workers=2, pr
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL", "a worker"])
 def test_an_interrupted_conversion_ends_its_processes(how: str, source: Path, tmp_path: Path) -> None:
-    """The workers end if only the command is killed, and the command does not wait for a killed worker. No
-    worker imports torch."""
+    """Workers end with a killed command, a killed worker is not waited for, and no worker imports torch."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with Program("-c", _WAITING, source, tmp_path / "model", **pipes) as run:
         assert run.stdout is not None and run.stdout.readline() == "here\n"

@@ -45,8 +45,7 @@ def _torch(path: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a torch.save file with int keys, tuples, lists, views, an OrderedDict with metadata, an empty
-    dict."""
+    """Save a torch.save file with int keys, tuples, lists, views, an OrderedDict with metadata and {}."""
     state = training_state()
     state["kinds"]["view"] = state["kinds"]["large"][3:90, 5:60].t()
     state["kinds"]["expanded"] = torch.arange(4.0).expand(3, 4)
@@ -95,8 +94,7 @@ def test_all_of_a_torch_file_comes_back(way: tuple[str, ...], original: Path, tm
 
 
 def test_a_part_keeps_its_containers_and_renamed_entries_leave_them(original: Path, tmp_path: Path) -> None:
-    """A filtered conversion keeps the containers of the selected entries; a renamed entry moves to its new
-    name."""
+    """A filtered conversion keeps the containers of selected entries; a renamed entry moves."""
     expected = _torch(original)
     _convert(original, tmp_path / "part.pt", to="torch", only=["optimizer", "layers"])
     assert_same(_torch(tmp_path / "part.pt"), {key: expected[key] for key in ("optimizer", "layers")})
@@ -228,8 +226,7 @@ def test_format_utils_are_torchs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> None:
-    """A conversion keeps other files of the folder, such as the source, but refuses to replace a file of the
-    source."""
+    """A conversion keeps other files of the folder, also the source, but replaces no source file."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "readme.txt").write_text("mine")
@@ -259,8 +256,7 @@ def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> 
 
 
 def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> None:
-    """Header, order, padding and payload equal the library's for all dtypes; an unsupported dtype is
-    named."""
+    """Header, order, padding and payload of all dtypes equal the library's; an unsupported one is named."""
     kinds = many_kinds()
     dcp.save(kinds, checkpoint_id=tmp_path / "flat", no_dist=True)
     _convert(tmp_path / "flat", tmp_path / "m.safetensors", to="safetensors", exclude="tied")
@@ -276,8 +272,7 @@ def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> Non
 
 
 def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path: Path) -> None:
-    """No shard is larger than shard_bytes unless it has a single tensor; the index names the shard of each
-    tensor."""
+    """Only shards of a single tensor exceed shard_bytes; the index names the shard of each tensor."""
     target = tmp_path / "model"
     report = _convert(training["ours"], target, to="safetensors", only="model", shard_bytes=1000)
     document = json.loads((target / "model.safetensors.index.json").read_text())
@@ -338,8 +333,7 @@ def test_a_copy_of_a_training_state_has_all_of_it(training: dict[str, Path], tmp
 
 
 def test_a_checkpoint_that_is_replaced_leaves_nothing(training: dict[str, Path], tmp_path: Path) -> None:
-    """The old files are deleted after the new manifest is published; without overwrite the old checkpoint
-    stays."""
+    """The old files are deleted after the new manifest is published, and kept without overwrite."""
     target = tmp_path / "copy"
     _convert(training["ours"], target, to="dcp", only="model")
     old = {*dcp.open_index(target).files}
@@ -352,8 +346,7 @@ def test_a_checkpoint_that_is_replaced_leaves_nothing(training: dict[str, Path],
 
 
 def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Path) -> None:
-    """A conversion does not replace the source, a file of the source, or a path that is not a regular
-    file."""
+    """A conversion does not replace the source, a file of the source, or a path other than a regular file."""
     source = training["ours"]
     with pytest.raises(PlanError, match="both"):
         _convert(source, source, to="dcp", overwrite=True)
@@ -367,8 +360,7 @@ def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Pat
 
 @pytest.mark.parametrize(("to", "name"), list(_NAMES.items()))
 def test_damage_of_the_source_stops_it(to: str, name: str, tmp_path: Path) -> None:
-    """One flipped bit is an error that names the tensor, without a target. verify="none" converts the damaged
-    bytes."""
+    """A flipped bit is an error with the tensor's name, without a target. verify="none" converts it."""
     dcp.save({"w": torch.ones(5000)}, checkpoint_id=tmp_path / "damaged", no_dist=True)
     flip(tmp_path / "damaged")
     with pytest.raises(dcp.CorruptCheckpointError, match="'w' is damaged"):

@@ -251,8 +251,7 @@ _NOT_BELOW = (
 
 
 def _with_folders(folder: Path, template: Path) -> Path:
-    """Make a template with the sub-folders that models, trainers and exports leave, and links to the
-    outside."""
+    """Make a template with sub-folders of models, trainers and exports, and links to the outside."""
     shutil.copytree(template, folder)
     for path, text in {**_BELOW, **dict.fromkeys(_NOT_BELOW, "evil")}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

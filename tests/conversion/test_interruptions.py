@@ -190,8 +190,7 @@ def test_what_is_done_is_never_read_again(to: str, tmp_path: Path) -> None:
     ],
 )
 def test_one_that_was_finished_is_compared(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    """A finished conversion that runs again writes nothing. A target that differs by options or one bit is
-    refused."""
+    """A finished conversion that runs again writes nothing. A target that differs is refused."""
     for which, number in (("a", 1.0), ("b", 2.0)):
         state = {"m": {"w": torch.full((10, 3), number), "v": torch.ones(2)}, "step": 3, "none": {}}
         dcp.save(state, checkpoint_id=tmp_path / which)
@@ -257,8 +256,7 @@ def _converted(source: Path, target: Path) -> None:
 
 
 def test_several_at_once_make_one_target(tmp_path: Path) -> None:
-    """Of several conversions at the same instant one makes the target; the others compare it or are
-    refused."""
+    """Of several conversions at once one makes the target; the others compare it or are refused."""
     for endings in in_lab(_at_once, str(tmp_path)):
         refused = [ending.raised.type_name for ending in endings if ending.raised is not None]
         assert set(refused) <= {"CheckpointConflictError"} and len(refused) < len(endings)
@@ -370,8 +368,7 @@ _RUBBISH: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("rubbish", list(_RUBBISH))
 def test_a_ledger_that_cannot_be_read_is_none(rubbish: str, tmp_path: Path) -> None:
-    """A ledger with the right size and wrong bytes, as after a power cut, is ignored: the conversion starts
-    over."""
+    """A ledger with the right size and wrong bytes, as after a power cut, is ignored, and all work redone."""
     a, target = _save(tmp_path / "a", 1), tmp_path / "m.pt"
     ledger = _stop_when_done(a, target, "torch")
     ledger.write_bytes(_RUBBISH[rubbish](ledger.read_bytes()))
@@ -398,8 +395,7 @@ def _killed_without_target(root: Path) -> None:
 
 
 def test_what_is_moved_aside_is_put_back_and_replaces_nothing(tmp_path: Path) -> None:
-    """``dcp gc`` reports and restores a folder moved aside. If a new folder took its place, both stay, and
-    the error names both."""
+    """``dcp gc`` restores a folder moved aside. If a new folder took its place, both stay, with an error."""
     root = tmp_path / "root"
     in_lab(_left_aside, str(root))
     (aside,) = root.glob(".tmp-convert-*/*/target")

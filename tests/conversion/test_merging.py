@@ -159,8 +159,7 @@ def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
 def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
     three: list[Path], tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    """A stopped merge resumes finished tasks. Another weight, dtype of sums, or order of the sources starts
-    over."""
+    """A stopped merge resumes finished tasks. Other weights, sum dtypes or orders start over."""
     given: dict[str, Any] = {"to": "safetensors", "shard_bytes": 3000, "executor": "inline"}
     given |= {"weights": _WEIGHTS}
 
@@ -260,8 +259,7 @@ def _run_of(root: Path, steps: list[int]) -> dict[int, torch.Tensor]:
 
 
 def test_averages_over_a_run(tmp_path: Path) -> None:
-    """The newest steps are averaged equally or by exponential decay with weights that sum to 1; metrics are
-    dropped."""
+    """The newest steps are averaged equally or by exponential decay, normalised; metrics are dropped."""
     weights = _run_of(tmp_path / "run", [10, 20, 30, 40])
     newest = torch.stack([weights[step].double() for step in (40, 30, 20)])
     given: dict[str, Any] = {"run": tmp_path / "run", "last": 3, "accumulate": "float64", "dtype": "float64"}

@@ -65,8 +65,7 @@ def _numbers(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("source", "target"), _FROM_WIDE)
 def test_boundaries_of_wide_types_are_cast_as_torch_casts_them(source: str, target: str) -> None:
-    """Values at, just below and just above each midpoint of two neighbours of the narrow types are cast as by
-    torch."""
+    """Values at, just below and just above midpoints of neighbours of narrow types are cast as by torch."""
     near = torch.unique(torch.cat([_numbers(name) for name in _NARROW]))
     values = torch.cat([near, (near[1:] + near[:-1]) / 2]).numpy()
     kind = "<f8" if source == "float64" else "<f4"
@@ -257,8 +256,7 @@ def test_sums_are_exact(tmp_path: Path, small: Small, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", _seeds(2, 40))
 def test_a_map_moves_each_element(tmp_path: Path, small: Small, seed: int) -> None:
-    """Windows end inside elements and axes. Permuted payloads, chunks that end inside axes, casts and zeros
-    are adjacent."""
+    """Windows end inside elements and axes, with permuted payloads, split chunks, casts and padding."""
     draw = random.Random(seed)
     heads, half, width, pad = (draw.randint(1, 5) for _ in range(4))
     kind = draw.choice([torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.complex64])

@@ -106,8 +106,7 @@ def check_megatron_layers(model: Any, names: Collection[str]) -> None:
 def test_a_model_is_what_it_was(
     tmp_path: Path, model: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Through the map and its inverse each tensor is equal bit for bit, and `from_pretrained` gives the same
-    outputs."""
+    """Through map and inverse each tensor is equal bit for bit, and `from_pretrained` has equal outputs."""
     import transformers  # slow import: not while tests are collected
 
     family, sizes = _MODELS[model]

@@ -36,8 +36,7 @@ _SIZES: dict[str, Any] = {
     ],
 )
 def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
-    """A load through the map equals `from_pretrained`, and a save through the inverse equals the
-    checkpoint."""
+    """A load through the map equals `from_pretrained`; a save through the inverse equals the checkpoint."""
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**_SIZES, **sizes)
@@ -60,8 +59,7 @@ def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict
 
 
 Operation = tuple[str, dict[str, Any]]
-"""Name of a transformers operation, and its arguments. Names instead of classes avoid a slow import while
-tests are collected."""
+"""Name of a transformers operation, and its arguments. Classes would need a slow import at collection."""
 
 _OPERATIONS: list[tuple[list[str], list[str], list[Operation]]] = [
     (["q", "k"], ["qk"], [("Concatenate", {"dim": 1})]),
@@ -88,8 +86,7 @@ _USUAL = {1, 7, 9}
 def test_each_operation_is_what_transformers_does(
     tmp_path: Path, sources: list[str], targets: list[str], operations: list[Operation]
 ) -> None:
-    """An operation on tensors of two layers, with prefixes and suffixes in their names, equals
-    transformers'."""
+    """Operations on tensors of two layers, with prefixes and suffixes, equal transformers'."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     heads = 2

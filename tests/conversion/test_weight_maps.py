@@ -20,8 +20,7 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a small Llama with names and configuration as transformers does; test_ready_maps has real
-    models."""
+    """Save a small Llama in transformers' format; test_ready_maps has real models."""
     folder = tmp_path_factory.mktemp("llama")
     shapes = {"model.embed_tokens": (37, 48), "model.norm": (48,), "lm_head": (37, 48)}
     for layer in ("model.layers.0", "model.layers.1"):
@@ -120,8 +119,7 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) -> None:
-    """below= applies a map to the model in a training state with an optimizer; the error without it says
-    so."""
+    """below= applies a map to the model in a training state with an optimizer; the error suggests it."""
     titan, steps, back = tmp_path / "titan", tmp_path / "step", tmp_path / "back"
     dcp.convert(model, titan, to="dcp", map="llama:hf-to-titan")
     dcp.save({"model": dcp.read(titan), "optimizer": {"step": torch.zeros(2)}}, checkpoint_id=steps)

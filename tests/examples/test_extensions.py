@@ -151,8 +151,7 @@ def test_what_is_not_installed_is_not_known(places: dict[str, Path], tmp_path: P
 
 
 def test_a_feature_in_one_file(installed: dict[str, str], tmp_path: Path) -> None:
-    """Each save has the feature's result in the manifest; a feature on one rank only is an error on all
-    ranks."""
+    """A save has the feature's result in the manifest; a feature on one rank is an error on all ranks."""
     run(installed, "-c", _SAVE, tmp_path / "checkpoint")
     found = dcp.open_index(tmp_path / "checkpoint").provenance["min_max"]
     assert found == {"weight": (0, 5), "bias": (1, 1)}
@@ -222,8 +221,7 @@ def service(
 def test_a_feature_of_the_service_in_one_file(
     service: Service, places: dict[str, Path], receiver: Receiver
 ) -> None:
-    """A job counts NaNs, its page shows the counts, the checkpoint's page links to it, and commits are
-    posted."""
+    """A job counts NaNs, a page linked from the checkpoint shows the counts, and commits are posted."""
     state = {"layer.weight": torch.tensor([1.0, torch.nan, torch.nan]), "layer.bias": torch.ones(1)}
     dcp.save(state, checkpoint_id=places["data"] / "run" / "step-00000009", no_dist=True)
     with service.client() as client, ClientOfService(service.url) as catalog:
@@ -277,8 +275,7 @@ def test_a_feature_that_cannot_work_stops_the_start(
 
 @pytest.mark.exhaustive
 def test_the_catalog_knows_both(service: Service) -> None:
-    """The service scans both, lists and shows them by format, reads tensors, and converts to the new
-    format."""
+    """The service scans, lists and shows both, reads tensors, and converts to the new format."""
     with service.client() as client:
 
         def listed(**query: str) -> list[dict[str, Any]]:

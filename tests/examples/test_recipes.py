@@ -126,8 +126,7 @@ def train(script: str, folder: Path, *options: object, ranks: int) -> None:
 
 
 def test_plain_pytorch_under_ddp_goes_on_with_its_number_of_ranks_and_another(tmp_path: Path) -> None:
-    """Two ranks resume bit for bit, each with its generators and its position in the data; one rank
-    continues."""
+    """Two ranks resume bit for bit, with generators and positions in the data; one rank continues."""
     options = ("--steps", 17, "--every", 6)
     folders = [tmp_path / name for name in ("whole", "two", "one")]
     for folder in folders:

@@ -1,5 +1,4 @@
-"""SIGKILL before each step of a save, a deletion or a prune: readers find all of the old state or all of the
-new."""
+"""SIGKILL before each step of a save, a deletion or a prune: readers find the old or the new state, whole."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def half_published(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A save over an existing state. ``old`` and ``old_stock`` are the versions that dcp and stock torch see
-    before."""
+    """A save over an existing state. ``old`` and ``old_stock``: versions that dcp and stock see before."""
 
     how: str
     before: Callable[[Path], None] | None = None
@@ -139,8 +137,7 @@ OFTEN = {"over stock", "over a killed save"}
 
 @dataclass
 class Crash:
-    """State after one kill: the versions that readers see, findings of `verify`, and the result of the next
-    save."""
+    """State after one kill: versions that readers see, findings of `verify`, and the next save's result."""
 
     killed: bool
     dcp: Seen
@@ -168,8 +165,8 @@ def every_crash(root: Path, name: str) -> list[Crash]:
 
 
 def what_is_left(folder: Path) -> Any:
-    """Return a key that is equal for equivalent crashes: manifest and `.metadata` by their bytes, data files
-    by suffix and size."""
+    """Return equal keys for equivalent crashes: bytes of manifest and `.metadata`, suffix and size of
+    others."""
     files = folder.iterdir() if folder.exists() else ()
     committed = (MANIFEST_NAME, METADATA_NAME)
     return frozenset(
@@ -297,8 +294,7 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
     [pytest.param(name, marks=() if name == "strays" else pytest.mark.exhaustive) for name in DELETIONS],
 )
 def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
-    """The checkpoint is whole up to one step and gone afterwards. The next run completes the deletion, or
-    saves."""
+    """The checkpoint is whole up to one step and then gone. The next run completes the deletion, or saves."""
     crashes: list[Deletion] = in_lab(every_deletion, tmp_path, name)
     assert _all_but_the_last([crash.killed for crash in crashes])
     cut = turns_once([crash.dcp for crash in crashes], OLD, ABSENT)
@@ -328,8 +324,7 @@ DROPS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], bool]] = {
     "stock over ours": (_by_us_and_then_stock, ("--rewrite",), True),
     "bare": (partial(save_apart, torch_compatible=False), (), False),
 }
-"""Function that makes the checkpoint, options of the command, and whether stock torch can read the
-checkpoint."""
+"""Function that makes the checkpoint, options of the command, and whether stock torch can read the result."""
 
 WHOLE, LESS = "whole", "weights"
 
@@ -391,8 +386,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
     ],
 )
 def test_a_drop_killed_before_any_step_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
-    """Readers see all parts up to one step and only the weights afterwards. A second prune or a clean-up
-    completes the work."""
+    """Readers see all parts up to one step, then only the weights. A second prune, or gc, completes it."""
     crashes: list[Drop] = in_lab(every_drop, tmp_path, name)
     assert _all_but_the_last([crash.killed for crash in crashes])
     assert 0 < turns_once([crash.dcp for crash in crashes], WHOLE, LESS) < len(crashes) - 1

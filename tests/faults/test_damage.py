@@ -1,5 +1,4 @@
-"""Damaged files of a checkpoint: a load returns the saved bytes or raises a typed error, never other
-bytes."""
+"""Damaged files of a checkpoint: a load returns the saved bytes or raises a typed error."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def _passes(folder: Path) -> bool:
 
 
 def flip_everywhere(folder: Path, step: int, seed: int) -> dict[str, Tally]:
-    """Flip one random bit in every ``step``-th byte of each file, and return a tally for each kind of
-    file."""
+    """Flip a random bit in every ``step``-th byte of each file. Return a tally for each kind of file."""
     generator = random.Random(seed)
     tallies: dict[str, Tally] = {"data": Tally(), "manifest.msgpack": Tally(), ".metadata": Tally()}
     for path in sorted(folder.iterdir()):
@@ -120,8 +118,7 @@ def flip_everywhere(folder: Path, step: int, seed: int) -> dict[str, Tally]:
 
 
 def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
-    """Assert that no load returned wrong bytes or an untyped error, and that `verify` found all damage under
-    checksums."""
+    """Assert that loads gave right bytes or typed errors, and `verify` found all damage under checksums."""
     for tally in tallies.values():
         assert tally.wrong == []
         assert tally.untyped == []
@@ -142,15 +139,13 @@ def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
 @pytest.mark.parametrize("step", [131, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", SAVES)
 def test_a_flipped_bit_never_gives_other_bytes(tmp_path: Path, kind: str, step: int) -> None:
-    """With one bit flipped, anywhere in any file, a load returns the saved bytes or a typed error; verify
-    finds it."""
+    """With any bit of any file flipped, a load gives the saved bytes or a typed error; verify finds it."""
     SAVES[kind](tmp_path / "x")
     check_tallies(kind, flip_everywhere(tmp_path / "x", step, 1))
 
 
 def regions(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """Return (description, file, offset) of the first, a middle and the last byte of each region of each
-    record."""
+    """Return (description, file, offset) of first, middle and last byte of each region of each record."""
     index = dcp.open_index(folder)
     for chunk in range(index.chunk_count):
         name = index.files[int(index.chunk_files[chunk])]
@@ -181,8 +176,7 @@ def _flip(path: Path, offset: int, mask: int = 0x10) -> None:
 
 
 def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
-    """A load refuses a flipped bit in a payload or value. verify finds a flipped bit in a zip header, which
-    dcp does not need."""
+    """A load refuses a flipped bit in a payload or value; verify finds one in an unused zip header."""
     folder = tmp_path / "x"
     save_version(folder, 1, large=LARGE)
     seen: Counter[str] = Counter()

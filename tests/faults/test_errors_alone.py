@@ -194,7 +194,7 @@ def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how
 
 
 def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:
-    """A save publishes no file before the files it refers to are synced, and deletes none before its
+    """A save syncs files before it publishes references to them, and deletes files after their
     replacement."""
     save_version(tmp_path, OLD)
     steps: list[tuple[str, str]] = []

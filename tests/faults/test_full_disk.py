@@ -31,8 +31,7 @@ Seen = tuple[int | str, int | str, dict[str, int], int]
 
 
 def own_disk(folder: Path) -> bool:
-    """Mount a small file system on ``folder``, visible to this process only. Return False without
-    permission."""
+    """Mount a small file system on ``folder``, for this process only. Return False without permission."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None):
         return False

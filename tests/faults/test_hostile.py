@@ -56,8 +56,7 @@ def load_refused(folder: Path, error: type[CheckpointError], **options: Any) -> 
 
 
 def inject(data: bytes, canary: Path) -> bytes:
-    """Return a pickle that calls os.system and then loads as ``data``: stock torch loads it without an
-    error."""
+    """Return a pickle that calls os.system and then loads as ``data``, so stock torch shows no error."""
     call = b"cposix\nsystem\n(" + b"X" + len(f"touch {canary}").to_bytes(4, "little")
     call += f"touch {canary}".encode() + b"tR0"
     return data[:2] + call + data[2:]
@@ -138,8 +137,7 @@ TRAVERSALS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", ".", "a\0b
 @pytest.mark.parametrize("name", TRAVERSALS)
 @pytest.mark.parametrize("by_stock", [False, True])
 def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by_stock: bool) -> None:
-    """A manifest or a stock `.metadata` that names a data file with a path is refused before any file is
-    opened."""
+    """A manifest or a stock `.metadata` with a path as data file is refused before any file is opened."""
     folder = (_save_stock if by_stock else _save_ours)(tmp_path / "x", 1)
     (data,) = folder.glob("*.distcp")
     (folder / "sub").mkdir()
@@ -199,8 +197,7 @@ LIES: dict[str, Callable[[CheckpointIndex], CheckpointIndex]] = {
 
 
 def loads_in_little_memory(folder: Path, limit_bytes: int) -> tuple[str, bool, int]:
-    """Load with a limit on memory. Return (class of the error or "", right contents, growth of the peak in
-    bytes)."""
+    """Load with a limit on memory. Return (error class or "", right contents, growth of the peak)."""
     state = _target()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -218,8 +215,7 @@ PLACES = [(HUGE, 100), (0, HUGE), (-5, 100), (3, 100), (0, 0), (0, -1)]
 
 
 def every_lie(root: Path, by_stock: bool) -> dict[str, Any]:
-    """Load with each false index, in a process of its own: manifests, or offsets and lengths in a
-    `.metadata`."""
+    """Load with each false manifest, or false place in a `.metadata`, in a process of its own."""
     results: dict[str, Any] = {}
     for number, lie in enumerate(PLACES if by_stock else LIES):
         folder = (_save_stock if by_stock else _save_ours)(root / str(number), 1)
@@ -234,8 +230,7 @@ def every_lie(root: Path, by_stock: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("by_stock", [False, True])
 def test_an_index_that_lies_is_refused_in_little_memory(tmp_path: Path, by_stock: bool) -> None:
-    """False offsets, sizes and lengths under a valid checksum raise typed errors without a large
-    allocation."""
+    """False offsets, sizes and lengths under a valid checksum raise typed errors in little memory."""
     for name, result in in_lab(every_lie, tmp_path, by_stock).items():
         assert isinstance(result, tuple), (name, result)
         error, right, grown_bytes = result

@@ -309,8 +309,7 @@ class _Call:
 
 
 class _Made:
-    """Object that is pickled as an instance of a class made without arguments, and its state unless that is
-    None."""
+    """Object that is pickled as a class instance made without arguments, and a state that is not None."""
 
     def __init__(self, kind: Any, state: Any) -> None:
         self.kind, self.state = kind, state
@@ -524,8 +523,7 @@ def test_tensors_within_values_that_torch_does_not_make() -> None:
 
 
 def test_fuzzed_pickles() -> None:
-    """Randomly changed pickles of valid files and values, with valid checksums, give a consistent index, a
-    value or a typed error."""
+    """Randomly changed pickles with valid checksums give a consistent index, a value or a typed error."""
     state = {"a": torch.arange(6.0).view(2, 3).t(), "n": {0: [torch.ones(2), 1.5, "x"], "s": (2, None)}}
     numbers = [np.zeros(2, [("a", "<i4"), ("b", "<f8", (2,))]), np.datetime64("2026-01-02"), {"a"}]
     whole = zipfile.ZipFile(BytesIO(saved(state))).read("archive/data.pkl")

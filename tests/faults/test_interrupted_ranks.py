@@ -45,8 +45,7 @@ def _act(root: Path, operation: str, moment: str, strike: Any) -> None:
 
 
 def struck(rank: int, world_size: int, root: Path, operation: str, moment: str, victim: int) -> str:
-    """Run one operation in which rank 0, at the moment, interrupts ``victim``. Return the outcome of this
-    rank."""
+    """Run an operation in which rank 0, at the moment, interrupts ``victim``. Return this rank's outcome."""
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     done: list[bool] = []

@@ -1,5 +1,4 @@
-"""SIGKILL of trainers and of writer processes around asynchronous saves: the last commit stays, and the
-survivors get an error."""
+"""SIGKILL of trainers and writer processes around asynchronous saves: the last commit stays, others raise."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ class KillingManager:
                 self.kill()
 
     def train(self, rank: int) -> str:
-        """Save OLD, then NEW with overlap, and change the state. Return the error of the second save, or
-        ""."""
+        """Save OLD, then NEW with overlap, and change the state. Return the second save's error, or ""."""
         first = self.manager.save(OLD, _state_of(OLD, rank))
         assert first is not None
         first.result(TIMEOUT_SECONDS)
@@ -149,8 +147,7 @@ def resume(rank: int, world_size: int, root: Path) -> tuple[int, list[int]]:
 
 @dataclass
 class Crash:
-    """A kill and its effects: ``resumed`` has the next run by rank, ``left`` the folder of NEW after that
-    run."""
+    """A kill and its effects: ``resumed`` has the next run by rank, ``left`` the folder of NEW afterwards."""
 
     victims: tuple[int, ...]
     phase: str | int
@@ -165,8 +162,7 @@ def _left_in(root: Path) -> tuple[set[str], dict[str, int]]:
 
 
 def resumed_from(crash: Crash, world_size: int) -> int:
-    """Return the restored version. Assert that the victims were killed and that NEW was saved cleanly in the
-    end."""
+    """Return the restored version. Assert that the victims were killed and NEW was finally saved cleanly."""
     killed = [ending.killed for ending in crash.endings]
     assert killed == [rank in crash.victims for rank in range(world_size)], crash
     assert all(ending.value is not None for ending in crash.resumed), crash
@@ -232,8 +228,7 @@ def _every_loss(root: Path, exhaustive: bool) -> list[Crash]:
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Path, exhaustive: bool) -> None:
-    """Both ranks restore the last commit. A survivor's saves raise errors that name the killed rank, and it
-    can close."""
+    """Both ranks restore the last commit. A survivor's saves name the killed rank, and it can close."""
     for crash in in_lab(_every_loss, tmp_path, exhaustive, timeout_seconds=800):
         version = resumed_from(crash, 2)
         assert crash.phase != "done" or version == NEW
@@ -292,8 +287,7 @@ def leave_data_loader(path: Path) -> None:
 
 
 def die_while_writing(rank: int, world_size: int, root: Path, victims: tuple[int, ...]) -> str:
-    """Kill the trainers ``victims`` during an asynchronous save. Return the class of the error at the
-    survivor."""
+    """Kill ``victims`` during an asynchronous save. Return the class of the survivor's error."""
     _save_behind(root, "old", OLD).result(TIMEOUT_SECONDS)
     future = _save_behind(root, "x", NEW, Fault("write", onwards=True, delay_seconds=0.1))
     if rank in victims:
@@ -386,8 +380,7 @@ def test_writer_processes_and_trainers_that_are_killed(tmp_path: Path, runs: dic
 
 
 def check_writers(root: Path, rank: int, found: dict[str, Any]) -> None:
-    """Assert that the error names the killed writer's rank, the old checkpoint stays, and the next save
-    works."""
+    """Assert that the error names the writer's rank, the old checkpoint stays, and the next save works."""
     for phase, ((classes, message), seen) in found.items():
         assert "WriterProcessError" in classes, (phase, message)
         assert f"rank {WRITER_PHASES[phase][2]} was killed by SIGKILL" in message, (phase, message)

@@ -89,8 +89,7 @@ class Loss:
 
 
 def every_loss(root: Path, old: int | str, mapped: bool, every: int) -> list[Loss]:
-    """Kill each victim at each ``every``-th storage step of each observer, and at the last. Return the
-    results."""
+    """Kill each victim at each ``every``-th and the last storage step of each observer. Return results."""
     save, before = partial(save_together, mapped=mapped), root / "before"
     if old != ABSENT:
         save_version(before, OLD)
@@ -198,8 +197,7 @@ def _act_and_die(rank: int, world_size: int, folder: Path, version: int, *case: 
 
 
 def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[Ending], Any, Any]]:
-    """Return for each case: the endings of the ranks, the state of the folder, and the state after another
-    save."""
+    """Return for each case: the endings of the ranks, and the folder before and after another save."""
     save_version(root / "before", OLD)
     folders = [root / str(number) for number in range(len(cases))]
     for folder in folders:
@@ -227,8 +225,7 @@ def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[En
 def test_a_rank_killed_in_any_phase_is_named_by_the_others(
     tmp_path: Path, cases: list[Case], saves: bool
 ) -> None:
-    """Both survivors name the killed rank, the old checkpoint stays, and the next save commits and cleans
-    up."""
+    """Both survivors name the killed rank, the old checkpoint stays, and the next save cleans up."""
     rows = in_lab(run_phases, tmp_path, cases, saves, timeout_seconds=800)
     for case, (endings, (seen, files), after) in zip(cases, rows, strict=True):
         victim = case[1]

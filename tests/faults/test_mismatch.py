@@ -1,5 +1,4 @@
-"""State dicts that differ from the checkpoint, or between ranks: errors name the entries; partial loads
-report them."""
+"""State dicts that differ from the checkpoint or between ranks: errors or reports name the entries."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ MISFITS: dict[str, tuple[dict[str, Any], type[CheckpointError], list[str]]] = {
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_what_does_not_fit_is_refused_by_name(checkpoint: Path, misfit: str) -> None:
-    """One error names all mismatches, also of tensors with another shape of as many elements, or another
-    dtype."""
+    """One error names all mismatches, also shapes with as many elements, and dtypes."""
     state, kind, words = MISFITS[misfit]
     with pytest.raises(kind) as caught:
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
@@ -148,8 +146,7 @@ DIFFERENCES: dict[str, tuple[str, list[str], Callable[[bool], dict[str, Any]]]] 
         },
     ),
 }
-"""State that differs on rank 1 of 3: the class of the error, the names in its message, and the state of a
-rank."""
+"""State that differs on rank 1 of 3: class of the error, names in its message, and the state of a rank."""
 
 
 def _save_differing(rank: int, world_size: int, root: Path) -> Any:
@@ -166,8 +163,7 @@ def _save_differing(rank: int, world_size: int, root: Path) -> Any:
 
 
 def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_path: Path) -> None:
-    """All ranks raise an error that names the entry and the rank of each value, since one value would be
-    lost."""
+    """All ranks raise an error with the entry and the rank of each value: one value would be lost."""
     for results in run_ranks(3, _save_differing, tmp_path):
         for kind, (class_name, wrong, _) in DIFFERENCES.items():
             (names, fqns, text), left = results[kind]
@@ -179,8 +175,7 @@ def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_pat
 
 
 def save_with_a_difference_between_samples(rank: int, world_size: int, root: Path) -> Any:
-    """Save a large tensor with one different element in the middle, with each ``replica_check``; return the
-    errors."""
+    """Save a large tensor with one different element, with each ``replica_check``; return the errors."""
     state = {"w": torch.zeros(1 << 20)}
     state["w"][123_457] = float(rank)
     planners = [None, *[dcp.DefaultSavePlanner(replica_check=check) for check in ("sampled", "off")]]

@@ -37,8 +37,7 @@ SAVE_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
-    """Return for each option the outcome if rank 1 has another value, and then the outcome if all ranks
-    agree."""
+    """Return for each option the outcome with another value on rank 1, and then with equal values."""
     dcp.save(STATE, checkpoint_id=root / "old")
     found: dict[str, Any] = {}
 

@@ -68,8 +68,7 @@ def _refuse(number: int, path: Path) -> None:
 @pytest.mark.parametrize("is_replaced", [True, False])
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
 def test_one_refusal_of_a_data_file_is_no_damage(tmp_path: Path, number: int, is_replaced: bool) -> None:
-    """A load retries after ENOENT or ESTALE: a network file system may cache old names, so the manifest
-    decides."""
+    """A load retries after ENOENT or ESTALE, since network file systems cache old names."""
     save_version(tmp_path, 1)
 
     def overtake() -> None:
@@ -101,8 +100,7 @@ def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["*.distcp", "*"])
 def test_a_file_that_is_only_missing_stays_an_error(tmp_path: Path, gone: str) -> None:
-    """A missing file is an error if no save committed since the index was read, or if the checkpoint was
-    deleted."""
+    """A missing file is an error if no save committed meanwhile, or if the checkpoint was deleted."""
     save_version(tmp_path, 1)
     calls = []
 
@@ -151,8 +149,7 @@ def _load_overtaken(rank: int, world_size: int, path: str, overtaken: int, how: 
 
 @pytest.mark.parametrize("overtaken", [0, 1])
 def test_all_ranks_load_the_successor(tmp_path: Path, overtaken: int) -> None:
-    """All ranks load the new checkpoint, also ranks that had read all of the old; stateful objects load
-    once."""
+    """All ranks load the new checkpoint, also ranks that had read the old; stateful objects load once."""
     _save_counted(str(tmp_path), 1.0)
     for values, value, given, attempts in run_ranks(2, _load_overtaken, str(tmp_path), overtaken, "replaced"):
         assert (values, value) == ([2.0] * 8, 2.0)

@@ -38,8 +38,7 @@ def _values_of(children: list[Child]) -> list[Any]:
 
 
 def write_often(folder: Path, first: int, start: float, bare: bool) -> dict[int, bool]:
-    """Save some versions, and more until the writers overlapped. Return for each version whether it
-    committed."""
+    """Save some versions, and more until the writers overlapped. Return by version whether it committed."""
     done: dict[int, bool] = {}
     met = folder.with_name("met")
     for version in range(first, first + MOST_ROUNDS):
@@ -113,8 +112,7 @@ def test_writers_create_one_id(tmp_path: Path, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_save_refuses_what_changed_since_it_began(tmp_path: Path, bare: bool) -> None:
-    """A save that is overtaken between its start and its commit leaves the other job's checkpoint
-    unchanged."""
+    """A save that is overtaken before its commit leaves the other job's checkpoint unchanged."""
     folder = tmp_path / "x"
     save_version(folder, 1, torch_compatible=not bare)
     writer = dcp.FileSystemWriter(folder, torch_compatible=not bare)

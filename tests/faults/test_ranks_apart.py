@@ -86,8 +86,7 @@ def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
     + [pytest.param(kind, marks=_RARE) for kind in ("one has nothing", "writes", "objects")],
 )
 def test_ranks_that_save_to_different_ids_are_told(tmp_path: Path, kind: str) -> None:
-    """The error has both ids, also if a rank writes no file. No file is left, the old checkpoint stays, and
-    the group still works."""
+    """The error has both ids, also if a rank writes no file. The old checkpoint stays, the group works."""
     for (names, message, _), left in run_ranks(3, save_different_ids, tmp_path, kind):
         assert "PlanError" in names, message
         assert "rank 0, 2:" in message and str(tmp_path / "one") in message

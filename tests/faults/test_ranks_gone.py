@@ -77,8 +77,8 @@ _OTHER_WAITS = (*("process", "first load", "first manager", "load", "save", "sav
 @pytest.mark.parametrize("waits", [_WAITS, pytest.param(_OTHER_WAITS, marks=pytest.mark.exhaustive)])
 def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, ...]) -> None:
     """The timeout bounds the whole wait, including heartbeats and messages between trainers and writers. The
-    error names the absent rank alone. On a busy machine other ranks may also be late: the test then repeats
-    with more time."""
+    error names the absent rank alone. If others are late on a busy machine, the test repeats with more
+    time."""
     late = {}
     for factor in (1, 2, 4):
         bounds = [factor * (10.0 if how == "process" else 3.0) for how in waits]

@@ -1,5 +1,4 @@
-"""docs/reference/format.md is sufficient to read a checkpoint, as a second reader written from the page
-shows."""
+"""docs/reference/format.md is sufficient to read a checkpoint: a second reader is written from the page."""
 
 from __future__ import annotations
 

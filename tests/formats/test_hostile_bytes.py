@@ -39,8 +39,7 @@ STATE: dict[Any, Any] = {
 
 
 def resealed(data: bytes) -> bytes:
-    """Return a manifest with a valid checksum, since a wrong checksum would stop nearly all damage at
-    once."""
+    """Return a manifest with a valid checksum; a wrong checksum would stop nearly all damage at once."""
     body = data if data.endswith(SEAL) else data + SEAL
     return body + zlib.crc32(body).to_bytes(4, "big")
 
@@ -62,7 +61,7 @@ def seeds(folder: Path) -> dict[str, tuple[str, bytes, Callable[[bytes], bytes]]
 
 
 def mutants(data: bytes, random_: random.Random) -> Iterator[bytes]:
-    """Yield damaged copies without end: bits, bytes, magic numbers, cuts, insertions, repetitions, moved
+    """Yield damaged copies endlessly: bits, bytes, magic numbers, cuts, insertions, repetitions, moved
     bytes."""
     magic = [b"\0", b"\xff", b"\xff" * 4, b"\xff" * 8, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0" * 8]
     magic += [b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"PK\5\6", b"9" * 30, b"R.", b"\x85\x81b"]
@@ -89,8 +88,7 @@ def mutants(data: bytes, random_: random.Random) -> Iterator[bytes]:
 
 
 def fuzz(folder: Path, kind: str, rounds: int, seed: int) -> int:
-    """Open damaged copies and read their values. Return how many were accepted; an untyped error
-    propagates."""
+    """Open damaged copies and read their values. Return the number accepted; an untyped error propagates."""
     name, original, finished = seeds(folder / kind)[kind]
     store, accepted = MemoryStore(f"fuzz-{kind}"), 0
     place = store.url if name in ("manifest.msgpack", ".metadata") else f"{store.url}/{name}"

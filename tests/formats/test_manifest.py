@@ -249,6 +249,5 @@ HOSTILE += [b"\x91" * 60_000, b"\xdd\x00\x00\xff\xf0" * 13_000, b"\x01" * (MAX_P
 
 @pytest.mark.parametrize("data", HOSTILE, ids=lambda data: data[:12].hex())
 def test_hostile_bytes_are_refused(data: bytes) -> None:
-    """Truncated, doubled, too deep, unhashable and inconsistent input raises the typed error in little
-    memory."""
+    """Truncated, doubled, too deep, unhashable or inconsistent input is a typed error in little memory."""
     assert refused_with_bytes(decode_plain, data) < 4 << 20

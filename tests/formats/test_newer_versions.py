@@ -37,8 +37,7 @@ def newer(match: str) -> Any:
 
 
 def test_metadata_of_torch_2_15() -> None:
-    """A committed `.metadata` of torch 2.15, whose tensor properties have a sixth field, strides, can be
-    read."""
+    """A committed `.metadata` of torch 2.15, with strides as sixth tensor property, can be read."""
     index = decode_torch_metadata((GOLDEN / "torch-2.15.metadata").read_bytes())
     assert [index.shape(row) for row in range(2)] == [(3, 2), (2,)]
     assert [index.dtype(row).name for row in range(2)] == ["float32", "bfloat16"]
@@ -118,8 +117,7 @@ UNKNOWN_HERE: list[Callable[[dict[str, Any]], object]] = [
 
 @pytest.mark.parametrize("change", UNKNOWN_HERE)
 def test_a_later_minor_version_that_cannot_be_read(tmp_path: Path, change: Any) -> None:
-    """Unknown packings, dtypes or missing columns name a newer dcphub if the minor version is later; else
-    they are format errors."""
+    """Unknown packings and dtypes need a newer dcphub if the minor version is later; else they are errors."""
     with newer(r"version 1\.1.*newer dcphub"):
         dcp.open_index(changed(tmp_path / "newer", change, [1, 1]))
     with pytest.raises(CheckpointFormatError) as refused:

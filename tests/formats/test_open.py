@@ -50,8 +50,7 @@ def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path)
 def test_damage_to_our_own_metadata_does_not_hide_the_manifest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A `.metadata` with a flipped bit is reported as damaged, and not taken for an overwrite by stock
-    torch."""
+    """A `.metadata` with a flipped bit is reported as damaged, and not taken for a save of stock torch."""
     data = save(tmp_path, 1)
     for position in range(0, len(data), 37):
         damaged = bytearray(data)
@@ -79,8 +78,7 @@ def test_a_damaged_truth_is_an_error_with_its_path(tmp_path: Path, name: str) ->
 
 
 def test_nothing_committed_is_said_so(tmp_path: Path) -> None:
-    """With data files but no commit, the error says that the save did not finish and which files are
-    missing."""
+    """With data files but no commit, the error says that a save failed and which files are missing."""
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint.*manifest\.msgpack.*Check the path"):
         dcp.open_index(tmp_path)
     (tmp_path / "__0_0.3f9c2a1b.distcp").write_bytes(b"data")
@@ -109,8 +107,7 @@ def save_alone(rank: int, world_size: int, folder: str, kind: str) -> None:
 
 
 def test_saves_of_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
-    """The merged index has each rank's box of the matrix, equal replicas once, and the entries of single
-    ranks."""
+    """The merged index has each rank's box of the matrix, equal replicas once, and single ranks' entries."""
     run_ranks(2, save_alone, str(tmp_path), "")
     index = dcp.open_index(tmp_path)
     assert set(index.fqns) == {"m.w", "same", "own.0", "own.1"} and list(index.objects.fqns) == ["lr"]
@@ -156,8 +153,7 @@ def test_saves_that_contradict_each_other_are_not_merged(
 
 @pytest.mark.parametrize("name", [MANIFEST, METADATA])
 def test_a_save_during_opening_is_not_taken_for_stock(tmp_path: Path, name: str) -> None:
-    """An old manifest with a new `.metadata` means that another save of dcp runs: a load gets the new
-    checkpoint."""
+    """An old manifest with a new `.metadata` is a running save of dcp: a load gets the new checkpoint."""
     folder = tmp_path / "x"
     save(folder, 1)
 

@@ -141,8 +141,7 @@ ATTACKS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_run_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way in which a pickle can call, import or look up an object is refused as unsafe, and no code
-    runs."""
+    """Each way in which a pickle can call, import or look up an object is refused without running code."""
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     with pytest.raises(UnsafeObjectError) as caught:

@@ -97,8 +97,7 @@ TENSORS: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize(("crc", "alignment"), [(True, 1), (False, 65536)])
 def test_what_stock_saved_is_found(tmp_path: Path, crc: bool, alignment: int) -> None:
-    """A load reads permuted layouts, parameters and any dtype, with any padding and with or without
-    checksums."""
+    """A load reads permuted layouts, parameters and any dtype, with any padding, also without checksums."""
     torch.serialization.set_crc32_options(crc)
     torch.utils.serialization.config.save.storage_alignment = alignment
     try:
@@ -172,8 +171,7 @@ class Evil:
 def test_records_that_do_not_add_up_are_refused(
     tmp_path: Path, suffix: str, content: bytes | None, error: type[CheckpointError], capsys: Any
 ) -> None:
-    """A record with missing entries, wrong sizes, no tensor, or code is refused with the name of the
-    tensor."""
+    """A record with missing entries, wrong sizes, no tensor, or code is refused with the tensor's name."""
     folder = changed(tmp_path, lambda name, old: content if name.endswith(suffix) else old)
     with pytest.raises(error, match=r"'t'|print"):
         load(folder)

@@ -50,8 +50,7 @@ def with_broken_packages(folder: Path, code: str) -> tuple[str, str, bool]:
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('no')", "import sys; sys.exit(3)", "x =", "OBJECT = 5"])
 def test_a_package_that_cannot_be_imported_is_named(code: str, tmp_path: Path) -> None:
-    """A failed import of any kind is named, also sys.exit(), which would otherwise end the program
-    silently."""
+    """A failed import is named, also after sys.exit(), which would otherwise end the program silently."""
     index, store, are_ours_there = in_lab(with_broken_packages, tmp_path, code)
     assert "UnsupportedFormatError" in index and "entry point bad of the group dcphub.formats" in index
     assert "bad of the group dcphub.stores" in store
@@ -59,8 +58,7 @@ def test_a_package_that_cannot_be_imported_is_named(code: str, tmp_path: Path) -
 
 
 def with_faulty_readers(folder: Path) -> list[str]:
-    """Return the errors of three formats: a reader that raises, one that returns no index, and one with bad
-    names."""
+    """Return the errors of three formats: a reader that raises, returns no index, or gives bad names."""
 
     def raising(*_: object) -> Any:
         raise KeyError("a fault")
@@ -85,8 +83,7 @@ def with_faulty_readers(folder: Path) -> list[str]:
 
 
 def test_a_reader_with_a_fault_costs_its_own_checkpoints(tmp_path: Path) -> None:
-    """The error of a faulty reader is typed and names path and format; files of other formats can still be
-    read."""
+    """The error of a faulty reader is typed with path and format; other formats can still be read."""
     faulty, odd, lying = in_lab(with_faulty_readers, tmp_path)
     assert "UnsupportedFormatError" in faulty and str(tmp_path / "a.faulty") in faulty
     assert "UnsupportedFormatError" in odd and str(tmp_path / "b.odd") in odd

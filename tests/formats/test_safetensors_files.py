@@ -138,8 +138,7 @@ def _assert_holds(index: CheckpointIndex, folder: Path, weights: dict[str, torch
 
 
 def test_one_file(tmp_path: Path) -> None:
-    """A file is read by its path, by its folder, and under another name; its metadata becomes user
-    metadata."""
+    """A file is read by path, by folder, and under another name; its metadata becomes user metadata."""
     weights = _weights()
     path = tmp_path / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt", "note": "x"})
@@ -161,8 +160,7 @@ def test_a_sharded_folder(tmp_path: Path) -> None:
 
 
 def test_torch_files_with_a_map(tmp_path: Path) -> None:
-    """A pytorch_model.bin.index.json names torch.save files; ties within a file, strides and values are
-    kept."""
+    """A pytorch_model.bin.index.json names torch.save files; ties in a file, strides and values are kept."""
     first = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.ones(2), "note": "text"}
     first["tied"] = first["b"]
     second = {"c": torch.arange(3.0)}

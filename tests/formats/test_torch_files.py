@@ -98,8 +98,7 @@ class Custom:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_cannot_be_read_spoils_its_own_entry_alone(tmp_path: Path) -> None:
-    """Foreign classes, sparse and quantised tensors are listed with their reason; other entries can be
-    read."""
+    """Foreign classes, sparse and quantised tensors are listed with a reason; other entries can be read."""
     state = {
         "good": torch.arange(3.0),
         "custom": Custom(),

@@ -104,8 +104,7 @@ def test_every_tensor_is_read_from_every_format(places: dict[str, Path], kind: s
 
 @pytest.mark.parametrize("kind", FORMATS[1:])
 def test_figures_do_not_depend_on_the_format(places: dict[str, Path], kind: str) -> None:
-    """Statistics are equal for each format, sums up to the order of additions. A diff of any two formats is
-    empty."""
+    """Statistics of all formats are equal, sums up to rounding, and a diff of any two formats is empty."""
     ours, other = (run("stats", places[one], "--json").json["tensors"] for one in ("ours", kind))
     others = {tensor["fqn"]: tensor for tensor in other}
     assert len(others) == len(ours)
@@ -185,8 +184,7 @@ def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", [save_ours, save_stock])
 def test_damage_in_any_block_is_found(tmp_path: Path, save: Callable[[Path, dict[str, Any]], Path]) -> None:
-    """cat and stats find a flipped bit in any block, by dcp's checksums of blocks or by the CRC of stock's
-    zip."""
+    """cat and stats find a flipped bit in any block, by dcp's checksums or by the CRC of stock's zip."""
     size = 2 * BLOCK_BYTES + 5000
     tensor = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (size // 8, 8), dtype=np.uint8))
     folder = save(tmp_path / "x", {"w": tensor})

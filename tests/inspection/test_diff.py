@@ -96,8 +96,7 @@ CUTS = [((4, 1), (3, 1)), ((2, 3), (5, 1))]
 
 @pytest.mark.parametrize(("cut_a", "cut_b"), CUTS)
 def test_shardings_do_not_matter(tmp_path: Path, cut_a: tuple[int, int], cut_b: tuple[int, int]) -> None:
-    """Chunks that are contiguous in the tensor are compared by combined checksums, other chunks by
-    reading."""
+    """Chunks contiguous in the tensor are compared by combined checksums, others by reading."""
     tensor = torch.randn(61, 47)
     changed = tensor.clone()
     changed[60, 46] += 1
@@ -176,8 +175,7 @@ def test_values_that_are_no_tensors(tmp_path: Path, save_a: Save, save_b: Save) 
 
 
 def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
-    """``--rename`` maps names of the first checkpoint to the second, and globs apply afterwards; clashes are
-    errors."""
+    """``--rename`` maps names of the first checkpoint, then globs apply; clashes are errors."""
     first = {"model.a": torch.ones(3), "model.b": torch.ones(4), "optim.x": torch.ones(5)}
     a = save_ours(tmp_path / "a", first)
     b = save_ours(tmp_path / "b", {"net.a": torch.ones(3), "net.b": torch.zeros(4)})

@@ -92,8 +92,7 @@ def save_with_placements(rank: int, world: int, folder: str, how: str) -> None:
     ],
 )
 def test_saves_by_ranks_know_the_digests_of_one_process(how: str, world: int, tmp_path: Path) -> None:
-    """Digests of a save with shards of unequal size, empty shards and replicas equal those of one process's
-    file."""
+    """Digests of unequal and empty shards and of replicas equal those of one process's file."""
     torch.save(full_state(), tmp_path / "whole.pt")
     run_ranks(world, save_with_placements, str(tmp_path / "ranks"), how)
     assert known(tmp_path / "ranks") == by_name(tmp_path / "whole.pt")
@@ -101,8 +100,7 @@ def test_saves_by_ranks_know_the_digests_of_one_process(how: str, world: int, tm
 
 
 def test_formats_and_options_of_writers_do_not_show(tmp_path: Path) -> None:
-    """torch.save, safetensors, several files, payloads without containers and async_save give equal
-    digests."""
+    """torch.save, safetensors, several files, bare payloads and async_save give equal digests."""
     state = {name: tensor for name, tensor in full_state().items() if name != "complex"}
     dcp.save(state, storage_writer=writer(tmp_path / "one"))
     expected = known(tmp_path / "one")
@@ -129,8 +127,7 @@ DTYPES += " uint64 bool complex64 complex128"
 
 
 def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
-    """Transposed, expanded, narrowed, tied and conjugate tensors of each dtype have the digests of their
-    copies."""
+    """Transposed, expanded, narrowed, tied and conjugate tensors of all dtypes have their copies' digests."""
     base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     state: State = {
         "turned": base.t(),
@@ -172,8 +169,7 @@ HALVES = {"rules": [{"from": {"a": "(x + y) c"}, "to": {"top": "x c", "low": "c 
 
 
 def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> None:
-    """Renamed and selected tensors keep their digests. Digests of cast and mapped tensors are computed. A
-    merge has none."""
+    """Renamed and selected tensors keep digests, cast and mapped tensors get new ones, a merge has none."""
     state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
     dcp.save(state, storage_writer=writer(tmp_path / "one"))
     names = known(tmp_path / "one")
@@ -196,8 +192,7 @@ def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> 
 
 
 def test_verify_against_another_compares_by_digests(tmp_path: Path) -> None:
-    """Equal tensors pass; another value, a missing name and an additional name are findings; --only selects
-    the tensors to compare."""
+    """Equal tensors pass; other values, missing and additional names are findings; --only selects tensors."""
     state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
     one = tmp_path / "one"
     dcp.save(state, storage_writer=writer(one))

@@ -52,8 +52,7 @@ def reference(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def assert_describes(found: dict[str, Any], tensor: torch.Tensor) -> None:
-    """Assert that counts and bounds are exact, sums correct within rounding, and each finite value in a
-    bin."""
+    """Assert that counts and bounds are exact, sums right within rounding, and finite values in bins."""
     expected = reference(tensor)
     for name in ("count", "nans", "infs", "zeros", "min", "max"):
         assert found[name] == expected[name], name

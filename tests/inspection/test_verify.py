@@ -160,8 +160,7 @@ def test_a_save_of_stock_torch_over_ours_is_found(tmp_path: Path) -> None:
 
 
 def test_damage_in_a_stock_checkpoint_is_found_by_the_zip_checksum(tmp_path: Path) -> None:
-    """Damage in a stock checkpoint is found by the zip's CRC of each tensor and value; stock torch does not
-    check it."""
+    """Damage in a stock checkpoint is found by the zip's CRCs, which stock torch does not check."""
     folder = save_stock(tmp_path / "x", {"w": torch.full((1000,), 3.25), "text": "abcdefgh" * 100})
     path = data_file(folder)
     whole = path.read_bytes()

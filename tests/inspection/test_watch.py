@@ -94,8 +94,7 @@ def test_what_is_not_committed_is_not_given(tmp_path: Path) -> None:
 
 
 def test_a_step_saved_anew_is_another_commit(tmp_path: Path) -> None:
-    """A step that is saved again is returned again, before or after the acknowledgement, or after a
-    deletion."""
+    """A step saved again is returned again, before or after the acknowledgement or a deletion."""
     commit(tmp_path, 1)
     with dcp.watch(tmp_path, once=True) as steps:
         first = next(steps)
@@ -216,8 +215,7 @@ def test_steps_as_lines(tmp_path: Path) -> None:
 
 
 def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
-    """The command gets the path in place of {} and in the environment, without a shell. Its output is not
-    mixed with the JSON."""
+    """The command, run without a shell, gets the path for {} and in the environment; it writes to stderr."""
     root = tmp_path / "a run; with 'quotes'"
     commit(root, 1, 2)
     script = "import os, sys; print(sys.argv[1] == os.environ['DCP_CHECKPOINT'], os.environ['DCP_STEP'])"
@@ -267,8 +265,7 @@ def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it(tmp_path: Path, begun: list[Program], number: int) -> None:
-    """A signal ends the watch, also while waiting, and its command, without a traceback, and releases the
-    cursor."""
+    """A signal ends a waiting or working watch and its command, and releases the cursor."""
     root, log = tmp_path / "run", tmp_path / "log"
     commit(root, 1)
     waiting = begin(begun, root, "--consumer", "waiting", "--interval", "300")

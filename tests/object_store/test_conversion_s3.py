@@ -42,8 +42,7 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_to_s3_and_back(
     to: str, name: str, source: Path, expected: bytes, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:
-    """Conversions from disk to S3 in each format, within S3, and back give the bytes of a local
-    conversion."""
+    """Conversions from disk to S3, within S3, and back give the bytes of a local conversion."""
     options = s3_server.storage_options
     convert(source, f"{s3_root}/{name}", to=to, target_options=options, files=2)
     second = f"{s3_root}/second/model.pt"

@@ -1,5 +1,4 @@
-"""Ctrl-C during requests without an answer: the call ends at once, whatever the timeouts, and leaves no
-request running."""
+"""Ctrl-C during requests without an answer: the call ends at once and leaves no request running."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def _save(place: Place, *, apart: bool) -> None:
 
 
 def test_a_run_on_s3(s3_server: S3Server, s3_root: str) -> None:
-    """The newest step keeps the optimizer; other steps have no object of it, and stock loads their
-    weights."""
+    """The newest step keeps the optimizer; other steps keep no object of it and load in stock."""
     told: list[Any] = []
     keep, options = dcp.Retention(optimizer=dcp.Keep(last=1)), s3_server.storage_options
     with dcp.CheckpointManager(
@@ -68,8 +67,7 @@ def test_a_run_on_s3(s3_server: S3Server, s3_root: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rewrite", [False, True])
 def test_a_drop_killed_at_any_request(s3_proxy: FaultProxy, s3_root: str, rewrite: bool) -> None:
-    """Readers see all parts up to one request and the weights afterwards; the next prune completes the
-    work."""
+    """Readers see all parts up to one request, then the weights; the next prune completes the work."""
     place = Place(s3_root, s3_proxy.server.storage_options)
     options = ("--rewrite",) if rewrite else ()
     _save(place.at("before"), apart=not rewrite)

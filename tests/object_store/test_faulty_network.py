@@ -54,8 +54,7 @@ def _assert_nothing_left(server: S3Server, url: str) -> None:
 # together these seeds have all kinds of faults early; each kind has a test of its own in this file
 @pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (5, 7))])
 def test_ten_percent_faults_change_nothing(s3_proxy: FaultProxy, s3_root: str, seed: int) -> None:
-    """With a fault in every tenth request a save, an asynchronous overwrite and a load give the right
-    bytes."""
+    """With a fault in each tenth request a save, an asynchronous overwrite and a load succeed."""
     options = patient(s3_proxy.storage_options)
     s3_proxy.spoil_at_random(seed, 0.1)
     _save(state_of("first"), s3_root, options)
@@ -109,8 +108,7 @@ def test_faults_without_end_are_a_typed_error(
 def test_failed_saves_leave_nothing(
     s3_proxy: FaultProxy, s3_root: str, operation: str, key: str, op: str
 ) -> None:
-    """If one kind of request always fails, a save leaves no object, also without permission to list
-    uploads."""
+    """If one kind of request fails, a save leaves no object, also without permission to list uploads."""
     options = impatient(s3_proxy.storage_options)
     s3_proxy.spoil(_DENIED, operation="ListMultipartUploads", times=None)
     s3_proxy.spoil(INTERNAL_ERROR, operation=operation, key=key, times=None)
@@ -184,8 +182,7 @@ _STEPS = ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"]
 
 @pytest.mark.parametrize("operation", [*_STEPS, "PutObject"])
 def test_lost_answers_of_uploads(s3_proxy: FaultProxy, s3_root: str, operation: str) -> None:
-    """With a lost answer to a step of an upload, or to a whole small file, the save succeeds and leaves no
-    upload."""
+    """With a lost answer to a step of an upload, or to a small file, a save succeeds and leaves no upload."""
     options = patient(s3_proxy.storage_options)
     state = small_state("small") if operation == "PutObject" else state_of(operation)
     s3_proxy.spoil(LOST_ANSWER, operation=operation, key="distcp$")
@@ -218,8 +215,7 @@ except CheckpointConflictError as error:
 def test_large_manifests_are_not_taken_for_those_of_others(
     s3_proxy: FaultProxy, s3_root: str, fault: Fault
 ) -> None:
-    """A manifest in parts whose repeated request is refused is compared by content: another writer's has the
-    same size."""
+    """A manifest in parts that is refused when repeated is compared by content: another's has equal size."""
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/manifest.msgpack", b"t" * (65 << 20))
         for one, replaces, told in ((fault, (), "another writer"), (LOST_ANSWER, ("replaces",), "")):

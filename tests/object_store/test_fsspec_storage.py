@@ -69,8 +69,7 @@ def test_with_stock_in_both_directions(
 
 
 def test_places(tmp_path: Path, memory_url: str) -> None:
-    """Local paths use the local store. memory:// is fsspec's memory, as in torch, and not the memory of
-    `dcp.load`."""
+    """Local paths use the local store. memory:// is fsspec's memory, as in torch, not that of `dcp.load`."""
     for path in (tmp_path / "a", str(tmp_path / "b"), (tmp_path / "c").as_uri()):
         writer = dcp.FsspecWriter(path, auto_mkdir=True)  # users of torch pass it for local paths
         assert isinstance(writer.store, PosixStore)

@@ -31,8 +31,7 @@ def _kill(operation: StoreCall) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A save over an existing state. ``old`` and ``old_stock`` are the versions that dcp and stock torch see
-    before."""
+    """A save over an existing state. ``old`` and ``old_stock``: versions that dcp and stock see before."""
 
     before: Callable[[Place], object] | None = None
     old: int | str = ABSENT
@@ -48,8 +47,7 @@ def half_published(place: Place) -> None:
 
 
 WITHOUT_REQUEST = ("make_root", "create", "write", "sync", "lock")
-"""Operations without a request, apart from parts of large files: a kill here equals a kill at the next
-one."""
+"""Operations without a request, apart from parts of large files: a kill there equals a later kill."""
 
 SCENARIOS = {
     "first": Scenario(),
@@ -64,8 +62,7 @@ SCENARIOS = {
 
 @dataclass
 class Crash:
-    """State after one kill: the versions that readers see, findings of `verify`, and the result of the next
-    save."""
+    """State after one kill: versions that readers see, findings of `verify`, and the next save's result."""
 
     step: str
     killed: bool
@@ -143,8 +140,7 @@ def test_a_save_killed_before_any_request(s3_server: S3Server, s3_root: str, nam
 
 
 def crashes_while_parts_are_sent(place: Place, each: int) -> list[Crash]:
-    """Kill a save during parts, after the last part, and between upload and commit; or at every ``each``-th
-    of these moments."""
+    """Kill a save at every ``each``-th moment: during parts, after all parts, and around the commit."""
     before = place.at("before")
     log = before.save(OLD).log
     written = list(itertools.accumulate(step.size_bytes for step in log if step.op == "write"))

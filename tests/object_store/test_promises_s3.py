@@ -78,8 +78,7 @@ def test_damage_is_found_as_on_a_disk(place: Place, tmp_path: Path) -> None:
 def load_overtaken(
     place: Place, at: int, overtake: Callable[[], object], op: str = "preadv", name: str = "*.distcp"
 ) -> tuple[Any, int]:
-    """Load while the checkpoint is replaced before the ``at``-th read. Return the version and the
-    attempts."""
+    """Load while the checkpoint is replaced before the ``at``-th read. Return version and attempts."""
     left = [1]
 
     def hook(_: object) -> None:

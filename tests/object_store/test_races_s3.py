@@ -23,8 +23,7 @@ MIB = 1 << 18
 
 
 def race(place: Place, version: int, barrier: Barrier) -> list[bool]:
-    """Return for each round whether this writer's save committed. An error other than a conflict ends the
-    test."""
+    """Return by round whether this writer's save committed. Errors other than conflicts end the test."""
     outcomes = []
     for number in range(ROUNDS):
         try:
@@ -110,8 +109,7 @@ def test_a_metadata_that_comes_late_is_refused_or_taken_back(
     s3_server: S3Server, s3_root: str, old: int | None, bare: bool
 ) -> None:
     """Another save commits between a manifest and its `.metadata`: finally both files are the other save's,
-    or `.metadata` is absent if that save writes none, also after a first save, which has no older `.metadata`
-    to compare."""
+    or `.metadata` is absent if that save writes none, also if the first save had none to compare."""
     place = Place(s3_root, s3_server.storage_options)
     if old is not None:
         place.save(old)

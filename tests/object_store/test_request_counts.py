@@ -41,8 +41,7 @@ def test_small_tensors_share_requests(s3_proxy: FaultProxy, s3_root: str) -> Non
 
 
 def test_only_what_is_wanted_is_fetched(s3_proxy: FaultProxy, s3_root: str) -> None:
-    """A partial load reads only the bytes of its tensors; large tensors are read in requests of several
-    MiB."""
+    """A partial load reads only the bytes of its tensors; large tensors are read by several MiB."""
     shape = (48, 1 << 16)  # 12 MiB
     state = {name: full_tensor(name, shape, torch.float32) for name in ("one", "two")}
     options = s3_proxy.storage_options

@@ -45,8 +45,7 @@ def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
 
 @pytest.mark.parametrize("kind", [dcp.FileSystemWriter, dcp.FsspecWriter])
 def test_a_given_storage_has_its_own(tmp_path: Path, kind: Any) -> None:
-    """Options are refused beside a given reader or writer, which would ignore them; empty options are
-    allowed."""
+    """Options beside a given reader or writer, which would ignore them, are refused unless empty."""
     state = {"w": torch.ones(3)}
     for save in (dcp.save, dcp.async_save):
         with pytest.raises(CheckpointError, match="storage_writer is given") as caught:
@@ -75,8 +74,7 @@ def test_places_without_options(tmp_path: Path) -> None:
 def test_secrets_are_not_shown(
     s3_server: S3Server, s3_root: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Secrets are absent from reprs, errors, their causes, and log records; wrong secrets raise a typed
-    error."""
+    """Secrets are absent from reprs, errors, causes and log records; wrong secrets raise a typed error."""
     secret = "hush-hush-hush"
     good = s3_server.storage_options
     wrong = {**good, "secret": secret, "retry_seconds": 0}

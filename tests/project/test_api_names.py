@@ -50,8 +50,7 @@ def named(root: str, module: str, name: str) -> object:
 
 
 def assert_accepts_all_of(ours: object, torchs: object) -> None:
-    """Assert that dcp's callable accepts each call of torch's; its further parameters are optional
-    keywords."""
+    """Assert that dcp's callable accepts all calls of torch's; further parameters are optional keywords."""
     assert callable(ours)
     assert callable(torchs)
     theirs = [p for p in inspect.signature(torchs).parameters.values() if not p.name.startswith("_")]
@@ -175,8 +174,7 @@ def test_our_errors_are_exceptions_and_exported() -> None:
 
 
 def test_format_utils_converts_from_the_command_line_as_torchs_does(tmp_path: Path) -> None:
-    """``python -m dcp.format_utils`` converts a torch.save file to a checkpoint and back; a missing source is
-    an error status."""
+    """``python -m dcp.format_utils`` converts torch.save files and back; a missing source is an error."""
     source, folder, back = tmp_path / "model.pt", tmp_path / "sharded", tmp_path / "back.pt"
     torch.save({"weight": torch.arange(6.0).reshape(2, 3), "step": 3}, source)
     for words in (("torch_to_dcp", source, folder), ("dcp_to_torch", folder, back)):

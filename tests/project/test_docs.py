@@ -23,8 +23,7 @@ def sources() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_is_there(page: Path) -> None:
-    """A page names a module by a suffix of its path, a folder by its path, another page by a relative
-    link."""
+    """Modules, by a suffix of the path, folders, by path, and linked pages exist."""
     text = page.read_text()
     modules = sources()
     missing = [

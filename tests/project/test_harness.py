@@ -37,8 +37,7 @@ def test_a_program_may_be_a_module_or_a_file_and_is_known_by_its_name(tmp_path: 
 
 
 def test_a_forked_process_has_imported_what_it_needs() -> None:
-    """The fork server has imported all preloaded modules; otherwise each process would import torch
-    itself."""
+    """The fork server has imported all preloaded modules, so no process imports torch itself."""
     look = f"import sys; sys.exit(', '.join(set({PRELOADED}) - set(sys.modules)) or 0)"
     process = forkserver_context().Process(target=exec, args=(look,))
     process.start()
@@ -125,8 +124,7 @@ def test_property(number):
 
 
 def test_a_run_ends_with_what_one_needs_next(tmp_path: Path) -> None:
-    """The summary has a command for each failure, hypothesis's blob and the memory; a file is in one of two
-    shards."""
+    """The summary has a command for each failure, hypothesis's blob and the memory; shards split files."""
     (tmp_path / "test_it.py").write_text(_TESTS)
     plugins = ("tests.support.shards", "tests.support.summary", "hypothesispytest")
     given = [*(f"-p{name}" for name in plugins), "-pno:cacheprovider", "test_it.py"]

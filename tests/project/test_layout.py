@@ -96,8 +96,7 @@ def built(folder: Path, kind: str) -> zipfile.ZipFile:
 
 @pytest.mark.exhaustive  # mypy reads all of torch
 def test_a_users_project_sees_the_types(tmp_path: Path) -> None:
-    """mypy --strict finds the types of the package and the layers below by the path of an editable
-    install."""
+    """mypy --strict finds the types of the package and its layers by the path of an editable install."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "user.py").write_text(USERS_FILE)
     options = ["--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
@@ -124,8 +123,7 @@ def test_every_folder_with_modules_is_a_listed_package() -> None:
 
 
 def test_wheel_holds_exactly_the_source_files(tmp_path: Path) -> None:
-    """The wheel has all modules and data files of the folders and no others, under no generic top-level
-    name."""
+    """The wheel has exactly the modules and data files of the folders, under no generic top-level name."""
     with built(tmp_path, "wheel") as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         metadata = [name for name in wheel.namelist() if ".dist-info/" in name]

@@ -64,8 +64,7 @@ RUN: dict[str, tuple[int, str]] = {
     "docs/tutorial/catalog.md": (1, "service/operations/test_pages_of_service.py"),
     "docs/tutorial/first-run.md": (1, "project/test_pages.py"),
 }
-"""Number of Python blocks of each page, and the test that runs them. A new block needs a test and a new
-number."""
+"""Python blocks of each page, and the test that runs them: a new block needs a test, then a new number."""
 
 
 def test_every_block_of_python_is_run_by_a_test() -> None:
@@ -216,8 +215,7 @@ def test_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_best_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page exports the step with the lowest loss; tests/service tests the second block, with the
-    catalog."""
+    """The page exports the step with the lowest loss; tests/service tests the catalog's block."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     run_page("docs/how-to/find-the-best-and-export.md", names, 1)
@@ -352,8 +350,7 @@ def test_the_fsdp2_script_resumes_on_one_rank(tmp_path: Path, ranks: str) -> Non
 def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load fills the fused parameter through views; a new parameter and new learning rates are
-    unchanged."""
+    """A load fills a fused parameter through views; a new parameter and new rates are unchanged."""
     monkeypatch.chdir(tmp_path)
     fused, renamed = blocks_of("docs/how-to/write-a-training-script.md")[1:3]
     stored = {f"attention.{name}.weight": torch.rand(2, 2) for name in "qkv"}

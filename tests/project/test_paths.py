@@ -22,8 +22,7 @@ from tests.support.suite import ROOT
 
 MOST = {"save": (236, 42), "load": (248, 45), "convert": (296, 41)}
 MOST |= {"manager.save": (263, 49), "manager.restore": (304, 52)}
-"""Upper limits of (functions, modules) in each operation, as `benchmarks/paths.py` counts. Limits may only
-decrease."""
+"""Most (functions, modules) of each operation, as `benchmarks/paths.py` counts; they may only decrease."""
 
 
 def test_the_main_operations_stay_short(tmp_path: Path) -> None:
@@ -35,8 +34,7 @@ def test_the_main_operations_stay_short(tmp_path: Path) -> None:
 
 
 MOST_OF_SERVICE = {"list": 8, "page": 6, "conversion": 23}
-"""Upper limits of service modules of each kind of request, besides modules of all requests. Limits may only
-decrease."""
+"""Most service modules of each request, besides those of all requests; they may only decrease."""
 SERVER = os.path.realpath(ROOT / "server") + os.sep
 
 

@@ -90,8 +90,7 @@ def test_the_suite_has_no_more_lines_than_it_may() -> None:
 
 
 def test_few_files_look_inside_and_say_why() -> None:
-    """Few tests import internal modules, which are pure and small; the file's first line has "Internal:" and
-    a reason."""
+    """Few tests import internals, small and pure; the file's first line has "Internal:" and a reason."""
     tests = [module for module in modules() if module.is_test]
     inside = [module for module in tests if internal(module)]
     silent = {module.name: internal(module) for module in inside if "Internal:" not in module.first_line}
@@ -105,8 +104,7 @@ def test_every_test_says_in_a_sentence_what_it_holds() -> None:
 
 
 def test_half_of_the_tests_fit_in_a_glance() -> None:
-    """The median test is short: a long test checks several behaviours, or builds what belongs into a
-    fixture."""
+    """The median test is short: a long test checks several behaviours, or should use a fixture."""
     lines = [test.lines for module in modules() for test in module.tests if test.lines]
     assert statistics.median(lines) <= MEDIAN_LINES
 
@@ -118,8 +116,7 @@ def test_hardly_anything_is_patched() -> None:
 
 
 def test_no_private_attribute_is_looked_at() -> None:
-    """Tests use no private attributes of the product, which may be renamed; "Internal:" files may use
-    theirs."""
+    """Tests use no private attributes, which may be renamed; "Internal:" files may use theirs."""
     tests = [module for module in modules() if module.is_test and "Internal:" not in module.first_line]
     found = {m.name: sorted(m.private - FOREIGN) for m in tests if m.private - FOREIGN}
     assert not found, found

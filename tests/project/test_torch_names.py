@@ -48,8 +48,7 @@ def own_names(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def torchs_names(path: Path, nodes: list[ast.AST]) -> list[str]:
-    """Return torch's private names that a module imports or looks up; looked-up names may be the product's
-    own."""
+    """Return torch's private names that a module imports or looks up; the latter may be the product's."""
     uses_torch = False
     found = []
     for node in nodes:

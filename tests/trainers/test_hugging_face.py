@@ -1,5 +1,4 @@
-"""Trainer and Accelerate, the real packages: killed in a save, resumed, and compared with uninterrupted
-runs."""
+"""Trainer and Accelerate, the real packages: killed in a save, resumed, and compared with whole runs."""
 
 import shutil
 from pathlib import Path
@@ -60,8 +59,7 @@ def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[di
 def test_killed_in_a_save_and_resumed(
     tmp_path: Path, options: dict[str, Any], of_loop: dict[str, Any]
 ) -> None:
-    """On as many ranks each loss equals the uninterrupted run's bit for bit; on one rank, without shards, the
-    training continues."""
+    """On as many ranks each loss equals a whole run's bit for bit; one rank, without shards, continues."""
     tied = {"tied": "fsdp" not in options}
     trainer, loop = in_lab(killed_and_resumed, str(tmp_path), ("trainer", options | tied), ("loop", of_loop))
     assert [step for step, _ in trainer["whole"]] == [2, 4, 6, 8]
@@ -89,8 +87,7 @@ def best_and_loaded(run: Any) -> tuple[float, float]:
 
 
 def arguments_of_the_trainer(root: str) -> dict[str, Any]:
-    """Run the Trainer with limits, the best model, paths, its own checkpoints and damage. Return the
-    results."""
+    """Run the Trainer with limits, best model, paths, its own checkpoints and damage. Return the results."""
     from transformers import Trainer
 
     from tests.support.trainer_runs import HuggingFaceRun

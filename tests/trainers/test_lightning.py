@@ -170,8 +170,7 @@ def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path,
 
 
 def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
-    """If "last" is damaged, the newest good checkpoint beside it is loaded, with a warning. Any other damaged
-    checkpoint is an error."""
+    """For a damaged "last" the newest good checkpoint is loaded, with a warning; others are errors."""
     plugin = plugin_of(mode="sync")
     for number, name in enumerate(["step=1.ckpt", "step=2.ckpt", LAST]):
         plugin.save_checkpoint({"a": torch.full((5000,), number)}, tmp_path / name)

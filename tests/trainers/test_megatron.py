@@ -1,6 +1,5 @@
 """Megatron-Core's checkpoint strategies by dcp: killed in a save, resumed on other sizes. Tested with a
-reimplementation of the interface, and with the real package if installed (`make test-trainer
-TRAINER=megatron`)."""
+stand-in, and the real package if installed (`make test-trainer TRAINER=megatron`)."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def _values(endings: list[Ending]) -> list[Any]:
     ],
 )
 def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str, mode: str, pp: int) -> None:
-    """With tensor parallelism, with and without pipeline stages, each loss equals that of an uninterrupted
-    run."""
+    """With tensor parallelism, with or without pipeline stages, each loss equals an uninterrupted run's."""
     options = {"interface": interface, "mode": mode, "tp": 2, "pp": pp, "steps": STEPS}
     whole, killed, ranks = tmp_path / "whole", tmp_path / "killed", 2 * pp
     finished, died, resumed = _run(
@@ -70,8 +68,8 @@ def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str,
 @pytest.mark.parametrize("interface", INTERFACES)
 @pytest.mark.parametrize(("tp", "pp", "replicas"), [(1, 1, 1), (1, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)])
 def test_it_loads_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp: int, replicas: int) -> None:
-    """Weights saved with tensor parallel 2 and pipeline parallel 2 load on other sizes bit for bit, and the
-    training continues."""
+    """Weights saved with tensor and pipeline parallel 2 load on other sizes bit for bit; training
+    continues."""
     saved, loaded, gone_on = _run(
         (tmp_path, 4, {"interface": interface, "tp": 2, "pp": 2, "steps": 6}),
         *[
@@ -113,7 +111,7 @@ def _called(rank: int, ranks: int, function: Any, args: tuple[Any, ...]) -> Any:
 def _raised(function: Any, *args: Any) -> tuple[str, str]:
     try:
         function(*args)
-    except Exception as error:  # returned to the test
+    except Exception as error:  # noqa: BLE001 - returned to the test
         return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
     return "", ""
 
@@ -151,8 +149,7 @@ def _other_shapes(package: Any, plugin: Any, folder: Path) -> dict[str, Any]:
 def test_other_shapes_and_dtypes_are_errors_unless_they_are_allowed(
     tmp_path: Path, interface: Interface
 ) -> None:
-    """A tensor with allow_shape_mismatch, such as a padded vocabulary, is zero in rows that are not
-    stored."""
+    """A tensor with allow_shape_mismatch, as a padded vocabulary has, is zero in rows not stored."""
     rows = torch.arange(12.0).view(6, 2).tolist()
     assert _in_package(interface, _other_shapes, tmp_path / "iter_1") == {
         "rows 4": rows[:4],

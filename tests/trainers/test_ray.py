@@ -69,8 +69,7 @@ def manager_of(**options: Any) -> Any:
 
 
 def test_what_is_committed_is_reported_by_reference(ray: Ray, tmp_path: Path) -> None:
-    """A committed step is reported at the next save and at the end, with metrics, from the run's own
-    folder."""
+    """A committed step is reported at the next save or the end, with metrics, from the run's folder."""
     with manager_of(every_steps=2) as manager:
         for step in range(1, 6):
             manager.save(step, {"w": torch.ones(2)}, metrics={"loss": 1 / step})
@@ -83,8 +82,7 @@ def test_what_is_committed_is_reported_by_reference(ray: Ray, tmp_path: Path) ->
 
 
 def test_a_preemption_saves_once(ray: Ray) -> None:
-    """A preemption saves at once, with a report before `save` returns. The training continues, and a second
-    preemption saves again."""
+    """A preemption saves and reports before `save` returns; the next preemption saves again."""
     with manager_of(every_steps=100) as manager:
         for step, nodes in ((1, []), (2, ["a"]), (3, ["a"]), (4, ["a", "b"]), (5, ["b"])):
             ray.nodes = nodes
@@ -136,8 +134,7 @@ if (
         tmp_path: Path, place: str, request: pytest.FixtureRequest
     ) -> None:
         """One of 2 workers dies after step 4 was saved; Ray restarts them with an equal result. Then 3
-        workers resume the run, and a preemption saves an extra step. Ray finds the reports on disk and on
-        S3."""
+        workers resume, and a preemption saves an extra step. Ray finds reports on disk and on S3."""
         server: Any = request.getfixturevalue("s3_server") if place == "s3" else None
         url = request.getfixturevalue("s3_root") if server is not None else ""
         variables = server.environment if server is not None else {}

@@ -62,8 +62,7 @@ def taken(iterator: Any, count: int | None = None) -> list[int]:
 
 
 def resumed(old: Sequence[Any], new: Sequence[Any]) -> None:
-    """Transfer the state of all ``old`` loaders to the ``new`` ones as a save and a load do, without
-    files."""
+    """Transfer the state of ``old`` loaders to ``new`` loaders as a save and a load do, without files."""
     states = [loader.state_dict()["ranks"] for loader in old]
     for rank, loader in enumerate(new):
         value = states[rank].value if len(old) == len(new) else None
@@ -129,8 +128,7 @@ def test_as_many_ranks_go_on_bit_for_bit(
 
 
 def test_prefetched_batches_are_not_consumed() -> None:
-    """Batches prefetched by two workers are not counted; other numbers of ranks or workers resume after the
-    consumed batches."""
+    """Prefetched batches do not count; any number of ranks or workers resumes after the consumed batches."""
     begun = loaders(24, 1, num_workers=2)
     seen = taken(begun[0], 3)
     for world_size, workers in ((1, 2), (1, 0), (2, 1)):

@@ -1,5 +1,5 @@
-"""torchtitan's checkpoint manager by dcp: killed in a save and resumed. Tested with a reimplementation of the
-interface, and with the real package if installed (docs/how-to/use-a-trainer.md has the reason)."""
+"""torchtitan's checkpoint manager by dcp: killed in a save and resumed. Tested with a stand-in, and with the
+real package if installed (docs/how-to/use-a-trainer.md has the reason)."""
 
 from __future__ import annotations
 
