@@ -1,6 +1,6 @@
-"""Names, axes and sizes of a rule's tensors.
+"""Names, axes and sizes of the tensors in a weight map's rule.
 
-Names have variable parts: ``{layer}`` is a number, ``{part:a|b}`` one of several words, ``{rest:*}`` any
+Names may have variable parts: ``{layer}`` is a number, ``{part:a|b}`` one of several words, ``{rest:*}`` any
 text.
 
 Axes describe the layout of a tensor, in the notation of einops: ``(group (q + k + v)) width``. Dimensions go
@@ -66,10 +66,10 @@ class Axes:
         """Parse the text of axes. Raises OptionError for syntax errors and repeated axes."""
         nodes = _parsed_axes(text)
         if _count(_Product(nodes)) > _MAX_TERMS:
-            raise OptionError(f"{text[:100]!r}... has more than {_MAX_TERMS} parts")
+            raise OptionError(f"the axes {text[:100]!r}... have more than {_MAX_TERMS} parts")
         found = cls(text, nodes)
         if any(len(set(names)) < len(names) for names in found.ways):
-            raise OptionError(f"{text!r} has an axis twice")
+            raise OptionError(f"the axes {text!r} repeat an axis")
         return found
 
     @cached_property
@@ -91,11 +91,11 @@ class Axes:
         several unknown axes."""
         if len(shape) != len(self.nodes):
             raise PlanError(
-                f"the tensor has {len(shape)} dimensions, but {self.text!r} has {len(self.nodes)}"
+                f"the tensor has {len(shape)} dimensions, but the axes {self.text!r} have {len(self.nodes)}"
             )
         known = dict(sizes)
         left = list(zip(self.nodes, shape, strict=True))
-        while left:  # one dimension may give the size that another needs
+        while left:  # a dimension may give a size needed by another dimension
             ready = [(node, extent) for node, extent in left if len(_unknown(node, known)) <= 1]
             if not ready:
                 raise PlanError(
@@ -107,11 +107,12 @@ class Axes:
                 known[name] = self._solve(node, extent, known, name)
             for name in _names(node):
                 if known[name] < 0:
-                    raise PlanError(f"{name} = {known[name]} in {self.text!r} is negative")
+                    raise PlanError(f"the axes {self.text!r} have the negative size {name} = {known[name]}")
             if _size(node, known) != extent:
                 shown = ", ".join(f"{name} = {known[name]}" for name in dict.fromkeys(_names(node)))
                 raise PlanError(
-                    f"a dimension has size {extent}, but {self.text!r} has {_size(node, known)} ({shown})"
+                    f"a dimension of the tensor has size {extent}, but the axes {self.text!r} give "
+                    f"{_size(node, known)} ({shown})"
                 )
         return known
 
@@ -120,7 +121,9 @@ class Axes:
         slope = _size(node, {**known, name: 1}) - base
         value, rest = divmod(extent - base, slope) if slope else (0, 1)
         if rest or value < 0:
-            raise PlanError(f"no {name} gives a dimension of size {extent} in {self.text!r}")
+            raise PlanError(
+                f"no size of {name} in the axes {self.text!r} gives the dimension of size {extent}"
+            )
         return value
 
     def terms(self, sizes: Mapping[str, int]) -> list[AxisPlaces]:
@@ -138,13 +141,13 @@ class Axes:
 
 def _parsed_axes(text: str) -> tuple[_Node, ...]:
     if rest := _TOKEN.sub(" ", text).split():
-        raise OptionError(f"{text!r}: {rest[0]!r} is no axis")
-    tokens = _TOKEN.findall(text)[::-1]  # the next one is the last
+        raise OptionError(f"axes {text!r}: {rest[0]!r} is not an axis name, parenthesis or +")
+    tokens = _TOKEN.findall(text)[::-1]  # reversed, to pop the next token from the end
 
     def factors(depth: int) -> tuple[_Node, ...]:
         """Take axes and parentheses up to ``)``, ``+`` or the end."""
         if depth > _MAX_NESTING:
-            raise OptionError(f"{text!r} is nested too deep")
+            raise OptionError(f"axes {text!r}: parentheses are nested deeper than {_MAX_NESTING}")
         found: list[_Node] = []
         while tokens and tokens[-1] not in (")", "+"):
             token = tokens.pop()
@@ -157,16 +160,16 @@ def _parsed_axes(text: str) -> tuple[_Node, ...]:
         while end == "+":
             own = factors(depth)
             if not own:
-                raise OptionError(f"{text!r}: empty parentheses, or an operand of + is missing")
+                raise OptionError(f"axes {text!r}: empty parentheses, or an operand of + is missing")
             if not tokens:
-                raise OptionError(f"{text!r}: a parenthesis is not closed")
+                raise OptionError(f"axes {text!r}: a parenthesis is not closed")
             parts.append(own[0] if len(own) == 1 else _Product(own))
             end = tokens.pop()
         return parts[0] if len(parts) == 1 else _Sum(tuple(parts))
 
     nodes = factors(0)
     if tokens:
-        raise OptionError(f"{text!r}: unexpected {tokens[-1]!r}")
+        raise OptionError(f"axes {text!r}: unexpected {tokens[-1]!r}")
     return nodes
 
 
@@ -253,13 +256,15 @@ class NamePattern:
         if _HALF.search(text):
             raise OptionError(f"{text!r} is not a valid name: it contains a lone surrogate")
         if len(set(found.parts)) < len(found.parts):
-            raise OptionError(f"{text!r} has a part twice")
+            raise OptionError(f"the name {text!r} repeats a variable part")
         if len(found.parts) > _MAX_PARTS or len(found.parts_of_anything) > _MAX_ANY:
-            raise OptionError(f"{text!r} has more than {_MAX_PARTS} parts, or {_MAX_ANY} wildcards (*)")
+            raise OptionError(
+                f"the name {text!r} has more than {_MAX_PARTS} variable parts, or {_MAX_ANY} wildcards (*)"
+            )
         return found
 
     def below(self, prefix: str) -> NamePattern:
-        """Return the same behind ``prefix``."""
+        """Return the pattern with ``prefix`` before the name."""
         return NamePattern.parse(prefix + self.text)
 
     @cached_property
@@ -331,7 +336,7 @@ def config_at(path: Path) -> Mapping[str, Any]:
         with path.open(encoding="utf-8") as file:
             return config_of(file.read(MAX_CONFIG_BYTES), str(path))
     except OSError as error:
-        raise OptionError(f"config: {path} cannot be read: {error.strerror}") from error
+        raise OptionError(f"config= {path} cannot be read: {error.strerror}") from error
 
 
 def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
@@ -342,9 +347,9 @@ def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"{where} is no JSON: {error}") from None
+        raise OptionError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise OptionError(f"{where} is no table")
+        raise OptionError(f"{where} is not a JSON object")
     inner = found.get("text_config")
     return {**found, **inner} if isinstance(inner, dict) else found
 
@@ -381,7 +386,7 @@ def _parsed(text: str) -> ast.expr:
             return ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             pass
-    raise OptionError(f"{text[:_MAX_LENGTH]!r} is no expression of names and whole numbers")
+    raise OptionError(f"{text[:_MAX_LENGTH]!r} is not an expression of names and whole numbers")
 
 
 def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
@@ -404,14 +409,14 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
         case ast.BinOp(left=left, op=op, right=right):
             low, high = _value(left, names, text), _value(right, names, text)
             return None if low is None or high is None else _combined(low, op, high, text)
-    raise OptionError(f"{text!r} is no expression of names, whole numbers, + - * //, not, and, or")
+    raise OptionError(f"{text!r} is not an expression of names, whole numbers, + - * //, not, and, or")
 
 
 def _combined(low: int, op: ast.operator, high: int, text: str) -> int:
     operation = _OPERATIONS.get(type(op))
     if operation is None or (operation is operator.floordiv and not high):
-        raise OptionError(f"{text!r}: allowed operators are + - * //, without division by 0")
+        raise OptionError(f"{text!r} has an operator other than + - * //, or divides by 0")
     found = operation(low, high)
     if abs(found) > _MAX_SIZE:
-        raise OptionError(f"{text!r} is too large")
+        raise OptionError(f"the value of {text!r} is larger than {_MAX_SIZE}")
     return found

@@ -1,4 +1,4 @@
-"""View a checkpoint through a weight map, before any data moves."""
+"""Mapped indexes: a checkpoint after a weight map, before any data moves."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _index_of(
         chunk_offsets=np.zeros_like(extents),
         chunk_sizes=extents,
         chunk_files=np.zeros(count, np.int64),
-        record_offsets=np.arange(count, dtype=np.int64),  # none of them is tied to another
+        record_offsets=np.arange(count, dtype=np.int64),  # distinct, so that no tensors are tied
         record_lengths=nowhere,
         payload_offsets=nowhere,
         payload_lengths=nowhere,
@@ -142,7 +142,7 @@ def _index_of(
         stride_orders={},
         payload_strides={},
         record_crcs={},
-        digests=[b""] * count if len(index.digests) else (),  # asked for, and to be computed
+        digests=[b""] * count if len(index.digests) else (),  # requested, computed later
         **_nesting(index, tensors, unknown),
     )
 

@@ -96,8 +96,8 @@ class Piece(NamedTuple):
         count = math.prod(self.lengths[axis] for axis in apart)
         if count > _MAX_BOXES:
             raise PlanError(
-                f"the elements of {self.source.name!r} would be {count} boxes of {self.target.name!r}, and "
-                f"{_MAX_BOXES} is the most"
+                f"the elements of {self.source.name!r} would be {count} boxes of {self.target.name!r}, more "
+                f"than the limit of {_MAX_BOXES}: write a rule with larger contiguous parts"
             )
         for at in product(*(range(self.lengths[axis]) for axis in apart)):
             piece = self._part([(axis, index, 1) for axis, index in zip(apart, at, strict=True)])
@@ -180,14 +180,15 @@ def check_mapped(tensors: Sequence[MappedTensor], taken: Iterable[str]) -> None:
     twice = {tensor.name for tensor in tensors}.intersection(taken)
     if twice:
         raise PlanError(
-            f"the map renames a tensor to {min(twice)!r}, the name of another entry that no rule renames",
+            f"the map renames a tensor to {min(twice)!r}, the name of another entry without a rule: rename "
+            "or exclude that entry",
             fqns=sorted(twice)[:_MAX_LISTED],
         )
     split = [tensor.name for tensor in tensors if tensor.dtype_code in _PACKED and not tensor.is_renamed]
     if split:
         raise PlanError(
-            f"{', '.join(map(repr, split[:_MAX_LISTED]))}: packed dtypes store several elements in a "
-            f"byte, so a map can only rename these tensors",
+            f"{', '.join(map(repr, split[:_MAX_LISTED]))}: packed dtypes store several elements in a byte, "
+            f"so a map can only rename these tensors",
             fqns=split[:_MAX_LISTED],
         )
 

@@ -1,4 +1,4 @@
-"""One rule of a weight map: source and target tensors with their axes."""
+"""Rules of a weight map: source and target tensors with their axes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_ELEMENTS: Final = 1 << 56
 
 
 class Pattern(NamedTuple):
-    """Tensors of a rule: their names, and their axes; None where they stay as they are."""
+    """Name of a rule's tensors, and their axes (None: unchanged)."""
 
     name: NamePattern
     axes: Axes | None
@@ -66,14 +66,16 @@ class MapRule:
         originals = [pattern for pattern in self.targets if pattern.name.text not in self.copies]
         is_renaming = all(given) and len(self.sources) == len(originals) == 1
         if self.targets and any(given) and not is_renaming:
-            raise OptionError(f"{self.label}: each tensor needs its axes, unless it is just renamed")
+            raise OptionError(
+                f"{self.label}: each tensor needs axes, except in a rule that renames one tensor"
+            )
         if not self.sources:
-            raise OptionError("a rule needs a source")
+            raise OptionError("a rule needs at least one source tensor")
         for name in self.stacked | self.unstacked:
             if not self._has_axis(name):
                 raise OptionError(
-                    f"{self.label}: {{{name}}} occurs on one side only, and the other side has no axis "
-                    f"of this name"
+                    f"{self.label}: {{{name}}} occurs on one side only, so the other side needs an axis "
+                    f"{name!r}"
                 )
         self._check_copies()
         self._check_present()
@@ -144,16 +146,18 @@ class MapRule:
         sides = [{pattern.name.text for pattern in side} for side in (self.sources, self.targets)]
         for name in self.copies:
             if sum(name in side for side in sides) != 1:
-                raise OptionError(f"{self.label}: the copy {name!r} is not a name of one side alone")
+                raise OptionError(
+                    f"{self.label}: copies has {name!r}, which is not a name of exactly one side"
+                )
         if self.targets and any(side <= self.copies for side in sides):
-            raise OptionError(f"{self.label}: the tensor to copy is missing")
+            raise OptionError(f"{self.label}: copies has all names of a side: leave out the original tensor")
 
     def _check_present(self) -> None:
         """Check that ``present`` uses only parts of the source names."""
         for side, pattern in ((self.sources, self.present), (self.targets, self.present_back)):
             if pattern is not None and not all(set(pattern.parts) <= set(own.name.parts) for own in side):
                 raise OptionError(
-                    f"{self.label}: present {pattern.text!r} has a part that its own names lack"
+                    f"{self.label}: present {pattern.text!r} has a variable part that the rule's names lack"
                 )
 
     def _check_ways(self, side: Sequence[Pattern], parts: frozenset[str]) -> None:
@@ -165,12 +169,14 @@ class MapRule:
                 continue
             for way in pattern.axes.ways:
                 if twice := fixed.intersection(way):
-                    raise OptionError(f"{self.label}: {_joined(twice)} is an axis and a part of its name")
+                    raise OptionError(
+                        f"{self.label}: {_joined(twice)} is both an axis and a variable part of the name"
+                    )
                 key = fixed.union(way)
                 if key in there:
                     raise OptionError(
-                        f"{self.label}: two tensors of one side have the axes {_joined(key)}: give "
-                        f"different tensors different axes, and list equal targets in copies"
+                        f"{self.label}: two tensors of one side have the axes {_joined(key)}: use different "
+                        f"axes for different tensors, and list equal targets in copies"
                     )
                 there.add(key)
 
@@ -206,7 +212,7 @@ class MapRule:
         """
         sources = [found for found in tensors if self.sources[found.pattern].name.text not in self.copies]
         counts: dict[str, int | None] = {}
-        if is_part and not self.padding:  # zeros are where no rank has anything
+        if is_part and not self.padding:  # padding is where no rank has elements
             counts = {name: sizes.get(name) for name in self.stacked}
         self._check_complete(sources, counts)
         known = self._solve(sources, sizes, counts)
@@ -221,7 +227,7 @@ class MapRule:
             yield from self._targets(pattern, sources, by_axes, known, used)
         for axes in by_axes.keys() - used:
             if not axes & self.padding:
-                raise PlanError(f"the tensor with the axes {_joined(axes)} would be lost")
+                raise PlanError(f"no target contains the source elements with the axes {_joined(axes)}")
 
     def _check_complete(self, sources: Sequence[FoundTensor], counts: Mapping[str, int | None]) -> None:
         """Check that all sources of the targets exist; items of ``counts`` may be elsewhere."""
@@ -230,11 +236,11 @@ class MapRule:
         for number, pattern in enumerate(self.sources):
             if number not in there and pattern.name.text not in self.copies:
                 name = pattern.name.format({name: f"{{{name}}}" for name in pattern.name.parts} | parts)
-                raise PlanError(f"{name!r} is missing")
+                raise PlanError(f"the source tensor {name!r} is missing")
         by_code = {found.dtype_code: found.name for found in sources}
         if len(by_code) > 1:
             said = " and ".join(f"{name!r} is {BY_CODE[code].name}" for code, name in by_code.items())
-            raise PlanError(f"different dtypes cannot be one tensor: {said}")
+            raise PlanError(f"tensors with different dtypes cannot be joined: {said}")
         for name in self.stacked:
             by_pattern: dict[int, set[int]] = {}
             for found in sources:
@@ -243,7 +249,9 @@ class MapRule:
             if (count := counts.get(name)) is not None:
                 highest = max(set().union(*by_pattern.values()), default=-1)
                 if highest >= count:  # missing items may be on other ranks
-                    raise PlanError(f"the highest {name} is {highest}, but the count of {name} is {count}")
+                    raise PlanError(
+                        f"the highest number of {name} is {highest}, but the size of {name} is {count}"
+                    )
             else:
                 _check_gaps(name, list(by_pattern.values()), may_be_elsewhere=name in counts)
 
@@ -280,17 +288,22 @@ class MapRule:
         if lacking:
             raise PlanError(f"the sizes of {', '.join(lacking)} in {axes.text!r} are not known")
         if any(known[name] < 0 for name in axes.names):
-            raise PlanError(f"{axes.text!r} has a negative size")
+            raise PlanError(f"the axes {axes.text!r} have a negative size")
         own = [name for name in pattern.name.parts if name in self.unstacked]
         count = math.prod(known[name] for name in own)
         if count > _MAX_TARGETS or count * math.prod(axes.shape(known)) > _MAX_ELEMENTS:
-            raise PlanError(f"{axes.text!r} is too large")
+            raise PlanError(
+                f"the axes {axes.text!r} would give more than {_MAX_TARGETS} tensors or {_MAX_ELEMENTS} "
+                "elements"
+            )
         for numbers in product(*(range(known[name]) for name in own)):
             fixed = dict(zip(own, numbers, strict=True))
             parts = {**sources[0].parts, **{key: str(at) for key, at in fixed.items()}}
             name = pattern.name.format(parts)
             if pattern.name.match(name) != {part: parts[part] for part in pattern.name.parts}:
-                raise PlanError(f"{name!r} could not be read back as {pattern.name.text!r}")
+                raise PlanError(
+                    f"the target name {name!r} does not match {pattern.name.text!r}: the map is not invertible"
+                )
             yield self._target(name, axes, fixed, sources[0], by_axes, known, used)
 
     def _target(
@@ -310,7 +323,7 @@ class MapRule:
             sources = by_axes.get(key, ())
             if not sources:
                 if not key & self.padding:
-                    raise PlanError(f"no source has the part of {name!r} with the axes {_joined(key)}")
+                    raise PlanError(f"no source has the elements of {name!r} with the axes {_joined(key)}")
                 padding += math.prod(known[axis] for axis in term.steps)
             used.add(key)
             for source, own, at in sources:  # the elements that two terms of the same axes have in common
@@ -326,7 +339,7 @@ class MapRule:
 def _check_gaps(name: str, found: Sequence[set[int]], *, may_be_elsewhere: bool) -> None:
     """Check that stacked items are numbered from 0 without gaps."""
     count = max(map(len, found), default=0)
-    hint = f"; if another rank has it, pass the number of {name}" if may_be_elsewhere else ""
+    hint = f"; if another rank holds it, pass the size {name}=" if may_be_elsewhere else ""
     for numbers in found:
         if numbers != set(range(count)):
             gap = next(number for number in itertools.count() if number not in numbers)

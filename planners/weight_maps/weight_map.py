@@ -86,7 +86,9 @@ class WeightMap:
         path = Path(text)
         is_named = path.suffix in (".toml", ".json")
         if is_named and not path.is_file():
-            raise OptionError(f"the weight map {text} {'is no file' if path.exists() else 'does not exist'}")
+            raise OptionError(
+                f"the weight map {text} {'is not a file' if path.exists() else 'does not exist'}"
+            )
         if not is_named:
             near = close_to(text, list(ready))
             shown = f" (did you mean {', '.join(near)}?)" if near else f"; ready maps: {', '.join(ready)}"
@@ -95,11 +97,11 @@ class WeightMap:
                 f"nor a .toml or .json file{shown}"
             )
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise OptionError(f"{text} is larger than {_MAX_FILE_BYTES} bytes")
+            raise OptionError(f"the weight map {text} is larger than {_MAX_FILE_BYTES} bytes")
         try:
             return cls.from_data(path.read_text("utf-8"), name=text)
         except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"weight map {text} cannot be read: {error}") from error
+            raise OptionError(f"the weight map {text} cannot be read: {error}") from error
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any] | str, *, name: str = "") -> WeightMap:
@@ -110,7 +112,7 @@ class WeightMap:
         _check_keys(given, _MAP_KEYS, where)
         rules = given.get("rules")
         if not isinstance(rules, Sequence) or isinstance(rules, str) or not 0 < len(rules) <= _MAX_RULES:
-            raise OptionError(f"{where}: rules must be a list with at least one rule")
+            raise OptionError(f"{where}: rules must be a list of 1 to {_MAX_RULES} rules")
         return cls(
             tuple(_rule(rule, f"{where}, rule {number + 1}") for number, rule in enumerate(rules)),
             _sizes(given.get("sizes", {}), where),
@@ -131,7 +133,7 @@ class WeightMap:
         for name in sizes:
             if name not in known:
                 near = close_to(name, sorted(known))
-                shown = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}"
+                shown = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
                 raise OptionError(f"{self.name or 'the weight map'} has no size {name!r}; {shown}")
         numbers = {name: evaluate(str(size), {}) or 0 for name, size in sizes.items()}
         return replace(self.with_config(numbers), numbers=numbers) if sizes else self
@@ -147,8 +149,8 @@ class WeightMap:
         model = config.get(_MODEL_TYPE)
         if model is not None and self.models and model not in self.models:
             logger.warning(
-                "%s is for models of the type %s, and this configuration says %r: names may match "
-                "although the weights differ in meaning",
+                "%s is for models of type %s, but this configuration has the type %r: equal names may stand "
+                "for other weights",
                 self.name or "the weight map",
                 " or ".join(self.models),
                 model,
@@ -218,8 +220,8 @@ class WeightMap:
         lost = [name for name, shape, _, _ in sources if made.get(name) != shape]
         if lost:
             raise PlanError(
-                f"{back.name} does not map back to {listed(lost, most=_MAX_LISTED)}: a checkpoint saved "
-                f"through the map could not be restored",
+                f"{back.name} does not map back to {listed(lost, most=_MAX_LISTED)}, so a checkpoint saved "
+                f"through the map could not be restored: make the rules invertible",
                 fqns=lost[:_MAX_LISTED],
             )
         self._inverted.add(structure)
@@ -277,9 +279,9 @@ class WeightMap:
                 self._check_counted(rule, known)
                 for tensor in rule.apply(group, known, is_part=is_part):
                     if (left := left - 1) < 0:
-                        raise PlanError("the map makes too many tensors")
+                        raise PlanError(f"the map makes more than {_MAX_MADE} extra tensors")
                     if tensor.name in mapped:
-                        problems.append(f"two rules make the tensor {tensor.name!r}, also {rule.label}")
+                        problems.append(f"two rules make the tensor {tensor.name!r}; one is {rule.label}")
                     mapped[tensor.name] = tensor
             except CheckpointError as error:
                 problems.append(f"{rule.label}: {error}")
@@ -295,23 +297,23 @@ class WeightMap:
     def _hint(self, problems: Sequence[str], unknown: Sequence[str]) -> str:
         """Return a hint on how to solve the problems."""
         if not self.config and any("not known" in problem for problem in problems):
-            return ". Name the model's configuration: config=, a config.json, or the sizes"
+            return ". Pass the model's configuration by config=, a config.json beside the weights, or sizes"
         if unknown and all(map(self.inverse.knows, unknown)):
-            return ". The inverse map has rules for these names: use inverse"
+            return ". The inverse map has rules for these names: pass inverse=True (--inverse)"
         for key in dict.fromkeys(name.partition(".")[0] for name in unknown):
             if any(
                 self.knows(name.removeprefix(f"{key}.")) for name in unknown if name.startswith(f"{key}.")
             ):
                 return f". The map has rules for the names below {key!r}: pass below={key!r} and only="
-        return ". Leave out tensors without a rule by only or exclude" if unknown else ""
+        return ". Use only= or exclude= to leave out tensors without a rule" if unknown else ""
 
     def _describe_unknown(self, name: str) -> str:
-        """Return the reason for which no rule takes a name."""
+        """Return the reason why no rule matches a name."""
         found = ((rule, rule.match(name)) for rule in self._used if rule.present is not None)
         shown = [repr(rule.present.format(met[1])) for rule, met in found if met and rule.present is not None]
         if shown:
-            return f"no rule can be chosen for {name!r}: the checkpoint has no {' and no '.join(shown)}"
-        return f"no rule knows {name!r}"
+            return f"no rule applies to {name!r}: the checkpoint has no {' and no '.join(shown)}"
+        return f"no rule matches {name!r}"
 
     def _check_counted(self, rule: MapRule, known: Mapping[str, int]) -> None:
         """Raise PlanError if a stack's count is declared but unknown: the last items may be missing."""
@@ -327,8 +329,8 @@ class WeightMap:
                     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                     where = "".join(f", {name} {text}" for name, text in before)
                     yield (
-                        f"there should be {count} of {part} ({self.counts[part]}){where}: {missing[0]}{more} "
-                        "missing"
+                        f"the model has {count} of {part} ({self.counts[part]}){where}, but the checkpoint "
+                        f"lacks {missing[0]}{more}"
                     )
 
     def knows(self, name: str) -> bool:
@@ -428,20 +430,20 @@ def _parsed(text: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise OptionError(f"a weight map must be valid TOML or JSON: {error}") from None
     if not isinstance(found, Mapping):
-        raise OptionError("a weight map must be a table")
+        raise OptionError("a weight map must be a table (a JSON object)")
     return found
 
 
 def _rule(given: Any, where: str) -> MapRule:
     if not isinstance(given, Mapping):
-        raise OptionError(f"{where} is no table")
+        raise OptionError(f"{where} must be a table with from and to")
     _check_keys(given, _RULE_KEYS, where)
     when = given.get("when")
     if when is not None and not isinstance(when, str):
-        raise OptionError(f"{where}: when must be an expression")
+        raise OptionError(f"{where}: when must be an expression, as a string")
     beside = [given.get(key) for key in ("present", "present_back")]
     if not all(isinstance(name, str | None) for name in beside):
-        raise OptionError(f"{where}: present must be the name of a tensor")
+        raise OptionError(f"{where}: present and present_back must be the name of a tensor")
     try:
         if when is not None:
             evaluate(when, {})
@@ -467,14 +469,14 @@ def _patterns(given: Any) -> tuple[Pattern, ...]:
     patterns = []
     for name, axes in given.items():
         if not isinstance(axes, str):
-            raise OptionError(f"the axes of {name!r} are a text")
+            raise OptionError(f"the axes of {name!r} must be a string")
         patterns.append(Pattern(NamePattern.parse(name), Axes.parse(axes)))
     return tuple(patterns)
 
 
 def _sizes(given: Any, where: str) -> dict[str, str | int]:
     if not isinstance(given, Mapping):
-        raise OptionError(f"{where}: sizes must be a table by axis")
+        raise OptionError(f"{where}: sizes and counts must be tables by axis")
     for name, size in given.items():
         if isinstance(size, bool) or not isinstance(size, int | str):
             raise OptionError(f"{where}: the size of {name} must be a whole number or an expression")
@@ -498,4 +500,6 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], where: str) -> 
     for key in given:
         if key not in known:
             near = close_to(str(key), sorted(known))
-            raise OptionError(f"{where} has no {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise OptionError(
+                f"{where} has the unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )

@@ -124,7 +124,7 @@ def test_a_model_is_what_it_was(
         with pytest.raises(PlanError, match="the checkpoint has 3 of expert, expected 4"):
             dcp.convert(tmp_path / "hf", tmp_path / "3", to="dcp", map=name, exclude="*.experts.3.*")
     weights = dcp.weight_map(name, tmp_path / "hf", inverse=True)
-    assert "for models of the type" not in caplog.text
+    assert "for models of type" not in caplog.text
     dcp.convert(tmp_path / "mapped", tmp_path / "back" / "model.safetensors", to="safetensors", map=weights)
     before, after = (
         load_file(tmp_path / "hf/model.safetensors"),

@@ -342,7 +342,7 @@ def test_no_tensor_gets_the_name_of_another_entry(other: object, tmp_path: Path)
     dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     with pytest.raises(PlanError, match="renames a tensor to 'b'"):
         dcp.load({"b": torch.zeros(2)}, checkpoint_id=tmp_path / "saved", map=renamed, no_dist=True)
-    refused = "renames a tensor to 'b'" if isinstance(other, int) else "no rule knows 'b'"
+    refused = "renames a tensor to 'b'" if isinstance(other, int) else "no rule matches 'b'"
     with pytest.raises(PlanError, match=refused):
         dcp.save(state, checkpoint_id=tmp_path / "mapped", map=renamed, no_dist=True)
     with pytest.raises(PlanError, match=refused):
