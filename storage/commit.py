@@ -66,10 +66,10 @@ _DATA_FILES = [one.data_files.pattern for one in (DCP, TORCH_DCP) if one.data_fi
 _DELETABLE = re.compile("|".join((*_DATA_FILES, f"{re.escape(TEMPORARY_PREFIX)}.+")), re.DOTALL)
 _NAME = attrgetter("name")
 _CONFLICT = (
-    "{}: another writer published here during this save; nothing of this save is kept. Give each save "
-    "its own id, or use one writer per id."
+    "{}: another writer published to this checkpoint id during this save, so this save was discarded. Give "
+    "each save its own id, or use one writer per id."
 )
-_DOUBT = "may not outlast a power cut, so that what it replaced is kept"
+_DOUBT = "may not survive a power cut, so the files of the replaced checkpoint are kept"
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ def previous_state(store: Store, names: Names) -> Previous:
 
 
 def _look(store: Store, names: Names) -> Previous:
-    # Before the listing: what is finished between the two is in both, and not in neither.
+    # Before the listing: an upload that finishes in between is then in both results, not missing in both.
     uploads: tuple[str, ...] = ()
     if names == Names() and not store.capabilities.is_local:  # a folder has none
         uploads = unfinished_uploads(store)
     listing = list(map(_NAME, store.list()))
     if not listing:
         return Previous(uploads=uploads)
-    # What is listed may be gone or replaced by now: versions come before the reading, and publishing compares
-    # them. What is not listed, and published since, is found out by publishing "only if absent".
+    # Listed files may be gone or replaced by now: versions are taken before reading, and publishing compares
+    # them. A file published after the listing makes the create-only publish fail.
     manifest = store.version(names.manifest) if names.manifest in listing else None
     metadata = store.version(names.metadata) if names.metadata in listing else None
     files: set[str] = set()
@@ -185,7 +185,7 @@ def _tolerate(what: str, store: Store) -> Iterator[None]:
         raise
     except CheckpointError as error:
         logger.warning(
-            "the %s being replaced in %s cannot be read (%s); its data files remain for `dcp gc`",
+            "the %s to be replaced in %s cannot be read (%s); its data files stay, remove them by `dcp gc`",
             what,
             store.url,
             error,
@@ -227,7 +227,7 @@ def commit(
         torch_metadata_crc=None if metadata_bytes is None else crc32(metadata_bytes),
         replaced_torch_metadata_crc=previous.metadata_crc,
     )
-    manifest_bytes = encode_manifest(index, is_checked=True)  # what has been added since is no column
+    manifest_bytes = encode_manifest(index, is_checked=True)  # columns are unchanged since the check
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         if store.version(names.metadata) != previous.metadata:
             raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
@@ -245,7 +245,7 @@ def commit(
     if doubt is not None:
         raise _after_commit(store, _DOUBT, doubt) from doubt
     if not stands:
-        logger.warning("%s: another save has replaced this one already, right after its commit", store.url)
+        logger.warning("%s: another save replaced this checkpoint right after its commit", store.url)
     elif previous.files or previous.strays or previous.uploads:
         _clean_up(store, names, index, previous)
     return index
@@ -265,10 +265,9 @@ def _require_files(store: Store, index: CheckpointIndex, previous: Previous) -> 
     if previous.manifest is not None and store.version(MANIFEST_NAME) != previous.manifest:
         raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
     raise CheckpointConflictError(
-        f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are missing, so the save "
-        f"is discarded. Either ranks write to different places: give them the same id on shared storage. "
-        "Or another save or a clean-up removed the files as remains of a killed save: save again with a "
-        "unique id",
+        f"{store.url}: {len(gone)} data files of this save, such as {gone[0]}, are missing, so the save was "
+        "discarded. If ranks write to different places, give them the same id on shared storage. If another "
+        "save or a clean-up removed the files as remains of a killed save, save again with a unique id",
         path=store.url,
     )
 
@@ -297,7 +296,7 @@ def _publish_manifest(
                 what = f"{_DOUBT}, and {names.metadata} for stock torch was not written{fate}"
                 raise _after_commit(store, what, error) from error
             raise
-        logger.warning("%s: publishing reported an error, but the manifest is in place: %s", store.url, error)
+        logger.warning("%s: publishing the manifest reported an error, but succeeded: %s", store.url, error)
         return version, _doubt(store, error) if durable else None
 
 
@@ -374,9 +373,9 @@ def _remove_stale(store: Store, names: Names, there: Version | None, *, durable:
             return ""  # another file exists, perhaps ours
         if durable:
             store.sync()
-    except Exception as error:  # noqa: BLE001 - as said
-        return f", nor the one before be removed ({error}), which stock torch loads"
-    return "; the previous one was removed, to keep stock torch from loading it"
+    except Exception as error:  # noqa: BLE001 - never raises
+        return f", and stock torch loads the previous one, which could not be removed ({error})"
+    return "; the previous one was removed, because stock torch would load it"
 
 
 def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
@@ -385,7 +384,7 @@ def _was_replaced(store: Store, names: Names, ours: Version) -> bool:
     """
     try:
         return store.version(names.manifest) != ours
-    except Exception as error:  # noqa: BLE001 - see above
+    except Exception as error:  # noqa: BLE001 - assume ours
         logger.warning("%s: the manifest could not be checked after the commit: %s", store.url, error)
         return False
 
@@ -400,7 +399,7 @@ def _mend_metadata(
         for _ in range(_ATTEMPTS):
             manifest = store.version(names.manifest)
             if store.version(names.metadata) != written:
-                return  # a later writer's, who maintains it
+                return  # written by a later save, which maintains it
             wanted = _metadata_of_manifest(store, names)
             if store.version(names.manifest) != manifest:
                 continue
@@ -412,12 +411,12 @@ def _mend_metadata(
             elif written is not None:
                 store.delete_if(names.metadata, written)
                 written = None
-    except CheckpointConflictError:  # as above
+    except CheckpointConflictError:  # written by a later save
         return
-    except Exception as error:  # noqa: BLE001 - as said
+    except Exception as error:  # noqa: BLE001 - never raises
         logger.warning(
-            "%s: another save committed at the same time, and %s may belong to it; stock torch cannot "
-            "load it (%s)",
+            "%s: another save committed at the same time, and %s may not match the manifest, so stock torch "
+            "may fail to load it (%s): save again",
             store.url,
             names.metadata,
             error,
@@ -439,7 +438,7 @@ def _metadata_of_manifest(store: Store, names: Names) -> bytes | None:
 
 def _clean_up(store: Store, names: Names, index: CheckpointIndex, previous: Previous) -> None:
     """Delete replaced and stray files. Failures are left to the next save."""
-    # Whatever a hostile predecessor lists: only what can be data of a checkpoint is deleted.
+    # A hostile predecessor may list any names: only names of checkpoint data are deleted.
     superseded = {
         name for name in {*previous.files, *previous.strays} - {*index.files} if _DELETABLE.fullmatch(name)
     }
@@ -458,7 +457,7 @@ def _is_settled(store: Store, names: Names, index: CheckpointIndex) -> bool:
         data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
     except CheckpointNotFoundError:
         return index.torch_metadata_crc is None
-    except Exception as error:  # noqa: BLE001 - the save has ended well; strays are the next one's
+    except Exception as error:  # noqa: BLE001 - the save succeeded; the next save removes strays
         logger.warning("%s: %s could not be checked after the commit: %s", store.url, names.metadata, error)
         return False
     return crc32(data) == index.torch_metadata_crc
@@ -481,7 +480,12 @@ def discard(store: Store, save_id: str, names: Names) -> None:
                 manifest = store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES)
                 strays.difference_update(decode_manifest(manifest).files)
     except CheckpointError as error:
-        logger.warning("%s: files of the failed save %s stay behind: %s", store.url, save_id, error)
+        logger.warning(
+            "%s: files of the failed save %s could not be removed, remove them by `dcp gc`: %s",
+            store.url,
+            save_id,
+            error,
+        )
         return
     _delete_all(store, strays)
 
@@ -490,15 +494,15 @@ def _delete_all(store: Store, names: Iterable[str]) -> None:
     """Delete unneeded files; failures leave strays for `dcp gc`."""
     try:
         failed = store.delete_all(sorted(names))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the save it follows has ended already
-        failed = {"files that are no longer needed": error}
+    except Exception as error:  # noqa: BLE001 - the save has ended already
+        failed = {"unneeded files": error}
     for name, reason in failed.items():
-        logger.warning("%s: could not delete %s: %s", store.url, name, reason)
+        logger.warning("%s: could not delete %s, remove it by `dcp gc`: %s", store.url, name, reason)
 
 
 def abort_uploads(store: Store, belongs: Callable[[str], bool]) -> None:
     """Abort unfinished uploads. Never raises: listing uploads needs a separate permission."""
     try:
         store.abort_uploads(belongs)
-    except Exception as error:  # noqa: BLE001 - as said
-        logger.debug("%s: unfinished uploads cannot be ended: %s", store.url, error)
+    except Exception as error:  # noqa: BLE001 - never raises
+        logger.debug("%s: unfinished uploads cannot be aborted: %s", store.url, error)

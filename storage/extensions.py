@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @cache
 def _entry_points(group: str) -> dict[str, list[EntryPoint]]:
-    from importlib.metadata import entry_points  # only here: it takes longer than to import this package
+    from importlib.metadata import entry_points  # slow: imported on first use
 
     by_name: dict[str, list[EntryPoint]] = {}
     for found in entry_points(group=group):
@@ -50,7 +50,7 @@ def loaded_extension(group: str, name: str) -> Any:
         raise UnsupportedFormatError(f"{what} is declared more than once: uninstall all but one")
     try:
         return same_name[0].load()
-    except (Exception, SystemExit) as error:  # whatever another package's module does when it is imported
+    except (Exception, SystemExit) as error:  # raised by the module of another package
         raise UnsupportedFormatError(
             f"{what} cannot be loaded: {type(error).__name__}: {error}. Fix or uninstall the package"
         ) from error

@@ -37,8 +37,8 @@ def unpack(data: bytes) -> Any:
     """Unpack the result of `pack`; lists become tuples, numpy numbers become Python numbers."""
     if data[:1] != bytes([_VERSION]):
         raise UnsupportedFormatError(
-            f"a message of version {data[:1]!r} was received, this is {_VERSION}; all ranks must run the "
-            "same version of dcphub"
+            f"another rank sent a message of version {data[:1]!r}, expected {_VERSION}: all ranks must run "
+            "the same version of dcphub"
         )
     try:
         content = isal_zlib.decompress(data[2:]) if data[1:2] == _COMPRESSED else data[2:]
@@ -57,7 +57,7 @@ def _array(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
-        raise TypeError(f"a {type(value).__name__} cannot be sent to another rank: {value!r:.80}")
+        raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks: {value!r:.80}")
     narrow = value.dtype
     if value.size and narrow.itemsize > 1 and narrow.kind in "iu":
         ends = int(value.min()), int(value.max())

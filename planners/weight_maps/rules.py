@@ -302,7 +302,7 @@ class MapRule:
             name = pattern.name.format(parts)
             if pattern.name.match(name) != {part: parts[part] for part in pattern.name.parts}:
                 raise PlanError(
-                    f"the target name {name!r} does not match {pattern.name.text!r}: the map is not invertible"
+                    f"the target name {name!r} does not match {pattern.name.text!r}: the map has no inverse"
                 )
             yield self._target(name, axes, fixed, sources[0], by_axes, known, used)
 

@@ -287,10 +287,10 @@ class ReadEngine(Closable):
         with self._files.missing_is_damage():
             for file, offset, length in places:
                 handle = self.handle(file)
-                if offset + length > handle.size_bytes:  # before it gets memory
+                if offset + length > handle.size_bytes:  # before memory is allocated
                     raise CorruptCheckpointError(
-                        f"{self.store.url}: an object ends at byte {offset + length} of {handle.name}, "
-                        f"which has {handle.size_bytes}; the file was truncated, or the metadata is damaged",
+                        f"{self.store.url}: an object ends at byte {offset + length} of {handle.name}, but "
+                        f"the file has {handle.size_bytes}: it was truncated, or the metadata is damaged",
                         path=f"{self.store.url}/{handle.name}",
                     )
             found = {place: np.empty(place[2], np.uint8) for place in places}
@@ -362,11 +362,11 @@ class ReadEngine(Closable):
         fqn = self.index.own_name(int(self.index.chunk_tensors[chunk]))
         name = self.index.files[int(self.index.chunk_files[chunk])]
         offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
-        path = self.store.path_of(name)  # of several sources as one the store's own names are not the file's
+        path = self.store.path_of(name)  # a store of several sources renames files
         where, _, file = path.rpartition("/")
         return CorruptCheckpointError(
             f"{where}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {file} has "
-            f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint",
+            f"CRC-32 {got:08x}, expected {expected:08x}. Resume from another checkpoint",
             alternative="load the bytes as they are",
             argument="verify='none'",
             path=path,

@@ -218,8 +218,8 @@ class Payloads:
         begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
         if begin + length > handle.size_bytes:
             raise CorruptCheckpointError(
-                f"{name}: the record of {fqn!r} ends at byte {begin + length}, the file at "
-                f"{handle.size_bytes}; it was truncated",
+                f"{name}: the record of {fqn!r} ends at byte {begin + length}, but the file has "
+                f"{handle.size_bytes}: it was truncated; load another checkpoint",
                 path=name,
                 fqn=fqn,
             )
@@ -236,8 +236,9 @@ class Payloads:
         sizes = index.box(chunk)[1]
         if stored.sizes != sizes or stored.dtype_code != int(index.dtype_codes[tensor]):
             raise CorruptCheckpointError(
-                f"{name}: the record of {fqn!r} holds shape {stored.sizes}, dtype code "
-                f"{stored.dtype_code}; the checkpoint's metadata says {sizes}, {index.dtype(tensor).name}",
+                f"{name}: the record of {fqn!r} has shape {stored.sizes} and dtype code {stored.dtype_code}, "
+                f"but the metadata has {sizes} and {index.dtype(tensor).name}: the files are from different "
+                "saves",
                 path=name,
                 fqn=fqn,
             )
@@ -245,7 +246,7 @@ class Payloads:
         if order is None:
             raise UnsupportedFormatError(
                 f"{name}: {fqn!r} is stored with strides {stored.strides} for shape {sizes}, which are not "
-                "dense",
+                "dense: load the checkpoint with stock torch, and save a contiguous() tensor",
                 fqn=fqn,
             )
         itemsize = index.dtype(tensor).itemsize
@@ -286,7 +287,7 @@ class Payloads:
                 fqn = self._index.own_name(int(self._index.chunk_tensors[chunk]))
                 name = self._index.files[int(self._index.chunk_files[chunk])]
                 raise CorruptCheckpointError(
-                    f"{name}: tensor {fqn!r} is damaged: CRC-32 {total:08x}, its record says "
+                    f"{name}: tensor {fqn!r} is damaged: CRC-32 {total:08x}, expected "
                     f"{self._whole_crcs[chunk]:08x}. Resume from another checkpoint",
                     alternative="load the bytes as they are",
                     argument="verify='none'",

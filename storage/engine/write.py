@@ -62,8 +62,8 @@ def see_all(observers: Sequence[Observer], row: int, position: int, data: memory
             shown.release()
         except BufferError:
             raise CheckpointError(
-                f"{type(observer).__name__} keeps a reference to a buffer that is reused: copy the "
-                f"needed bytes"
+                f"the feature {type(observer).__name__} keeps a reference to the buffer passed to see(), "
+                f"which is reused: copy the needed bytes"
             ) from None
 
 
@@ -82,7 +82,7 @@ def _failed(observer: Observer, method: str, error: Exception) -> CheckpointErro
     if isinstance(error, CheckpointError):
         return error
     name = observer.name or type(observer).__name__
-    return CheckpointError(f"feature {name!r}, {method}: {type(error).__name__}: {error}")
+    return CheckpointError(f"the feature {name!r} failed in {method}(): {type(error).__name__}: {error}")
 
 
 _CHUNK_FIELDS: Final = (
@@ -316,7 +316,7 @@ class DataFile:
         crcs, written = self._stream(pieces, on_bytes, see)
         if written != payload_bytes:
             raise PlanError(
-                f"a tensor wrote {written} bytes, but its plan has {payload_bytes}",
+                f"a tensor has {written} bytes, but its write plan has {payload_bytes}: it changed since",
                 expected=payload_bytes,
                 got=written,
             )
@@ -386,7 +386,8 @@ class DataFile:
         size = self._handle.finish()
         if size != self._position:
             raise CheckpointFormatError(
-                f"{self.name}: {size} bytes are stored, {self._position} were written", path=self.name
+                f"{self.name}: the stored file has {size} bytes, but {self._position} were written",
+                path=self.name,
             )
         self.size_bytes = size
         return size
@@ -399,7 +400,7 @@ class DataFile:
                 self._handle.abort()
                 self._store.delete(self.name)
         except StorageError as error:
-            logger.warning("%s may stay behind: %s", self._store.path_of(self.name), error)
+            logger.warning("%s could not be removed: %s", self._store.path_of(self.name), error)
 
     def _stream(
         self,

@@ -59,7 +59,7 @@ def check_name(name: str) -> str:
     if not 0 < size <= _NAME_LIMIT_BYTES or name in (".", "..", LOCK_NAME):
         fault = "empty, reserved, not UTF-8, or longer than 255 bytes"
     elif "/" in name or "\\" in name or "\0" in name:
-        fault = "has a path separator or NUL in it"
+        fault = "contains a path separator or NUL"
     else:
         return name
     raise CheckpointFormatError(
@@ -88,11 +88,11 @@ def place_text(place: object) -> str:
     if not isinstance(text, str):
         raise StorageError(
             f"a checkpoint id must be a str or a path; {text!r:.100} is of type {type(text).__name__}"
-            + (": decode it, as by os.fsdecode()" if isinstance(text, bytes | bytearray) else ""),
+            + (": decode it by os.fsdecode()" if isinstance(text, bytes | bytearray) else ""),
             op="open",
         )
     if not text:
-        raise StorageError("an empty path names no folder: pass '.' for the current one", op="open")
+        raise StorageError("the checkpoint id is empty: pass '.' for the current folder", op="open")
     if "\0" in text:
         raise StorageError(
             f"{text!r:.200} contains a NUL character, which is not allowed in a path", op="open"
@@ -101,7 +101,7 @@ def place_text(place: object) -> str:
         os.fsencode(text)
     except UnicodeEncodeError:
         raise StorageError(
-            f"{text!r:.200} has a character that the file system's encoding lacks", op="open"
+            f"{text!r:.200} has a character that the file system's encoding cannot represent", op="open"
         ) from None
     return text
 
@@ -271,7 +271,7 @@ class WriteHandle:
 
     def _check_usable(self) -> None:
         if self._state != "open":
-            raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
+            raise ValueError(f"{self._path} is {self._state} and cannot be written")
 
     def _append(self, view: memoryview) -> None:
         """Append bytes to the file."""
@@ -414,7 +414,8 @@ def locked(url: str, timeout_seconds: float) -> Iterator[None]:
         lock = _LOCKS.setdefault((os.getpid(), url), threading.RLock())
     if not lock.acquire(timeout=max(0.0, timeout_seconds)):
         raise StorageError(
-            f"{url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
+            f"{url} is still locked by another thread after {timeout_seconds:g} seconds: wait for its save "
+            "to end",
             path=url,
             op="lock",
             timeout_seconds=timeout_seconds,
@@ -577,8 +578,8 @@ class Store(ABC):
     def conflict(self, name: str) -> CheckpointConflictError:
         """Return the error of `publish` for unexpected content."""
         return CheckpointConflictError(
-            f"{self.path_of(name)} was published by another writer since this save began, and is "
-            "unchanged; save under another id, or load it first",
+            f"{self.path_of(name)} was published by another writer since this save began and was not "
+            "replaced: save under another id, or load that checkpoint first",
             path=self.path_of(name),
         )
 
@@ -586,7 +587,7 @@ class Store(ABC):
         """Return the error of `create` for an existing name."""
         path = self.path_of(name)
         return StorageError(
-            f"{path} exists already: data files are never overwritten", path=path, op="create"
+            f"{path} exists already, and data files are never overwritten: save again", path=path, op="create"
         )
 
     def absent(self, name: str) -> CheckpointNotFoundError:
@@ -596,8 +597,8 @@ class Store(ABC):
     def too_large(self, name: str, size_bytes: int, limit_bytes: int) -> CheckpointFormatError:
         """Return the error of `read` for a file above the limit."""
         return CheckpointFormatError(
-            f"{self.path_of(name)} has {size_bytes} bytes, more than the {limit_bytes} that such a file may "
-            "have: it is damaged or hostile",
+            f"{self.path_of(name)} has {size_bytes} bytes, more than the limit of {limit_bytes} for this "
+            "kind of file: it is damaged or hostile",
             path=self.path_of(name),
             size_bytes=size_bytes,
             limit_bytes=limit_bytes,
@@ -659,13 +660,13 @@ class Store(ABC):
         below a folder come together.
         """
         raise StorageError(
-            f"{self.url}: the checkpoints below a {type(self).__name__} cannot be listed",
+            f"{self.url}: a {type(self).__name__} cannot list the folders below it",
             path=self.url,
             op="list",
         )
 
     def _refused(self, op: str, path: str) -> StorageError:
-        return StorageError(f"{path}: a {type(self).__name__} can only be read", path=path, op=op)
+        return StorageError(f"{path}: a {type(self).__name__} is read-only", path=path, op=op)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"

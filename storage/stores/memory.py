@@ -52,7 +52,9 @@ class MemoryStore(Store):
             self._files = _FOLDERS.setdefault(name, {})
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError(f"{self.url} is in the memory of this process: a copy would be another folder")
+        raise TypeError(
+            f"{self.url} is in the memory of this process and cannot be sent to another process: use a path"
+        )
 
     def list(self) -> list[FileInfo]:
         """Return a snapshot, including unfinished files with their present size."""
@@ -145,7 +147,7 @@ class _MemoryReadHandle(ReadHandle):
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
         if self._data is None:
-            raise ValueError(f"{self._path} is closed: it cannot be read any more")
+            raise ValueError(f"{self._path} is closed and cannot be read")
         size, end = len(self._data), offset + sum(buffer.nbytes for buffer in buffers)
         if end > size and end > offset:
             raise CorruptCheckpointError(

@@ -1,4 +1,4 @@
-"""Open stores: choose the kind of store of a path or URL, and list the folders of a run.
+"""Store selection: open the store of a path or URL, and list the folders of a run.
 
 Built-in kinds are declared by `STORE_TYPE` of each module. Others register by `register_store` or by the
 entry point group `dcphub.stores`, with an entry per scheme, loaded on first use of an unknown scheme. All
@@ -66,7 +66,7 @@ def open_store(
     store_type = type_of_place(text)
     if storage_options and not store_type.takes_options:
         raise StorageError(
-            f"{text!r} takes no storage options, and was given {', '.join(sorted(storage_options))}",
+            f"{text!r} takes no storage options: remove {', '.join(sorted(storage_options))}",
             path=text,
             op="open",
         )
@@ -90,7 +90,7 @@ def _refuse_mangled(text: str) -> None:
     """Raise StorageError for a path that was mangled from a URL, instead of creating a folder named like
     the scheme.
     """
-    # pathlib takes two slashes of a URL for one
+    # pathlib merges the two slashes of a URL
     schemes = "|".join(map(re.escape, sorted(_BY_SCHEME)))
     mangled = re.fullmatch(rf"(?:.*/)?({schemes}):(/.*)?", text, re.DOTALL | re.IGNORECASE)
     if mangled is not None:
@@ -119,13 +119,22 @@ def register_store(store_type: StoreType) -> None:
         StorageError: For built-in schemes, no schemes, or schemes that are not a tuple.
     """
     if not isinstance(store_type, StoreType):
-        raise OptionError(f"a {type(store_type).__name__} is not a StoreType: {store_type!r:.200}")
+        raise OptionError(
+            f"register_store() needs a StoreType, not a {type(store_type).__name__}: {store_type!r:.200}"
+        )
     schemes = store_type.schemes
     if not isinstance(schemes, tuple) or not schemes:
-        raise StorageError(f"schemes of a store must be a tuple: ('zip',), not {schemes!r}", op="register")
+        raise StorageError(
+            f"schemes of a StoreType must be a tuple of strings, such as ('zip',), not {schemes!r}",
+            op="register",
+        )
     for scheme in schemes:
         if not isinstance(scheme, str) or scheme in _OURS or not _SCHEME.fullmatch(scheme):
-            raise StorageError(f"a store cannot be registered for the scheme {scheme!r}", op="register")
+            raise StorageError(
+                f"a store cannot be registered for the scheme {scheme!r}, which is built in or not a "
+                "lower-case URL scheme",
+                op="register",
+            )
     _BY_SCHEME.update(dict.fromkeys(store_type.schemes, store_type))
 
 
@@ -134,7 +143,8 @@ def _type_of_package(scheme: str) -> StoreType:
     found = loaded_extension(_GROUP, scheme)
     if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
         raise StorageError(
-            f"the entry point {scheme} of the group {_GROUP} is no StoreType of that scheme: {found!r:.200}",
+            f"the entry point {scheme} of the group {_GROUP} must be a StoreType for the scheme {scheme!r}, "
+            f"not {found!r:.200}: fix or uninstall its package",
             op="open",
         )
     _BY_SCHEME[scheme] = OBJECTS if found is None else found
@@ -185,7 +195,7 @@ def check_storage_options(storage_options: object) -> None:
         return
     if not isinstance(storage_options, Mapping) or any(type(name) is not str for name in storage_options):
         raise OptionError(
-            "storage_options must map names of options to their values, not be a "
+            "storage_options must be a mapping of option names to values, not a "
             f"{type(storage_options).__name__}"
         )
 
@@ -304,7 +314,7 @@ def open_parent_folder(root: str | os.PathLike[str], *, open_store: OpenStore = 
         if place.capabilities.lists_folders:
             return ParentFolder(place, open_store)
     raise StorageError(
-        f"{place.url}: the checkpoints below a {type(place).__name__} cannot be listed",
+        f"{place.url}: a {type(place).__name__} cannot list the folders below it",
         path=place.url,
         op="open",
     )

@@ -98,7 +98,7 @@ def test_a_beaten_save_whose_upload_was_ended_says_so(s3_server: S3Server, s3_ro
         began.append(place.uploads())
         place.save(2)
 
-    with pytest.raises(CheckpointConflictError, match="was aborted: another writer"):
+    with pytest.raises(CheckpointConflictError, match="was aborted and its data discarded: another writer"):
         place.save(1, Fault("finish", hook=_once(overtake)))
     assert began == [1]
     assert look(place) == (2, 2, set(), CLEAN, 0)

@@ -62,7 +62,7 @@ def test_places_without_options(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="takes no storage options, and was given secret") as caught:
             dcp.save({"n": 1}, checkpoint_id=place, storage_options={"secret": "hush"}, no_dist=True)
         assert "hush" not in str(caught.value)
-    with pytest.raises(TypeError, match="storage_options must map") as mistaken:
+    with pytest.raises(TypeError, match="storage_options must be a mapping") as mistaken:
         dcp.load({"n": 1}, checkpoint_id=tmp_path, storage_options="hush")  # type: ignore[arg-type]
     assert "hush" not in str(mistaken.value)
     assert list(tmp_path.iterdir()) == []

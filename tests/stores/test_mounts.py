@@ -66,7 +66,7 @@ def test_what_a_mount_refuses_is_done_otherwise(tmp_path: Path, count: int) -> N
     """Saves and conversions work and leave nothing behind, and one log line names each missing operation."""
     seen, logged = in_lab(saves_where_refused, tmp_path, count)
     assert seen == [(call, name, 2, True, []) for call, names in REFUSALS.items() for name in names[:count]]
-    missing = ["a file system that cannot sync folders", "a file system without hard links"]
+    missing = ["a file system without fsync of folders", "a file system without hard links"]
     for what in (*missing, "a file system without locks"):
         assert sum(what in line for line in logged) == 1, logged
     assert len(logged) == 3

@@ -49,7 +49,7 @@ def test_unsupported_urls(text: str) -> None:
 
 def test_empty_path() -> None:
     """An empty id is probably an unset variable, and must not mean the current folder."""
-    with pytest.raises(StorageError, match="empty path"):
+    with pytest.raises(StorageError, match="checkpoint id is empty"):
         open_store("")
 
 

@@ -98,7 +98,7 @@ class _Attempt:
 
     def fill(self, raw: Any, inflow: Inflow) -> None:
         """Fill all buffers from urllib3's answer ``raw``, whose body must have exactly this size."""
-        body = raw._fp  # http.client's: urllib3's own would make new bytes objects of it
+        body = raw._fp  # of http.client, because urllib3 would copy into new bytes objects
         self._is_filling = True
         try:
             for buffer in inflow.buffers():
@@ -112,14 +112,14 @@ class _Attempt:
                     self._moved_bytes += got
         finally:
             self._is_filling = False
-        if not body.isclosed() and body.read(1):  # sent in chunks, without its size
-            raise http.client.HTTPException(f"the body has more than {inflow.size_bytes} bytes")
+        if not body.isclosed() and body.read(1):  # chunked, without a size
+            raise http.client.HTTPException(f"the response has more than {inflow.size_bytes} bytes")
         self.hold(None)
         raw.release_conn()
 
     def _go_on(self) -> None:
         if self._is_aborted:
-            raise ConnectionAbortedError("called off")
+            raise ConnectionAbortedError("the request was cancelled")
 
 
 _CURRENT: Final[ContextVar[_Attempt]] = ContextVar("_CURRENT")
@@ -132,7 +132,8 @@ class S3Bucket:
         given = dict(storage_options)
         if given.get("session") is not None:
             raise StorageError(
-                "session= is of an asynchronous client: give key, secret and token, or profile",
+                "the storage option session= (of an asynchronous client) is not supported: pass key, secret "
+                "and token, or profile",
                 path=f"s3://{name}",
                 op="open",
             )
@@ -145,7 +146,7 @@ class S3Bucket:
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **wished,
-            # Not hashed a second time: the CRC-32 of each upload is signed, and the service compares it.
+            # No second hash: the CRC-32 of each upload is signed and checked by the service.
             "s3": {"payload_signing_enabled": False, **(wished.get("s3") or {})},
             "retries": {"total_max_attempts": 1},
         }
@@ -157,7 +158,7 @@ class S3Bucket:
         except (TypeError, ValueError, KeyError) as error:
             names = ", ".join(sorted(given))
             raise StorageError(
-                f"s3fs does not take these storage options ({names}): {type(error).__name__}",
+                f"s3fs rejects these storage options ({names}): {type(error).__name__}",
                 path=f"s3://{name}",
                 op="open",
             ) from error
@@ -202,10 +203,10 @@ class S3Bucket:
             try:
                 while not wait([future], min(_LOOK_SECONDS, limit_seconds)).done:
                     if called_off is not None and called_off.is_set():
-                        raise RequestError(Failure.PASSING, "called off")
+                        raise RequestError(Failure.PASSING, "the request was cancelled")
                     if attempt.is_late(limit_seconds):
                         raise TimeoutError(
-                            f"the transfer did not end within {limit_seconds:.0f} s, and was very slow"
+                            f"the transfer was too slow and did not end within {limit_seconds:.0f} s"
                         )
                 return future.result()
             finally:

@@ -50,8 +50,8 @@ class FsspecStore(ObjectStore):
         if scheme not in fsspec.available_protocols() and scheme not in fsspec.registry:
             raise StorageError(
                 "Cannot detect which StorageReader or StorageWriter to use: "
-                f"no store is known for {url!r}: neither dcp nor fsspec knows the scheme; use a path, "
-                "file://, memory://, s3:// or another one of fsspec's",
+                f"neither dcp nor fsspec knows the scheme of {url!r}; use a path, file://, memory://, s3:// "
+                "or another scheme of fsspec",
                 path=url,
                 op="open",
             )
@@ -86,7 +86,7 @@ class FsspecStore(ObjectStore):
         given = self._filesystem_options
         with self._opening(*given):
             filesystem = fsspec.core.url_to_fs(self.url, **_UNCACHED, **given)[0]
-        # Only asynchronous file systems are made to be called by several threads.
+        # Only asynchronous file systems support calls by several threads.
         return filesystem, self.options.concurrency if getattr(filesystem, "async_impl", False) else 2
 
     @contextmanager
@@ -97,7 +97,7 @@ class FsspecStore(ObjectStore):
             raise StorageError(
                 f"{self.url} needs a package that is not installed: {error}", path=self.url, op="open"
             ) from error
-        except Exception as error:  # some log in at once, and fail with errors of their own
+        except Exception as error:  # e.g. a failed login
             names = f" with options {', '.join(sorted(options))}" if options else ""
             raise StorageError(
                 f"fsspec cannot open {self.url!r}{names}: {type(error).__name__}: {error}",
@@ -144,7 +144,7 @@ class FsspecStore(ObjectStore):
         except RequestError as error:
             if error.kind is not Failure.RANGE:
                 raise
-            # replaced by a shorter one since
+            # the file was replaced by a shorter file
             raise RequestError(Failure.PASSING, str(error)) from error
 
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
@@ -163,7 +163,7 @@ class FsspecStore(ObjectStore):
         if len(data) != size:
             total = self._head(key).size_bytes
             kind = Failure.RANGE if total < begin + size else Failure.PASSING
-            raise RequestError(kind, f"{len(data)} bytes came instead of {size}; the file has {total}")
+            raise RequestError(kind, f"received {len(data)} of {size} bytes; the file has {total}")
         return data
 
     def _put(self, key: str, data: bytes, condition: str | None) -> str:

@@ -99,7 +99,7 @@ def _chain(error: BaseException | None, *, implied: bool = False) -> Iterator[Ba
 
 _PASSING_CODES: Final = frozenset(
     {
-        "BadDigest",  # damaged on the way: the next attempt sends it anew
+        "BadDigest",  # damaged in transfer: sent again by the next attempt
         "ConditionalRequestConflict",  # another conditional write to the key was under way
         "IncompleteBody",
         "InternalError",
@@ -133,16 +133,16 @@ def s3_failure(error: Exception, bucket: str) -> RequestError:
         return answer_failure(error.response, bucket)
     text = f"{type(error).__name__}: {error}"
     inner = error.kwargs.get("error") if isinstance(error, exceptions.HTTPClientError) else error
-    if isinstance(inner, FileNotFoundError) or _NOT_TRUSTED in text:  # the network has no such errors
+    if isinstance(inner, FileNotFoundError) or _NOT_TRUSTED in text:  # not errors of the network
         return RequestError(Failure.FINAL, text)
     if isinstance(error, RecursionError):
         # botocore asks for the bucket's region, is redirected, asks for the region, ...
-        return _elsewhere(bucket, "redirected again and again")
+        return _elsewhere(bucket, "redirected repeatedly")
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return RequestError(
             Failure.FINAL,
-            "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or "
-            "storage_options key and secret (anon=True for public buckets)",
+            "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the "
+            "storage options key and secret (anon=True for public buckets)",
         )
     passing = (
         exceptions.HTTPClientError,
@@ -164,10 +164,10 @@ def answer_failure(response: Mapping[str, Any], bucket: str) -> RequestError:
     """
     metadata, body = response.get("ResponseMetadata", {}), response.get("Error", {})
     status, code = int(metadata.get("HTTPStatusCode", 0)), str(body.get("Code", ""))
-    named = f"{status} {code}" if code != str(status) else code  # an answer to HEAD has a status only
+    named = f"{status} {code}" if code != str(status) else code  # responses to HEAD have only a status
     text = f"{named}: {body.get('Message', '')}".rstrip(": ")
     if code == "NoSuchBucket":
-        return RequestError(Failure.FINAL, f"there is no bucket {bucket!r} ({text})")
+        return RequestError(Failure.FINAL, f"the bucket {bucket!r} does not exist ({text})")
     if status in _ELSEWHERE_STATUS or code in _ELSEWHERE_CODES or body.get("Region"):
         region = metadata.get("HTTPHeaders", {}).get("x-amz-bucket-region") or body.get("Region")
         return _elsewhere(bucket, text, region, body.get("Endpoint"))
@@ -192,7 +192,7 @@ def _elsewhere(bucket: str, text: str, region: object = None, endpoint: object =
 def _retry_after(metadata: Mapping[str, Any]) -> float:
     try:
         wished = float(metadata.get("HTTPHeaders", {}).get("retry-after", 0))
-    except ValueError:  # a date: ours is the better guess
+    except ValueError:  # a date: use our own pause
         return 0.0
     return min(max(0.0, wished), _LONGEST_WAIT_SECONDS)
 
@@ -241,8 +241,8 @@ def filesystem_failure(error: Exception, place: str) -> RequestError:
     if status in _REFUSED_STATUS or (not status and _is_refusal(chain)):
         return RequestError(
             Failure.FINAL,
-            f"{text} (credentials are missing, wrong, or lack the permission: pass them in "
-            f"storage_options, or configure them for the package of {place})",
+            f"{text} (credentials are missing, wrong or lack a permission: pass them in storage_options, or "
+            f"configure them for the package of {place})",
         )
     if status:
         kind = _BY_STATUS.get(status, Failure.FINAL if status < 500 else Failure.PASSING)
@@ -369,8 +369,8 @@ class Requests:
                     if error.kind is not Failure.PASSING or late or called_off.is_set():
                         raise self._error(op, key, error, attempts) from error
                     level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
-                    # As text: a handler that keeps records would keep the store with the error's traceback.
-                    failed = "%s of %s: attempt %d failed, again in %.1f s: %s"
+                    # As text: a handler that keeps records would keep the store by the error's traceback.
+                    failed = "%s of %s: attempt %d failed, retry in %.1f s: %s"
                     logger.log(level, failed, op, key, attempts, pause, str(error))
                     called_off.wait(pause)
                     bound_seconds = min(2 * bound_seconds, _LONGEST_PAUSE_SECONDS)
@@ -380,7 +380,7 @@ class Requests:
                 return result
         except (RequestError, StorageError):
             raise
-        except BaseException:  # Ctrl-C: what other threads ask for the same caller is not worth waiting for
+        except BaseException:  # Ctrl-C: cancel the requests of other threads for the same caller
             self.interrupt()
             raise
         finally:

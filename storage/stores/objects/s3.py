@@ -48,7 +48,7 @@ class S3Store(ObjectStore):
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         found = _URL.fullmatch(url.rstrip("/"))
         if found is None:
-            raise StorageError(f"{url!r} names no bucket; use s3://bucket/prefix", path=url, op="open")
+            raise StorageError(f"{url!r} has no bucket: use s3://bucket/prefix", path=url, op="open")
         super().__init__(url, found[1], storage_options)
         self.prefix = f"{found[2]}/" if found[2] else ""
 
@@ -91,8 +91,8 @@ class S3Store(ObjectStore):
             if error.kind is not Failure.RANGE:
                 raise
             data, info = b"", self._head(key)  # an empty object has no first byte
-        if len(data) != min(info.size_bytes, limit_bytes):  # or it has changed meanwhile
-            raise RequestError(Failure.PASSING, f"{len(data)} bytes came of {info.size_bytes}")
+        if len(data) != min(info.size_bytes, limit_bytes):  # or the object was replaced meanwhile
+            raise RequestError(Failure.PASSING, f"received {len(data)} of {info.size_bytes} bytes")
         return data, info
 
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
@@ -105,7 +105,7 @@ class S3Store(ObjectStore):
                 if info.size_bytes < begin + size:
                     raise RequestError(Failure.RANGE, f"the object has {info.size_bytes} bytes")
                 if (came := answer.get("ContentLength", size)) != size:
-                    raise RequestError(Failure.PASSING, f"the body had {came} bytes instead of {size}")
+                    raise RequestError(Failure.PASSING, f"the response has {came} bytes, expected {size}")
                 self.bucket.fill(answer, inflow)
             return info
 
@@ -215,7 +215,7 @@ class S3Store(ObjectStore):
         try:
             self._unless_missing("abort_upload", key, abort)
         except StorageError as error:
-            logger.log(level, "%s: an unfinished upload stays behind: %s", self.url, error)
+            logger.log(level, "%s: an unfinished upload could not be aborted: %s", self.url, error)
 
     def abort_uploads(
         self, belongs: Callable[[str], bool], level: int = logging.DEBUG, begin: str = ""
@@ -324,8 +324,8 @@ class PartsWriteHandle(WriteHandle):
         self._count += 1
         if self._count > _MAX_PARTS:
             raise StorageError(
-                f"{self._path} grows beyond {_MAX_PARTS} parts; give `create` the expected size, or a larger "
-                "part_bytes",
+                f"{self._path} needs more than {_MAX_PARTS} parts: pass the storage option part_bytes with a "
+                "larger value, or expected_bytes to create()",
                 path=self._path,
                 op="put_part",
             )
@@ -433,8 +433,9 @@ class PartsWriteHandle(WriteHandle):
     def _ended(self) -> CheckpointConflictError:
         """Return the error of an upload aborted by the save that won."""
         return CheckpointConflictError(
-            f"the upload of {self._path} was aborted: another writer has committed to this place, or a "
-            f"clean-up removed it as remains of a killed save; its data is discarded",
+            f"the upload of {self._path} was aborted and its data discarded: another writer committed to "
+            f"this id, or a clean-up removed the upload as remains of a killed save; save again with a "
+            f"unique id",
             path=self._path,
         )
 
@@ -453,13 +454,15 @@ def _range_info(key: str, answer: Mapping[str, Any], begin: int, size: int) -> O
     if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
         total = answer.get("ContentLength", size + 1)
         if begin or total > size:
-            raise RequestError(Failure.FINAL, "the service ignores ranges; it cannot be read from")
+            raise RequestError(
+                Failure.FINAL, "the service ignores range requests, which reading checkpoints requires"
+            )
         return _info(key, answer, total)
     found = _RANGE.search(answer.get("ContentRange", ""))
     if found is None:
-        raise RequestError(Failure.FINAL, "the service does not say how long the object is")
-    if int(found[1]) != begin:  # of a cache on the way: nothing else would tell
-        raise RequestError(Failure.PASSING, f"bytes from {found[1]} on came instead of {begin}")
+        raise RequestError(Failure.FINAL, "the service does not return the object's size (Content-Range)")
+    if int(found[1]) != begin:  # sent by a faulty cache in between
+        raise RequestError(Failure.PASSING, f"the response begins at byte {found[1]}, expected {begin}")
     return _info(key, answer, int(found[2]))
 
 

@@ -107,15 +107,18 @@ class ObjectOptions:
                 kind = "a whole number" if whole else "a number of seconds"
                 raise StorageError(f"storage option {name} must be {kind}, not a {type(value).__name__}")
         if self.conditional_writes not in ("auto", "trust", "off"):
-            raise StorageError(f"conditional_writes must be auto, trust or off: {self.conditional_writes!r}")
+            raise StorageError(
+                "storage option conditional_writes must be 'auto', 'trust' or 'off', not "
+                f"{self.conditional_writes!r}"
+            )
         if self.concurrency < 1 or self.part_bytes < 5 << 20 or self.part_bytes % 4096:
             raise StorageError(
-                "concurrency must be at least 1, part_bytes a multiple of 4096 from 5 MiB on, as S3 wants: "
-                f"{self.concurrency=}, {self.part_bytes=}"
+                "storage options: concurrency must be at least 1, and part_bytes a multiple of 4096 of at "
+                f"least 5 MiB: {self.concurrency=}, {self.part_bytes=}"
             )
         if self.retry_seconds < 0 or self.request_timeout_seconds <= 0:
             raise StorageError(
-                f"retry_seconds must be at least 0 and request_timeout_seconds above 0: "
+                "storage options: retry_seconds must be at least 0 and request_timeout_seconds above 0: "
                 f"{self.retry_seconds=}, {self.request_timeout_seconds=}"
             )
 
@@ -209,7 +212,7 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, place: str, storage_options: Mapping[str, Any] | None) -> None:
         if "::" in url:
-            raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
+            raise StorageError(f"{url}: chained URLs of fsspec (::) are not supported", path=url, op="open")
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
         self._filesystem_options = dict(self._given)
@@ -458,11 +461,11 @@ class ObjectStore(Store):
                     heeds[creates] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
             known = heeds[creates]
         if not known:
-            what = "create a file only if it is absent" if creates else "compare before it replaces a file"
+            what = "create-only writes" if creates else "compare-and-replace writes"
             raise StorageError(
-                f"{self.url}: {self.place} cannot {what}, and two writers to one id could mix their "
-                'checkpoints. If only one job writes there, pass storage_options={"conditional_writes": '
-                '"off"}',
+                f"{self.url}: {self.place} does not support conditional requests ({what}), so two writers to "
+                "one id could mix their checkpoints. If only one job writes there, pass "
+                'storage_options={"conditional_writes": "off"}',
                 path=self.url,
                 op="publish",
             )
@@ -481,8 +484,8 @@ class ObjectStore(Store):
         finally:
             try:
                 self._unless_missing("delete", key, lambda: self._delete(key))
-            except StorageError as error:  # no permission to delete: commits need none
-                logger.debug("%s stays behind: %s", key, error)
+            except StorageError as error:  # no permission to delete, which commits do not need
+                logger.debug("%s could not be deleted: %s", key, error)
 
 
 def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
@@ -538,7 +541,7 @@ class ObjectReadHandle(ReadHandle):
 
     def pread(self, length: int, offset: int) -> bytes:
         """Read as `preadv`, into new memory."""
-        self._check(length, offset)  # before memory for it is taken
+        self._check(length, offset)  # before memory is allocated
         return super().pread(length, offset)
 
     def close(self) -> None:
@@ -547,7 +550,7 @@ class ObjectReadHandle(ReadHandle):
 
     def _check(self, size: int, offset: int) -> None:
         if self._is_closed:
-            raise ValueError(f"{self._path} is closed: it cannot be read any more")
+            raise ValueError(f"{self._path} is closed and cannot be read")
         if size and offset + size > self.size_bytes:
             raise self._too_short(self.size_bytes, offset + size)
 
@@ -579,7 +582,7 @@ class ObjectReadHandle(ReadHandle):
         ends = "before that" if size_bytes is None else f"at byte {size_bytes}"
         return CorruptCheckpointError(
             f"{self._path}: the checkpoint has data up to byte {wanted_bytes}, but the object ends "
-            f"{ends}; it was truncated or replaced",
+            f"{ends}: it was truncated or replaced; load another checkpoint",
             path=self._path,
             size_bytes=size_bytes,
             wanted_bytes=wanted_bytes,

@@ -54,9 +54,8 @@ NO_EXCHANGE: Final = NO_OPERATION | {errno.EACCES, errno.EPERM}
 """Errnos of unsupported renameat2 with RENAME_EXCHANGE on folders: NFS, FUSE, SMB."""
 
 WITHOUT_LOCKS: Final = (
-    "a file system without locks: two jobs that replace one checkpoint, or convert to one target, at the "
-    "same time do not exclude each other. Use one writer per place, or mount with locks (Lustre: -o "
-    "flock)"
+    "a file system without locks, so two jobs that replace one checkpoint or convert to one target at the "
+    "same time are not detected. Use one writer per place, or mount with locks (Lustre: -o flock)"
 )
 
 _warned: set[tuple[int, str]] = set()
@@ -84,8 +83,8 @@ def sync_folder(folder: Path) -> None:
         warn_once(
             folder,
             error,
-            "a file system that cannot sync folders: a power cut may undo the last commit, and lose the "
-            "checkpoint or bring back the previous one",
+            "a file system without fsync of folders: a power cut may undo the last commit, so that the "
+            "checkpoint is lost or the previous one is back",
         )
 
 
@@ -119,16 +118,16 @@ RESERVED_FROM_BYTES: Final = 64 << 20
 _SIZE_BYTES: Final = attrgetter("nbytes")
 
 _NO_SYNC: Final = (
-    "; this file system cannot make a file durable: save with FileSystemWriter(path, sync_files=False), "
-    "which does not wait for the disk, or to another file system"
+    "; this file system does not support fsync: save with FileSystemWriter(path, sync_files=False), which "
+    "does not wait for the disk, or to another file system"
 )
 _NO_RENAME: Final = (
-    "; this file system cannot rename files, which a commit needs: save to the URL of the store behind "
-    "it, such as s3://bucket/prefix, or to another file system"
+    "; this file system does not support rename, which a commit needs: save to the URL of the store behind "
+    "the mount, such as s3://bucket/prefix, or to another file system"
 )
 _NO_CUT: Final = (
     ": save with FileSystemWriter(path, open_store=functools.partial(dcp.storage.stores.PosixStore, "
-    "direct_io=False)), or to the URL of the store behind it, such as s3://bucket/prefix"
+    "direct_io=False)), or to the URL of the store behind the mount, such as s3://bucket/prefix"
 )
 _ADVICE: Final = {"fsync": _NO_SYNC, "fdatasync": _NO_SYNC, "rename": _NO_RENAME}
 """Advice by operation for mounts without a replacement."""
@@ -193,7 +192,7 @@ def broken_link(path: Path) -> str | None:
     for part in (path, *path.parents):
         with suppress(OSError):
             if part.is_symlink() and not part.exists():
-                return f"{part} is a symbolic link to {part.readlink()}, which is not there or leads back"
+                return f"{part} is a symbolic link to {part.readlink()}, which does not exist or is circular"
     return None
 
 
@@ -380,13 +379,13 @@ class PosixWriteHandle(WriteHandle):
                 Path(self._path).unlink(missing_ok=True)
 
     def __del__(self) -> None:
-        # A handle that was dropped open: the file stays for `dcp gc`, descriptor and memory must not.
+        # A dropped open handle: release descriptor and memory; `dcp gc` removes the file.
         if getattr(self, "_state", "") == "open" and self._process_id == os.getpid():
             self._release()
 
     def _check_usable(self) -> None:
         if self._state != "open":
-            raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
+            raise ValueError(f"{self._path} is {self._state} and cannot be written")
         if self._failure is not None:
             raise self._failure
         if self._process_id != os.getpid():
@@ -519,7 +518,7 @@ class PosixWriteHandle(WriteHandle):
         if self._extent_bytes > end:
             with step(self._observe, "ftruncate", self._path):
                 os.ftruncate(self._descriptor, end)
-                if os.fstat(self._descriptor).st_size != end:  # s3fs ignores it
+                if os.fstat(self._descriptor).st_size != end:  # s3fs ignores ftruncate
                     raise StorageError(
                         f"ftruncate of {self._path} to {end} bytes had no effect on this mount{_NO_CUT}",
                         op="ftruncate",
@@ -554,7 +553,7 @@ class PosixReadHandle(ReadHandle):
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Read with one system call if possible; more after partial reads or above 2 GiB."""
         if self._descriptor < 0:
-            raise ValueError(f"{self._path} is closed: it cannot be read any more")
+            raise ValueError(f"{self._path} is closed and cannot be read")
         for first in range(0, len(buffers), _IOV_MAX):
             pending = buffers[first : first + _IOV_MAX]
             end = offset + sum(map(_SIZE_BYTES, pending))

@@ -114,7 +114,7 @@ class PosixStore(Store):
         self.url = str(self._root)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Worker processes get a store of their own: locks that are held here do not travel.
+        # Worker processes get their own store without the locks held here.
         return vars(self) | {"_lock_owners": set()}
 
     def make_root(self) -> None:
@@ -134,7 +134,7 @@ class PosixStore(Store):
             if os.path.lexists(self._root):
                 break
         is_absent = refused is not None and not os.path.lexists(self._root)
-        other = f"{self.url} cannot be made ({refused})" if is_absent else f"{self.url} is not a folder"
+        other = f"{self.url} cannot be created ({refused})" if is_absent else f"{self.url} is not a folder"
         fault = broken_link(self._root) or other
         raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
 
@@ -211,18 +211,20 @@ class PosixStore(Store):
                 if fault := broken_link(self._root):
                     raise CheckpointNotFoundError(fault, path=self.url) from error
                 raise CheckpointFormatError(
-                    f"{path} is a symbolic link, which could point at any of your files; if you trust the "
-                    "folder, open it with follow_links=True",
+                    f"{path} is a symbolic link, which is not followed, because it could point at any file. "
+                    "If you trust the folder, open it with PosixStore(..., follow_links=True)",
                     path=str(path),
                 ) from error
             raise storage_error(error, "open", path) from error
         if self._links_within is not None and not self._follow_links:
-            # Where the open file is: a link, or a folder on the way, may have been exchanged since.
+            # Check the place of the open file, because a link or parent folder may have been replaced.
             place = path_of_descriptor(descriptor)
             if not is_below(place, self._links_within) and (place or follow):
                 with suppress(OSError):  # reported below
                     os.close(descriptor)
-                raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
+                raise CheckpointFormatError(
+                    f"{path} is outside of {self._links_within} by a symbolic link", path=str(path)
+                )
         return PosixReadHandle(path, descriptor)
 
     def create(
@@ -258,7 +260,7 @@ class PosixStore(Store):
                     with step(self._observe, "rename", target):
                         temporary.rename(target)
         except BaseException:
-            # Ctrl-C may come in any step; after a rename that did happen nothing has this name any more.
+            # Ctrl-C may come in any step; after a completed rename the temporary name is gone.
             with suppress(OSError):
                 temporary.unlink()
             raise
@@ -295,7 +297,7 @@ class PosixStore(Store):
             )
         if isinstance(descriptor, OSError):
             warn_once(self._root, descriptor, WITHOUT_LOCKS)
-            with locked(self.url, timeout_seconds):  # keeps out the threads of this process alone
+            with locked(self.url, timeout_seconds):  # excludes only threads of this process
                 yield
             return
         self._lock_owners.add(thread)
@@ -361,8 +363,8 @@ class PosixStore(Store):
                 warn_once(
                     self._root,
                     error,
-                    "a file system without hard links: a new checkpoint gets its name by a rename under the "
-                    "lock, which other tools do not take",
+                    "a file system without hard links: a new checkpoint is published by a rename under the "
+                    "lock, which other tools ignore. Use one writer per place",
                 )
                 return False
             # NFS may repeat a request with a lost answer: the existing name is then ours.
@@ -382,12 +384,12 @@ class PosixStore(Store):
         while True:
             is_new = not os.path.lexists(path)
             with step(self._observe, "lock", path):
-                # Opened anew each time: a lock belongs to an open file, so threads exclude each other too.
+                # Opened each time: a lock belongs to an open file, so threads exclude each other too.
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 descriptor = os.open(path, flags, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The last holder may have removed the file since: a lock on a removed file excludes no one.
+                # The last holder may have removed the file; a lock on a removed file is useless.
                 if is_named(path, descriptor):
                     return descriptor
             except OSError as error:
@@ -434,7 +436,7 @@ def _open(place: str, options: Mapping[str, Any] | None) -> Store:
     parts = urlsplit(place)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise StorageError(
-            f"{place!r} names no local file: write file:///absolute/path", path=place, op="open"
+            f"{place!r} is not a local path: write file:///absolute/path", path=place, op="open"
         )
     return PosixStore(unquote(parts.path))
 
