@@ -57,8 +57,8 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
     tensor: Any = value if outer is None else local_part(outer)
     if tensor.is_nested:
         raise PlanError(
-            f"tensor {fqn!r}: nested tensors cannot be stored; store its values() and offsets(), or what "
-            "unbind() gives",
+            f"tensor {fqn!r}: nested tensors cannot be stored; store values() and offsets(), or the tensors "
+            "of unbind()",
             fqn=fqn,
         )
     names, context = tensor.__tensor_flatten__()
@@ -66,10 +66,10 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
     for name in names:
         part = getattr(tensor, name)
         if part is not getattr(tensor, name):
-            raise _refused(fqn, tensor, f"its {name} is made anew at each access")
+            raise _refused(fqn, tensor, f"its inner tensor {name} is a new object at each access")
         parts[name] = part if outer is None else _divided(fqn, name, part, outer)
     if FACTS in parts:
-        raise _refused(fqn, tensor, f"one of its inner tensors is called {FACTS!r}")
+        raise _refused(fqn, tensor, f"an inner tensor has the reserved name {FACTS!r}")
     shape = tuple(value.shape)
     try:
         facts = {
@@ -79,7 +79,7 @@ def parts_of(fqn: str, value: Any) -> dict[str, Any]:
             "context": _plain(context, {tuple(tensor.shape): shape}),
         }
     except (TypeError, RuntimeError, AttributeError) as error:
-        raise _refused(fqn, tensor, f"its other facts are no plain data ({error})") from error
+        raise _refused(fqn, tensor, f"its __tensor_flatten__ context is not plain data ({error})") from error
     return {**parts, FACTS: facts}
 
 
@@ -93,8 +93,8 @@ def check_facts(fqn: str, own: Mapping[str, Any], stored: Any) -> None:
     if differs:
         pairs = [f"{name} {stored.get(name)!r:.200}, not {own[name]!r:.200}" for name in differs]
         raise PlanError(
-            f"tensor {fqn.removesuffix('.' + FACTS)!r}: the checkpoint has a tensor of another kind: "
-            f"{'; '.join(pairs)}. Create the model as at the time of the save, with the same quantization",
+            f"tensor {fqn.removesuffix('.' + FACTS)!r} has another kind in the checkpoint: "
+            f"{'; '.join(pairs)}. Create the model as for the save, with the same quantization",
             fqn=fqn,
         )
 
@@ -108,12 +108,12 @@ def _divided(fqn: str, name: str, part: Any, outer: DTensor) -> Any:
     dims = [placement.dim for placement in placements if placement.is_shard()]
     odd = [p for p in placements if not (p.is_shard() or isinstance(p, Replicate))]
     if odd or any(isinstance(placement, StridedShard) for placement in placements):
-        raise _refused(fqn, local, f"it is divided as {outer.placements}")
+        raise _refused(fqn, local, f"it has the unsupported placements {outer.placements}")
     along = [dim for dim in dims if dim < part.ndim and part.shape[dim] == local.shape[dim]]
     if len(along) < len(dims):
         if along or part.numel() != 1:
             raise _refused(
-                fqn, local, f"its {name} of shape {tuple(part.shape)} is not divided as {outer.placements}"
+                fqn, local, f"the shape {tuple(part.shape)} of {name} does not fit {outer.placements}"
             )
         return part
     shape = list(part.shape)
@@ -127,8 +127,8 @@ def _divided(fqn: str, name: str, part: Any, outer: DTensor) -> Any:
 
 def _refused(fqn: str, tensor: torch.Tensor, why: str) -> PlanError:
     return PlanError(
-        f"tensor {fqn!r} is a {type(tensor).__name__}, a subclass made of inner tensors, and {why}. Store "
-        "the inner tensors under their own names, or dequantize it first",
+        f"tensor {fqn!r} is a {type(tensor).__name__}, a subclass with inner tensors, which cannot be "
+        f"stored: {why}. Store the inner tensors under their own names, or dequantize it first",
         fqn=fqn,
     )
 
@@ -313,8 +313,8 @@ class Flat:
 def _too_deep(fqn: str) -> PlanError:
     name = fqn if len(fqn) <= _MAX_SHOWN else f"{fqn[:_MAX_SHOWN]}..."
     return PlanError(
-        f"{name!r} is nested deeper than {MAX_NESTING} levels, or contains itself: keep it out of the "
-        "state dict, or flatten it",
+        f"{name!r} is nested deeper than {MAX_NESTING} levels, or contains itself: flatten it, or remove it "
+        "from the state dict",
         fqn=name,
     )
 
@@ -342,9 +342,8 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     if flat.duplicates:
         names = sorted(set(flat.duplicates))
         raise PlanError(
-            f"duplicated flatten key {listed(names, most=_MAX_LISTED)}: several entries of the state dict "
-            "have it; rename one of them (a dict key with a dot can collide with nesting, and the key 0 "
-            "with '0')",
+            f"duplicated flatten key {listed(names, most=_MAX_LISTED)} of several entries of the state dict: "
+            "rename one of them (a dict key with a dot can collide with a nested key, and 0 with '0')",
             fqns=names[:_MAX_LISTED],
         )
     return flat
@@ -359,7 +358,10 @@ def _step(container: Any, key: str | int, default: Callable[[], Any]) -> Any:
     if isinstance(container, Mapping):
         return container.setdefault(key, default()) if key not in container else container[key]  # type: ignore[attr-defined]
     if not isinstance(key, int):
-        raise PlanError(f"path component {key!r} does not fit into a {type(container).__name__}", key=key)
+        raise PlanError(
+            f"the key {key!r} of the checkpoint does not fit a {type(container).__name__} in the state dict",
+            key=key,
+        )
     container.extend([None] * (key + 1 - len(container)))
     if container[key] is None:
         container[key] = default()
@@ -376,8 +378,8 @@ def _put(container: Any, key: str | int, value: Any) -> None:
         container[key] = value
     except TypeError as error:
         raise PlanError(
-            f"the state dict holds a {type(container).__name__} in place of a container for {key!r}; use "
-            "a dict or a list there",
+            f"the state dict has a {type(container).__name__} where the checkpoint has a container with the "
+            f"key {key!r}: use a dict or a list",
             key=key,
         ) from error
 

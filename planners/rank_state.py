@@ -63,8 +63,8 @@ def encoded_object(
         blob = cache.get(plain) or object_record(pickle.dumps(stored, protocol=2))
     except Exception as error:  # whatever pickling code of the value's class raises
         raise PlanError(
-            f"{fqn!r}, a {type(value).__name__}, cannot be stored: {type(error).__name__}: {error}. Keep "
-            "it out of the state dict, or convert it to plain data",
+            f"{fqn!r}, a {type(value).__name__}, cannot be pickled: {type(error).__name__}: {error}. Remove "
+            "it from the state dict, or convert it to plain data",
             fqn=fqn,
         ) from error
     if len(cache) < _KEPT_ENCODINGS:

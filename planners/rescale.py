@@ -45,8 +45,8 @@ class Rescale(PerRank):
     def __post_init__(self) -> None:
         if not callable(self.rule) and self.rule not in (*_RULES, "keep"):
             raise OptionError(
-                f'a rule is "same", "sum", "split", "keep" or a function of (states, rank, world_size), '
-                f"not {self.rule!r}"
+                f'the rule of Rescale must be "same", "sum", "split", "keep" or a function of (states, rank, '
+                f"world_size), not {self.rule!r}"
             )
 
 
@@ -69,7 +69,7 @@ def rescaled_value(name: str, rule: RescaleRule, states: list[Any], rank: int, w
 
 def _same(states: list[Any], rank: int, world_size: int) -> Any:
     if not all(_is_equal(states[0], state) for state in states[1:]):
-        raise PlanError('a value with the rule "same" differs between the saving ranks')
+        raise PlanError('the rule is "same", but the value differs between the saving ranks')
     return states[0]
 
 
@@ -91,7 +91,9 @@ def _sum(states: list[Any], rank: int, world_size: int) -> Any:
         total = torch.stack(states).sum(0, dtype=states[0].dtype)
         return total / world_size if total.is_floating_point() else _share(total, rank, world_size)
     if any(isinstance(state, bool) or not isinstance(state, int | float) for state in states):
-        raise TypeError(f'"sum" is for numbers, tensors and dicts of them, not {states[0]!r}')
+        raise TypeError(
+            f'the rule "sum" supports numbers, tensors and dicts of these, not {states[0]!r:.200}'
+        )
     if all(isinstance(state, int) for state in states):
         return _share(sum(states), rank, world_size)
     return math.fsum(states) / world_size
@@ -108,7 +110,9 @@ def _split(states: list[Any], rank: int, world_size: int) -> Any:
     if isinstance(states[0], torch.Tensor):
         return torch.cat(states).tensor_split(world_size)[rank].clone()
     if not all(isinstance(state, list) for state in states):
-        raise TypeError(f'"split" is for lists, tensors and dicts of them, not {states[0]!r}')
+        raise TypeError(
+            f'the rule "split" supports lists, tensors and dicts of these, not {states[0]!r:.200}'
+        )
     joined = [item for state in states for item in state]
     each, more = divmod(len(joined), world_size)
     begin = rank * each + min(rank, more)
@@ -119,7 +123,7 @@ def _by_key(
     rule: Callable[[list[Any], int, int], Any], states: Sequence[Any], rank: int, world_size: int
 ) -> dict[Any, Any]:
     if any(not isinstance(state, Mapping) or state.keys() != states[0].keys() for state in states):
-        raise PlanError("the saving ranks have dicts with different keys; give a function as the rule")
+        raise PlanError("the saving ranks have dicts with different keys: use a function as the rule")
     return {key: rule([state[key] for state in states], rank, world_size) for key in states[0]}
 
 

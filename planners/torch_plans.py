@@ -92,14 +92,14 @@ def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], lis
             object_items.append(item)
             continue
         if data is None or data.chunk is None:
-            raise PlanError(f"the plan's item {fqn!r} is a tensor without a box", fqn=fqn)
+            raise PlanError(f"the write item of the tensor {fqn!r} has no tensor_data or chunk", fqn=fqn)
         kind = (dtype_code(data.properties.dtype, fqn=fqn), tuple(data.size))
         rows.append(tensors.setdefault(fqn, len(kinds)))
         if rows[-1] == len(kinds):
             kinds.append(kind)
             grads.append(bool(data.properties.requires_grad))
         elif kinds[rows[-1]] != kind:
-            raise PlanError(f"one plan has boxes of {fqn!r} with different dtypes or shapes", fqn=fqn)
+            raise PlanError(f"write items of {fqn!r} in one plan have different dtypes or shapes", fqn=fqn)
         boxes.append(data.chunk)
         tensor_items.append(item)
     names, none = tuple(item.index.fqn for item in object_items), np.zeros(len(object_items), np.int64)

@@ -33,7 +33,9 @@ def torch_dtype(code: int) -> torch.dtype:
     try:
         return _TORCH_BY_CODE[code]
     except KeyError:
-        raise PlanError(f"this torch ({torch.__version__}) has no dtype for format code {code}") from None
+        raise PlanError(
+            f"torch {torch.__version__} has no dtype for the checkpoint's dtype code {code}: upgrade torch"
+        ) from None
 
 
 def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
@@ -44,7 +46,9 @@ def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
     """
     code = _CODE_BY_TORCH.get(dtype)
     if code is None:
-        raise PlanError(f"tensor {fqn!r} has dtype {dtype}, which a checkpoint cannot hold", fqn=fqn)
+        raise PlanError(
+            f"tensor {fqn!r} has dtype {dtype}, which cannot be stored: convert it first", fqn=fqn
+        )
     return code
 
 

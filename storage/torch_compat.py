@@ -55,8 +55,8 @@ def warn_if_untested(version: str) -> None:
     if oldest <= _release(version) <= newest:
         return
     warnings.warn(
-        f"torch {version} was not tested with this dcphub, torch {oldest[0]}.{oldest[1]} to "
-        f"{newest[0]}.{newest[1]} were: test a load of your checkpoints before you rely on them",
+        f"torch {version} was not tested with this dcphub (tested: torch {oldest[0]}.{oldest[1]} to "
+        f"{newest[0]}.{newest[1]}): test a load of your checkpoints before you rely on them",
         UntestedTorchWarning,
         stacklevel=2,
     )

@@ -130,9 +130,9 @@ class _Builder:
                 self.note(f"{fqn!r}: dtype {local.dtype} cannot be stored")
         for source in local.sources:
             if tensor_kind(type(source)) != PLAIN:
-                self.note(f"{fqn!r}: its local part is a {type(source).__name__}, not a plain tensor")
+                self.note(f"{fqn!r}: the local shard is a {type(source).__name__}, not a plain tensor")
             elif source.dtype != local.dtype:
-                self.note(f"{fqn!r}: its local part is {source.dtype}, the tensor {local.dtype}")
+                self.note(f"{fqn!r}: the local shard is {source.dtype}, but the tensor is {local.dtype}")
         key = id(local.boxes), local.shape
         if key not in self.known:
             self.known[key] = local.boxes, self.form(local)
@@ -231,7 +231,7 @@ class _Builder:
             is_fixed = is_read_only(facts.pointers[numbers]) if len(numbers) else np.zeros(0, np.bool_)
             for row in rows[numbers[is_fixed]].tolist():
                 text = (
-                    f"{self.fqns[row]!r}: its memory is read-only, like a numpy memory map of mode 'r'; "
+                    f"{self.fqns[row]!r}: the memory is read-only, such as a numpy memory map with mode 'r'; "
                     "load into a clone(), or open the map with mode 'r+' or 'c'"
                 )
                 self.problems.append((row, text))
@@ -275,24 +275,24 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
             )
         return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; convert it to a supported dtype first"
     if facts.pointers[0] and facts.is_cut[0]:
-        return f"{fqn!r}: its memory was freed in part (resized storage); reshard first, or clone it before"
+        return f"{fqn!r}: its memory was partly freed (resized storage); reshard or clone it first"
     if facts.pointers[0] or not tensor.numel():
         return None
     if tensor.is_meta:
-        return f"{fqn!r}: on the meta device, there are no values; materialise it with to_empty() first"
+        return f"{fqn!r}: it is on the meta device and has no values; materialize it with to_empty() first"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             f"{fqn!r}: a {type(tensor).__name__} has no memory of its own and no __tensor_flatten__; "
             "dequantize it, or store its parts under their own names"
         )
-    return f"{fqn!r}: its memory was freed (resized storage) or never was (a fake tensor); reshard first"
+    return f"{fqn!r}: its memory was freed (resized storage), or it is a fake tensor; reshard it first"
 
 
 def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        return f"{fqn!r}: layout {value.layout} cannot be stored; call to_dense(), or store its parts"
+        return f"{fqn!r}: layout {value.layout} cannot be stored; use to_dense(), or store its parts"
     if isinstance(value, torch.Tensor) and value.is_nested:
-        return f"{fqn!r}: nested tensors cannot be stored; store the parts that unbind() gives"
+        return f"{fqn!r}: nested tensors cannot be stored; store the tensors of unbind()"
     return f"{fqn!r}: a {type(value).__name__} without memory of its own ({str(error).splitlines()[0]})"
 
 

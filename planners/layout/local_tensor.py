@@ -240,8 +240,8 @@ def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | 
         if math.prod(shape):
             raise PlanError(
                 f"tensor {fqn!r}: this rank's shard has shape {tuple(local.shape)}, but placements "
-                f"{tensor.placements} of shape {tuple(shape)} give {local_shape}; shard it as torch "
-                "does",
+                f"{tensor.placements} of shape {tuple(shape)} give {local_shape}; shard it by "
+                "distribute_tensor() or fully_shard()",
                 fqn=fqn,
             )
         local = local.new_empty(shape)
@@ -255,7 +255,8 @@ def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | 
 def _whole(fqn: str, source: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> LocalBox:
     if tuple(source.shape) != tuple(sizes):
         raise PlanError(
-            f"tensor {fqn!r}: a shard of shape {tuple(source.shape)} claims the box of sizes {tuple(sizes)}",
+            f"tensor {fqn!r}: a shard has shape {tuple(source.shape)}, but its metadata has the sizes "
+            f"{tuple(sizes)}",
             fqn=fqn,
         )
     return LocalBox(tuple(offsets), tuple(sizes), (0,) * len(sizes))
@@ -266,7 +267,7 @@ def _from_sharded(fqn: str, tensor: ShardedTensor) -> LocalTensor:
     for shard in tensor.local_shards():
         if isinstance(shard.tensor, ShardedTensor):
             raise PlanError(
-                f"tensor {fqn!r} nests sharded tensors; it needs flatten_sharded_tensors=True",
+                f"tensor {fqn!r} contains sharded tensors: pass flatten_sharded_tensors=True to the planner",
                 fqn=fqn,
             )
         sources.append(shard.tensor)
@@ -285,8 +286,8 @@ def _from_protocol(fqn: str, value: Any) -> LocalTensor:
         data = item.tensor_data
         if data is None or item.index.fqn != fqn:
             raise PlanError(
-                f"tensor {fqn!r} of type {type(value).__name__} describes an item {item.index.fqn!r} "
-                "that is no box of it; __create_write_items__ must give tensor items under the given name",
+                f"tensor {fqn!r} of type {type(value).__name__} returned an item {item.index.fqn!r} that is "
+                "not one of its shards; __create_write_items__ must return tensor items with the given name",
                 fqn=fqn,
             )
         sources.append(value.__get_tensor_shard__(item.index))
@@ -325,8 +326,8 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
     if kind == _ASYNC:
         return plain_tensor(value.wait())
     raise PlanError(
-        f"tensor {fqn!r} is a {type(value).__name__}, a subclass made of inner tensors; store those "
-        "under names of their own, or implement __create_write_items__, __create_chunk_list__ and "
+        f"tensor {fqn!r} is a {type(value).__name__}, a subclass with inner tensors; store the inner tensors "
+        "under their own names, or implement __create_write_items__, __create_chunk_list__ and "
         "__get_tensor_shard__",
         fqn=fqn,
     )
@@ -360,7 +361,7 @@ class BoxLookup:
         """
         fqn = index.fqn
         if fqn not in state_dict:
-            raise PlanError(f"Could not find FQN: {fqn!r}, which the plan names, in the state dict", fqn=fqn)
+            raise PlanError(f"Could not find FQN: {fqn!r} of the plan in the state dict", fqn=fqn)
         value = state_dict[fqn]
         if tensor_kind(type(value)) == OBJECT:
             if index.offset is not None:
@@ -376,8 +377,8 @@ class BoxLookup:
         view = _view_of_box(known[1], index.offset, sizes) if known[1] is not None else None
         if view is None:
             raise PlanError(
-                f"Could not find shard at '{index.offset}' for FQN: {fqn!r}: this rank has no such box of "
-                f"sizes {sizes}",
+                f"Could not find shard at '{index.offset}' for FQN: {fqn!r}: this rank has no shard of sizes "
+                f"{sizes} there",
                 fqn=fqn,
             )
         return view

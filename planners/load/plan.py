@@ -43,8 +43,7 @@ _OTHER_KINDS: Final = (
 )
 
 _PER_RANK_ADVICE: Final = (
-    'Some of these are PerRank values, saved by another number of ranks: per_rank="keep" leaves them '
-    "unchanged."
+    'Some are PerRank values, saved by another number of ranks: per_rank="keep" leaves them unchanged.'
 )
 
 
@@ -100,7 +99,7 @@ def plan_load(
     if (tensor_rows < 0).any() or (object_rows < 0).any():
         kind = "is a tensor in the state dict, but another value in the checkpoint"
         missing += _missing(wanted.fqns, tensor_rows, values, kind, problems)
-        kind = "is a tensor in the checkpoint, but no tensor in the state dict"
+        kind = "is a tensor in the checkpoint, but another value in the state dict"
         missing += _missing(object_fqns, object_rows, tensors, kind, problems)
     if missing and not allow_missing:
         problems.texts[MissingKeyError] = {fqn: problems.shown(fqn) for fqn in missing}
@@ -188,8 +187,8 @@ def intersect(
         for place in np.flatnonzero(volumes != sizes.prod(axis=1)).tolist():
             fqn, box = wanted.fqns[int(box_tensors[chosen[place]])], sizes[place].tolist()
             problems.texts[PlanError][fqn] = (
-                f"{fqn!r}: of the box at {low[place].tolist()} of sizes {box} the checkpoint stores "
-                f"{volumes[place]} of {int(np.prod(sizes[place]))} elements"
+                f"{fqn!r}: the checkpoint stores {volumes[place]} of {int(np.prod(sizes[place]))} elements "
+                f"of the box at {low[place].tolist()} with sizes {box}"
             )
         met, *others = found
         for column, values in zip(columns, (chosen[met], *others, np.full(len(met), ndim)), strict=True):
@@ -324,8 +323,8 @@ _PREFIXES: Final = 8
 """Maximum number of tried prefixes."""
 
 OTHER_GROUPS: Final = (
-    "Groups of an optimizer are numbered: after adding or removing groups, states may go to the wrong "
-    "ones. Save and load by the names of parameters, get_optimizer_state_dict() with "
+    "Parameter groups of an optimizer are numbered: after adding or removing groups, states may go to the "
+    "wrong group. Save and load by parameter names: get_optimizer_state_dict() with "
     "StateDictOptions(flatten_optimizer_state_dict=True)"
 )
 """Advice for options that would omit a parameter group."""
@@ -349,7 +348,7 @@ def _hint(
             dropped.append(str(part))
     if dropped:
         advice = "load the rest (exclude=...), or load a step that still has the entry"
-        return f"{'; '.join(dropped)}, to free its bytes: {advice}."
+        return f"{'; '.join(dropped)}, to free space: {advice}."
     return hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
 
 
@@ -364,7 +363,9 @@ def hint_for_missing(
     rules, count = rename_for_missing(missing, unused, found)
     if rules:
         shown = ", ".join(f"{_raw(regex)}: {_raw(text)}" for regex, text in rules.items())
-        which = "it" if len(missing) == 1 else "them all" if count == len(missing) else f"{count:,} of them"
+        which = (
+            "it" if len(missing) == 1 else "all of them" if count == len(missing) else f"{count:,} of them"
+        )
         how = f"add {{{shown}}} to rename" if is_renamed else f"pass rename={{{shown}}}"
         return f"The checkpoint has {which} under other names: {how}."
     suggested = {name: near_names(name, unused) for name in missing[:_SUGGESTED]}

@@ -57,7 +57,7 @@ class Selection:
             return None
         chosen = None if only is None else _globs("only", only)
         if chosen == {}:
-            raise OptionError("only=[] selects nothing; leave it out to load everything")
+            raise OptionError("only=[] selects nothing: omit only= to load everything")
         return cls(chosen, {} if exclude is None else _globs("exclude", exclude))
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def check_matches(ranks: Sequence[Matches]) -> None:
             patterns=list(idle)[:_MAX_LISTED],
         )
     if ranks and not any(rank.selected for rank in ranks):
-        raise OptionError("only and exclude together leave nothing of the state dict to load")
+        raise OptionError("only= and exclude= together select nothing of the state dict")
 
 
 def check_patterns(selection: Selection, names: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ def check_patterns(selection: Selection, names: Sequence[str]) -> None:
         ]
         raise MissingKeyError(f"{'; '.join(shown[:_MAX_LISTED])}: nothing in the checkpoint matches")
     if not matches.selected:
-        raise OptionError("only and exclude together leave nothing of the checkpoint")
+        raise OptionError("only= and exclude= together select nothing of the checkpoint")
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str] | None:
@@ -167,11 +167,11 @@ def renamer(rename: Rename | None) -> Callable[[str], str] | None:
         try:
             rules = [(re.compile(regex), replacement) for regex, replacement in rename.items()]
         except (re.error, TypeError) as error:
-            raise OptionError(f"rename has a key that is no regular expression: {error}") from error
+            raise OptionError(f"a key of rename= is not a valid regular expression: {error}") from error
         return partial(_substituted, rules)
     if not callable(rename):
         raise PlanError(
-            f"rename must be a mapping of regular expressions to replacements, or a function, not {rename!r}"
+            f"rename= must map regular expressions to replacements, or be a function, not {rename!r:.200}"
         )
     return lambda key: _checked(key, rename(key))
 
@@ -186,8 +186,8 @@ def check_rules(rename: Mapping[str, Any], names: Iterable[str]) -> None:
         before = after
     if idle:
         raise PlanError(
-            f"rename: {listed(idle, most=_MAX_LISTED)} change no name of the checkpoint; these are regular "
-            "expressions on its flat keys",
+            f"rename=: {listed(idle, most=_MAX_LISTED)} change no name of the checkpoint; patterns are "
+            "regular expressions on flat keys of the checkpoint",
             patterns=idle,
         )
 
@@ -199,7 +199,8 @@ def _substituted(rules: Sequence[tuple[re.Pattern[str], Any]], key: str) -> str:
             name = regex.sub(replacement, name)
         except (re.error, IndexError, TypeError) as error:
             raise PlanError(
-                f"rename: {regex.pattern!r} with the replacement {replacement!r} fails for {name!r}: {error}",
+                f"rename=: {regex.pattern!r} with the replacement {replacement!r} fails for {name!r}: "
+                f"{error}",
                 fqn=key,
             ) from error
     return _checked(key, name)
@@ -207,7 +208,7 @@ def _substituted(rules: Sequence[tuple[re.Pattern[str], Any]], key: str) -> str:
 
 def _checked(key: str, name: Any) -> str:
     if not isinstance(name, str):
-        raise OptionError(f"rename must give a string, and gave {name!r} for {key!r}", fqn=key)
+        raise OptionError(f"rename= must return a string, not {name!r:.200}, for {key!r}", fqn=key)
     return name
 
 
@@ -215,7 +216,9 @@ def _globs(option: str, given: Patterns) -> Globs:
     texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     wrong = next((text for text in texts if not isinstance(text, str) or not text), None)
     if wrong is not None:
-        raise OptionError(f"{option} takes shell globs on flat keys, such as 'model.*', not {wrong!r}")
+        raise OptionError(
+            f"{option}= must be shell globs on flat keys, such as 'model.*', not {wrong!r:.200}"
+        )
     return {text: re.compile(f"{fnmatch.translate(text)}|{fnmatch.translate(text + '.*')}") for text in texts}
 
 

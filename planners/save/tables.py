@@ -169,8 +169,8 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
         for row in np.flatnonzero(opaque & ~differs).tolist():
             fqn, ranks = found.fqns[row], rank_list(found.holders(row))
             why = (
-                "it has no pickle state, or contains itself: keep it out of the state dict, or convert "
-                "it to plain data"
+                "it has no pickle state, or contains itself: remove it from the state dict, or convert it to "
+                "plain data"
             )
             found.mismatches.append((fqn, f"object {fqn!r} of {ranks} cannot be compared ({why})"))
     return found
@@ -288,13 +288,13 @@ def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]])
     message = f"Failed to validate global plan: {len(texts)} problem{plural}: {'; '.join(shown)}{more}"
     if mismatches:
         message += (
-            ". Only one of the differing values would be stored: synchronize them, or wrap state that is "
-            "meant to differ by rank in dcp.PerRank"
+            ". Only one of the different values would be stored: synchronize them, or wrap state that "
+            "differs by rank in dcp.PerRank"
         )
         if any(text.startswith("tensor ") for _, text in mismatches):
             message += (
-                ". Buffers such as those of BatchNorm under DDP: give all ranks rank 0's before each save, "
-                "for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
+                ". For buffers, such as those of BatchNorm under DDP, send rank 0's to all ranks before each "
+                "save: for buffer in model.buffers(): torch.distributed.broadcast(buffer, 0)"
             )
     fqns = sorted({fqn for fqn, _ in mismatches})[:MAX_LISTED]
     kind = PlanError if problems else ReplicaMismatchError
@@ -308,11 +308,11 @@ def check_volumes(tensors: CheckpointIndex) -> list[str]:
     sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
     if (sizes > MAX_VOLUME_LOG2).any():
         return [
-            f"{tensors.fqns[row]!r} of shape {list(tensors.shape(row))} has too many elements"
+            f"{tensors.fqns[row]!r} of shape {list(tensors.shape(row))} has more than 2**62 elements"
             for row in np.flatnonzero(sizes > MAX_VOLUME_LOG2).tolist()
         ]
     is_too_much = float(np.exp2(sizes).sum()) > 2.0**62
-    return ["the tensors have too many elements together"] if is_too_much else []
+    return ["the tensors have more than 2**62 elements in total"] if is_too_much else []
 
 
 def check_kinds(tensors: CheckpointIndex, tensor_rows: Sequence[Int64], objects: GlobalObjects) -> list[str]:
@@ -356,8 +356,8 @@ def check_nesting(
             or any(tuple(note["path"]) == path for note in all_columns[rank].notes)
         ]
         texts.append(
-            f"{name!r} is one value on {rank_list(holders)} (so is a list without tensors and dicts), but "
-            f"has entries of its own on {rank_list(opened)}"
+            f"{name!r} is a single value on {rank_list(holders)} (such as a list without tensors and dicts), "
+            f"but a container with entries on {rank_list(opened)}"
         )
     return texts
 
@@ -396,7 +396,7 @@ def check_boxes(items: Items, tensors: CheckpointIndex, volumes: Int64, *, compl
         sums = np.diff(starts(items.volumes[first])[edges])
         problems += [
             f"{tensors.fqns[row]!r} of shape {list(tensors.shape(row))}: the ranks hold {sums[row]} of its "
-            f"{volumes[row]} elements; all ranks that have a part must take part"
+            f"{volumes[row]} elements; all ranks with a shard must take part in the save"
             for row in np.flatnonzero(sums != volumes).tolist()
             if row not in overlapped
         ]

@@ -142,8 +142,8 @@ def refuse_shared(fqn: str, target: torch.Tensor) -> None:
     """Raise PlanError for a destination whose elements share memory."""
     if not target.is_contiguous() and repeats_places(target.shape, target.stride()):
         raise PlanError(
-            f"{fqn!r} cannot be loaded into an expanded tensor, or a view by as_strided(), whose elements "
-            "share memory; load into a clone() of it",
+            f"{fqn!r} cannot be loaded into a tensor whose elements share memory (expand() or as_strided()); "
+            "load into a clone()",
             fqn=fqn,
         )
 

@@ -24,7 +24,9 @@ class _OneFormatReader(FileSystemReader):
     def place(self) -> SourcePlace:
         """Folder or file of the current id; `PlanError` without an id."""
         if not self.path:
-            raise OptionError(f"{type(self).__name__} needs a checkpoint_id, as an argument or from dcp.load")
+            raise OptionError(
+                f"{type(self).__name__} needs a checkpoint_id: pass it to the reader or to dcp.load"
+            )
         return super().place
 
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
@@ -36,8 +38,8 @@ class _OneFormatReader(FileSystemReader):
         index = super().read_index(rank, own_rank=own_rank)
         if index.format not in self.formats:
             raise UnsupportedFormatError(
-                f"{self.path} is not a {self.what}; its format is {index.format!r}; dcp.load without a "
-                "storage_reader reads all formats",
+                f"{self.path} is not a {self.what}, but has the format {index.format!r}: use dcp.load "
+                "without storage_reader=, which reads all formats",
                 path=str(self.path),
             )
         return index

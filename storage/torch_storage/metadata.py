@@ -174,7 +174,7 @@ def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResul
         if place.dtype_code != index.dtype_codes[tensor]:
             fqn = index.fqns[tensor]
             raise PlanError(
-                f"chunks of {fqn!r} were written with another dtype than its metadata says", fqn=fqn
+                f"chunks of {fqn!r} were written with a dtype other than in the plan's metadata", fqn=fqn
             )
     return replace(
         index,
@@ -203,7 +203,9 @@ def _place(places: dict[MetadataIndex, Any], fqn: str, offsets: Sequence[int] | 
     place = places.get(MetadataIndex(fqn, offsets))
     if place is None:
         where = "" if offsets is None else f" at {tuple(offsets)}"
-        raise PlanError(f"the plan's metadata has {fqn!r}{where}, but no rank wrote it", fqn=fqn)
+        raise PlanError(
+            f"the plan's metadata has {fqn!r}{where}, but no rank wrote it: check the save planner", fqn=fqn
+        )
     return place
 
 

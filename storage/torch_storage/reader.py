@@ -90,8 +90,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
         super().__init__()
         if _extension_registry is not None:
             raise OptionError(
-                "stream extensions are torch's experiment; give dcp.load torch's own FileSystemReader to "
-                "read a checkpoint that was saved with them"
+                "stream extensions are not supported: pass torch.distributed.checkpoint.FileSystemReader to "
+                "dcp.load to read a checkpoint saved with stream extensions"
             )
         self.path = path
         self.verify: Verify = verify
@@ -130,8 +130,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
             before = self._user
             if before not in (None, own):
                 raise OptionError(
-                    f"{self.path}: another thread loads with this reader, which supports one load at a "
-                    f"time; give each thread its own reader, or pass checkpoint_id="
+                    f"{self.path}: another thread loads with this reader, which supports one load at a time: "
+                    f"use one reader per thread, or pass checkpoint_id= instead"
                 )
             self._user = own
         try:
@@ -305,7 +305,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         rows = []
         for fqn in fqns:
             if fqn not in objects.position:
-                raise PlanError(f"{store.url}: {fqn!r} is not an object of this checkpoint", fqn=fqn)
+                raise PlanError(f"{store.url}: the checkpoint has no object {fqn!r}", fqn=fqn)
             rows.append(objects.position[fqn])
         for batch in _batches(rows, lambda row: int(objects.lengths[row]), _OBJECTS_BYTES):
             stored = [row for row in batch if objects.files[row] >= 0]
@@ -341,7 +341,7 @@ def _blob_fault(blob: bytes, expected: int) -> str | None:
             except (CorruptCheckpointError, CheckpointFormatError) as error:
                 return str(error)
     elif crc32(blob) != expected:
-        return f"CRC-32 {crc32(blob):08x}, committed was {expected:08x}"
+        return f"CRC-32 {crc32(blob):08x}, expected {expected:08x}"
     return None
 
 
@@ -351,14 +351,17 @@ def _chunk_finder(index: CheckpointIndex) -> Callable[[ReadItem], int]:
     @cache
     def rows_of(fqn: str) -> dict[tuple[int, ...], int]:
         if fqn not in index.position:
-            raise PlanError(f"the load plan reads {fqn!r}, which is not a tensor of this checkpoint", fqn=fqn)
+            raise PlanError(f"the load plan reads {fqn!r}, but this checkpoint has no such tensor", fqn=fqn)
         return {index.box(row)[0]: row for row in index.chunks(index.position[fqn])}
 
     def find(item: ReadItem) -> int:
         wanted = item.storage_index
         row = rows_of(wanted.fqn).get(tuple(wanted.offset or ()))
         if row is None:
-            raise PlanError(f"{wanted.fqn!r} has no chunk at {wanted.offset}", fqn=wanted.fqn)
+            raise PlanError(
+                f"the load plan reads {wanted.fqn!r} at {wanted.offset}, where the checkpoint has no chunk",
+                fqn=wanted.fqn,
+            )
         return row
 
     return find
@@ -381,8 +384,8 @@ def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
     target = planner.resolve_tensor(item).detach()
     if tuple(target.shape) != tuple(item.lengths):
         raise ShapeMismatchError(
-            f"the planner resolved {item.dest_index.fqn!r} to shape {tuple(target.shape)}, its item reads "
-            f"{tuple(item.lengths)}",
+            f"the planner resolved {item.dest_index.fqn!r} to shape {tuple(target.shape)}, but its read item "
+            f"has {tuple(item.lengths)}",
             fqn=item.dest_index.fqn,
         )
     return target
@@ -390,6 +393,6 @@ def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
 
 def _filled(engine: ReadEngine, chunk: int, item: ReadItem, target: torch.Tensor) -> Filled:
     if len(item.storage_offsets) != len(item.lengths):
-        raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
+        raise PlanError("a read item of the load plan has offsets and lengths of different lengths")
     elements, order = engine.elements(chunk, item.storage_offsets, item.lengths)
     return elements, target.permute(order)

@@ -82,13 +82,13 @@ class NoFileSystem:
     @property
     def fs(self) -> Any:
         """Raise AttributeError."""
-        raise AttributeError(f"{type(self).__name__} has no fs; its store is .store, made by open_store")
+        raise AttributeError(f"{type(self).__name__} has no attribute fs; its file access is .store")
 
     @fs.setter
     def fs(self, value: object) -> None:
         raise PlanError(
-            f"{type(self).__name__} would bypass the given fs, a {type(value).__name__}: pass your own "
-            "store by open_store=, or torch's storage to dcp.save or dcp.load"
+            f"{type(self).__name__} does not use fs, here a {type(value).__name__}: pass your own store by "
+            "open_store=, or torch's storage reader or writer to dcp.load or dcp.save"
         )
 
 
@@ -137,13 +137,13 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if _extensions:
             raise OptionError(
-                "stream extensions are torch's experiment and would hide the payloads' bytes; give "
-                "torch.distributed.checkpoint.FileSystemWriter to dcp.save if you need them"
+                "stream extensions are not supported, because dcp reads ranges of plain bytes: pass "
+                "torch.distributed.checkpoint.FileSystemWriter to dcp.save to use stream extensions"
             )
         if serialization_format is not SerializationFormat.TORCH_SAVE:
             raise OptionError(
-                "this writer stores the dcp format; give dcp.save torch's own FileSystemWriter for "
-                f"{serialization_format}"
+                "this writer stores the dcp format: pass torch.distributed.checkpoint.FileSystemWriter to "
+                f"dcp.save for {serialization_format}"
             )
         check_flags(
             single_file_per_rank=single_file_per_rank,
@@ -304,8 +304,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.store.make_root()
         if not self.use_collectives and any(map(self.store.stat, vars(commit.Names()).values())):
             raise CheckpointConflictError(
-                f"{self.store.url} holds a checkpoint of all ranks, which readers would load instead of "
-                "the rank's own; save to another id",
+                f"{self.store.url} holds a checkpoint of all ranks, which readers would load instead of the "
+                "rank's own checkpoint: save to another id",
                 path=self.store.url,
             )
         self._previous = commit.previous_state(self.store, self.names)
@@ -386,7 +386,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         parts = self._partitions(own, writing.payload_bytes[own], groups, has_objects=bool(blobs))
         if not parts:
             if len(columns.shares):
-                raise PlanError("every row of a write plan shares another row's payload")
+                raise PlanError("every item of the write plan shares the payload of another item")
             return WriteOutcome()
         numbers = range(self._files_written, self._files_written + len(parts))
         self._files_written += len(parts)
@@ -443,9 +443,9 @@ def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteR
     tensor, sizes = data.detach(), tuple(planned.chunk.sizes)
     if tuple(tensor.shape) != sizes or tensor.dtype != planned.properties.dtype:
         raise PlanError(
-            f"the planner resolved {fqn!r} to {tensor.dtype} {tuple(tensor.shape)}, its plan says "
-            f"{planned.properties.dtype} {sizes}; change the item's properties or chunk in "
-            "create_local_plan too",
+            f"the planner resolved {fqn!r} to {tensor.dtype} {tuple(tensor.shape)}, but its plan has "
+            f"{planned.properties.dtype} {sizes}: change the item's properties or chunk in create_local_plan "
+            "too",
             fqn=fqn,
         )
     code = dtype_code(tensor.dtype, fqn=fqn)

@@ -166,6 +166,6 @@ def test_freed_memory_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PlanError) as caught:
             act(state, checkpoint_id=tmp_path, no_dist=True)
         told = str(caught.value)
-        assert told.count("freed in part") == 2 and "'rows'" in told and "'tail'" in told
+        assert told.count("partly freed") == 2 and "'rows'" in told and "'tail'" in told
     with pytest.raises(PlanError, match=r"'w'.*memory was freed"):
         held({"w": gone})

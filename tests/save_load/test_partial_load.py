@@ -54,7 +54,7 @@ def test_patterns_select_what_they_match_and_all_below(
     state = {key: torch.zeros(1) for key in KEYS}
     expected = [key for key in KEYS if (only is None or chosen(only, key)) and not chosen(exclude, key)]
     if not expected:
-        with pytest.raises(PlanError, match="leave nothing"):
+        with pytest.raises(PlanError, match="select nothing"):
             dcp.load(state, checkpoint_id=stored, only=only, exclude=exclude, no_dist=True)
         return
     dcp.load(state, checkpoint_id=stored, only=only, exclude=exclude, no_dist=True)

@@ -65,7 +65,7 @@ def test_parts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
     assert same(found, {"optim": {"state": {0: state["optim"]["state"][0]}}})
     with pytest.raises(dcp.MissingKeyError, match="did you mean model"):
         dcp.read(tmp_path, only="modle")
-    with pytest.raises(dcp.errors.PlanError, match="leave nothing"):
+    with pytest.raises(dcp.errors.PlanError, match="select nothing"):
         dcp.read(tmp_path, only="step", exclude="st*")
 
 
