@@ -1,4 +1,4 @@
-"""Reshaped placements: any shape, dtype, world and placement loads into any other, between dcp and stock."""
+"""Placements: each saved world size and placement loads into any other, between dcp and stock torch."""
 
 from __future__ import annotations
 

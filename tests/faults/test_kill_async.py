@@ -1,4 +1,4 @@
-"""SIGKILL of trainers and writer processes around asynchronous saves: the last commit stays, others raise."""
+"""SIGKILL of trainers and writer processes around asynchronous saves: commits stay, survivors raise."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def die_while_writing(rank: int, world_size: int, root: Path, victims: tuple[int
     _save_behind(root, "old", OLD).result(TIMEOUT_SECONDS)
     future = _save_behind(root, "x", NEW, Fault("write", onwards=True, delay_seconds=0.1))
     if rank in victims:
-        if len(victims) == world_size:  # with a survivor: it would also hide the death from gloo
+        if len(victims) == world_size:  # otherwise it hides the death from the survivor's gloo
             leave_data_loader(root / f"data-loader-{rank}")
         os.kill(os.getpid(), signal.SIGKILL)
     return type(future.exception(TIMEOUT_SECONDS)).__name__

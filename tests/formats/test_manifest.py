@@ -1,4 +1,4 @@
-"""Manifests. Internal: any index and plain value, hostile columns behind checksums that fit, golden bytes."""
+"""Manifests. Internal: any index and plain value, hostile columns under valid checksums, golden bytes."""
 
 from __future__ import annotations
 

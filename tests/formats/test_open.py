@@ -1,4 +1,4 @@
-"""Choice between the files of a folder, in each state that saves, overwrites and crashes leave."""
+"""Choice between manifest and `.metadata`, in each state that saves, overwrites and crashes leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles. Internal: each opcode and each attack on the decoder, most of which no public file has."""
+"""Pickles. Internal: each opcode and each attack on the decoder; public files show few of them."""
 
 from __future__ import annotations
 

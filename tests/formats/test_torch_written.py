@@ -1,4 +1,4 @@
-"""`.metadata` for torch. Internal: any index, of which saves make few."""
+"""Encoding of `.metadata` for torch. Internal: arbitrary indexes; saves make few kinds."""
 
 from __future__ import annotations
 
