@@ -188,7 +188,7 @@ def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
     for options, words in (
         (("--only", "nothing"), "select nothing"),
         ((*rename, "--only", "model"), "they select names after the renaming"),
-        (("--rename", r"^model\..=>x"), "gives 'x' for both 'model.a' and 'model.b'"),
+        (("--rename", r"^model\..=>x"), "rename maps both 'model.a' and 'model.b' to 'x'"),
     ):
         refused = run("diff", a, b, *options)
         assert refused.status == 3 and words in refused.err
