@@ -87,8 +87,8 @@ def _check_port(host: str, port: int) -> None:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise PortError(
-                        f"port {port} of {host} is taken, perhaps by another dcp serve: end that, or choose "
-                        "another one with --port"
+                        f"port {port} of {host} is already in use, perhaps by another dcp serve: stop the "
+                        "other process, or choose another port with --port"
                     ) from None
 
 
@@ -99,7 +99,7 @@ def _tell_roots(settings: Settings) -> None:
             _log.info("root", name=root.name, place=root.url)
         except UnavailableError:
             _log.warning(
-                "root is not there: a wrong name, or a disk to mount", name=root.name, place=root.url
+                "root does not exist: check its URL, or mount its disk", name=root.name, place=root.url
             )
 
 
@@ -164,7 +164,7 @@ class _Server(uvicorn.Server):
         running = list(self.server_state.tasks)
         if not running:
             return
-        _log.warning("ended at once; requests were cut short", requests=len(running))
+        _log.warning("stopped immediately; running requests were aborted", requests=len(running))
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -302,7 +302,7 @@ class _Keeper:
             try:
                 process.wait(self._shutdown_seconds)
             except subprocess.TimeoutExpired:
-                _log.warning("worker did not stop in time; it is killed", seconds=self._shutdown_seconds)
+                _log.warning("worker did not stop in time; killing it", seconds=self._shutdown_seconds)
                 process.kill()
         self.thread.join()
 
@@ -316,7 +316,7 @@ class _Keeper:
                 return
             if time.monotonic() - started_seconds > _STABLE_SECONDS:
                 pause_seconds = _FIRST_PAUSE_SECONDS
-            _log.warning("worker ended; it is started again", status=status, pause_seconds=pause_seconds)
+            _log.warning("worker ended; restarting it", status=status, pause_seconds=pause_seconds)
             self._stopping.wait(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LAST_PAUSE_SECONDS)
 

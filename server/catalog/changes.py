@@ -62,7 +62,7 @@ def upsert_checkpoints(
     roots = {name: root_id(connection, name) for name in sorted({one.root for one in facts})}
     by_place = {(roots[one.root], one.key): one for one in facts}
     if len(by_place) != len(facts):
-        raise InvalidQueryError("key", "the checkpoint occurs twice in one call")
+        raise InvalidQueryError("key", "the request contains the checkpoint twice")
     batch = _Batch(connection, now, actor, roots)
     places = sorted(by_place)
     for start in range(0, len(places), _CHUNK):
@@ -257,7 +257,7 @@ def set_state(
     if row["state"] == state:
         return get_checkpoint(connection, checkpoint_id)
     if state not in _NEXT[row["state"]]:
-        raise StateError(f"checkpoint {checkpoint_id} is {row['state']}: not {state}", state=row["state"])
+        raise StateError(f"checkpoint {checkpoint_id} is {row['state']}, not {state}", state=row["state"])
     if state == "deleted" and row["is_pinned"]:
         raise StateError(f"checkpoint {checkpoint_id} is pinned: unpin it first", state=row["state"])
     bump(

@@ -148,14 +148,14 @@ class CheckpointName:
 
     def __post_init__(self) -> None:
         if (self.key is None) == (self.run is None):
-            raise InvalidQueryError("key", "give either key or run")
+            raise InvalidQueryError("key", "pass either key or run")
         if self.key is not None and (self.step is not None or self.alias is not None):
             raise InvalidQueryError("key", "step and alias require run, not key")
         if self.step is not None and self.alias is not None:
-            raise InvalidQueryError("step", "give step or alias, not both")
+            raise InvalidQueryError("step", "pass step or alias, not both")
         for field in ("root", "key", "run", "alias"):
             if "\x00" in (getattr(self, field) or ""):
-                raise InvalidQueryError(field, "it contains NUL")
+                raise InvalidQueryError(field, "must not contain NUL")
 
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in self.__slots__}

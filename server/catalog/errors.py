@@ -21,7 +21,7 @@ class MissingError(CatalogError):
     """No visible ``what`` (such as "checkpoint") has the name or number ``key``."""
 
     def __init__(self, what: str, key: int | str) -> None:
-        super().__init__(f"there is no {what} {key}")
+        super().__init__(f"{what} {key} not found")
         self.what = what
         self.key = key
 
@@ -30,7 +30,7 @@ class ChangedError(CatalogError):
     """The object changed: the version is ``version``, and ``expected`` was required."""
 
     def __init__(self, what: str, key: int | str, *, expected: int, version: int) -> None:
-        super().__init__(f"{what} {key} has changed: it is in version {version}, not {expected}")
+        super().__init__(f"{what} {key} was changed: its version is {version}, not {expected}; read it again")
         self.what = what
         self.key = key
         self.expected = expected
@@ -49,7 +49,7 @@ class ProtectedError(CatalogError):
     """The alias ``name`` is protected; the caller may not move or remove it."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"alias {name!r} is protected: that needs the scope admin")
+        super().__init__(f"alias {name!r} is protected: changes need the scope 'admin'")
         self.name = name
 
 

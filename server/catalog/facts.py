@@ -65,11 +65,13 @@ class CheckpointFacts:
     def __post_init__(self) -> None:
         check_key(self.key)
         if self.format not in catalog_formats():
-            raise InvalidQueryError("format", f"{self.format!r} is none of {', '.join(catalog_formats())}")
+            raise InvalidQueryError("format", f"{self.format!r} is not one of {', '.join(catalog_formats())}")
         if self.state not in get_args(FoundState):
-            raise InvalidQueryError("state", f"{self.state!r} is none of {', '.join(get_args(FoundState))}")
+            raise InvalidQueryError(
+                "state", f"{self.state!r} is not one of {', '.join(get_args(FoundState))}"
+            )
         if self.step is not None and not 0 <= self.step <= _MAX_STEP:
-            raise InvalidQueryError("step", "from 0 to 2^63 - 1")
+            raise InvalidQueryError("step", "must be from 0 to 2^63 - 1")
         for tag in self.tags:
             check_label("tag", tag)
         for name, value in self.metrics.items():

@@ -417,7 +417,7 @@ def _check_run(connection: Connection, wanted: CheckpointFilter, root_ids: list[
     if wanted.run_id is not None:
         query = select(runs.c.id).where(runs.c.id == wanted.run_id, mine)
         if connection.execute(query).first() is None:
-            raise InvalidQueryError("run_id", f"there is no run {wanted.run_id}")
+            raise InvalidQueryError("run_id", f"run {wanted.run_id} not found")
     if wanted.run is None:
         return
     if connection.execute(select(runs.c.id).where(runs.c.key == wanted.run, mine).limit(1)).first() is None:
@@ -457,4 +457,4 @@ def _unknown(what: str, name: str, names: list[str]) -> InvalidQueryError:
     same = [other for other in names if other.rpartition("/")[2] == last] if last else []
     near = list(dict.fromkeys([*same, *close_to(name, names)]))
     hint = f"; did you mean {listed(near)}?" if near else ""
-    return InvalidQueryError(what, f"there is no {what} {name[:200]!r}{hint}")
+    return InvalidQueryError(what, f"{what} {name[:200]!r} not found{hint}")

@@ -104,7 +104,7 @@ def add_tags(
         if not new:
             return None
         if len(has) + len(new) > MAX_LABELS:
-            raise InvalidQueryError("tag", f"{MAX_LABELS} tags at most")
+            raise InvalidQueryError("tag", f"a checkpoint has {MAX_LABELS} tags at most")
         connection.execute(
             insert(tags),
             [
@@ -172,7 +172,7 @@ def set_metrics(
         if not new:
             return None
         if len(has | new) > MAX_LABELS:
-            raise InvalidQueryError("metric", f"{MAX_LABELS} metrics at most")
+            raise InvalidQueryError("metric", f"a checkpoint has {MAX_LABELS} metrics at most")
         rows = [
             {"checkpoint_id": checkpoint_id, "name": name, "value": float(value)}
             for name, value in new.items()

@@ -27,16 +27,16 @@ def check_pattern(field: str, pattern: str) -> str:
     check_text(field, pattern)
     sets = [text for kind, text in _tokens(pattern) if kind in ("of", "not of")]
     if any(found[0] > found[2] for text in sets for found in re.findall(r"\w-\w", text)):
-        raise InvalidQueryError(field, "a range in brackets is reversed")
+        raise InvalidQueryError(field, "the glob has a reversed range, such as [z-a]")
     if re.sub(r"\*+", "*", pattern).count("*") > _MAX_STARS:
-        raise InvalidQueryError(field, f"{_MAX_STARS} stars at most")
+        raise InvalidQueryError(field, f"a glob has {_MAX_STARS} stars at most")
     return pattern
 
 
 def check_text(field: str, text: str) -> str:
     """Return ``text`` if it is a valid search text. Raises `InvalidQueryError`."""
     if not text or len(text) > _MAX_CHARACTERS or UNSTORABLE.search(text):
-        raise InvalidQueryError(field, f"1 to {_MAX_CHARACTERS} characters, without NUL")
+        raise InvalidQueryError(field, f"must have 1 to {_MAX_CHARACTERS} characters, without NUL")
     return text
 
 

@@ -179,9 +179,11 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
     problems = [f"step {step} {problem}" for step, rows in newest if (problem := _problem(rows))]
     if problems:
         said = listed(problems, most=_MAX_LISTED, show=str)
-        raise StateError(f"run {run_id}: {said}; give the checkpoints as sources", state="damaged steps")
+        raise StateError(
+            f"run {run_id}: {said}; pass intact checkpoints as sources instead", state="damaged steps"
+        )
     if len(newest) < last:
-        said = f"{last} committed steps are required, and {len(newest)} exist"
+        said = f"{last} committed steps are required, but only {len(newest)} exist"
         raise StateError(f"run {run_id}: {said}", state="too few steps")
     return [rows[0].id for _, rows in newest]
 
@@ -189,7 +191,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
 def _problem(rows: Sequence[Any]) -> str:
     """Return the reason why a step is unusable; "" if it is usable."""
     if len(rows) > 1:
-        return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
+        return f"exists {len(rows)} times, as checkpoints {', '.join(str(row.id) for row in rows)}"
     row = rows[0]
     if row.state != "committed":
         return "is damaged"

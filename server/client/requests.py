@@ -411,7 +411,7 @@ def joined(pages: Sequence[_Listed]) -> _Listed:
 def succeeded(job: models.Job) -> models.Job:
     """Return an ended job if it succeeded. Raises JobFailedError and JobCancelledError."""
     if job.state == "failed":
-        why = job.error.detail if job.error is not None else "no reason is known"
+        why = job.error.detail if job.error is not None else "unknown reason"
         raise JobFailedError(f"job {job.id} ({job.kind}) failed: {why}", job)
     if job.state == "cancelled":
         raise JobCancelledError(f"job {job.id} ({job.kind}) was cancelled", job)

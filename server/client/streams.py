@@ -154,7 +154,7 @@ class Download:
     ) -> None:
         self.target = Path(target)
         if self.target.exists() and not overwrite:
-            raise FileExistsError(f"{self.target} exists; overwrite=True replaces it")
+            raise FileExistsError(f"{self.target} exists; pass overwrite=True to replace it")
         self._part = self.target.with_name(f".{self.target.name}.part")
         self._note = self.target.with_name(f".{self.target.name}.part.json")
         self._what = what
@@ -185,7 +185,7 @@ class Download:
         """
         if headers.get("content-encoding", "identity") != "identity":
             raise AnswerError(
-                "a proxy of the service compresses its answers, although the request forbids it"
+                "a proxy compresses the responses of the service, although the request forbids this"
             )
         etag, size = headers.get("etag"), headers.get("content-length", "")
         match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
@@ -221,8 +221,8 @@ class Download:
     def incomplete(self, why: str) -> DownloadError:
         """Return the error for an abandoned download."""
         return DownloadError(
-            f"{self.target}: incomplete, {self._have} of {self._total} bytes, then {why}. The same call "
-            "resumes there. If it ends at the same byte again, the checkpoint is damaged: verify it"
+            f"{self.target}: incomplete after {self._have} of {self._total} bytes: {why}. Repeat the call to "
+            "resume. If it ends at the same byte again, the checkpoint is damaged: verify it"
         )
 
     def finish(self) -> Path:

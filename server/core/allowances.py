@@ -103,13 +103,13 @@ def subjects_of(owner: str, key_id: int | None, root: str | None = None) -> tupl
 
 
 _REMEDIES: Final[Mapping[str, str]] = {
-    "jobs_queued": "wait until some of them have begun",
-    "downloads": "wait until one has ended",
+    "jobs_queued": "wait until some jobs have started",
+    "downloads": "wait until a download has ended",
     "bytes_kept": "delete checkpoints",
 }
 _UNITS: Final[Mapping[str, str]] = {
     "jobs_queued": "jobs in the queue",
-    "downloads": "downloads under way",
+    "downloads": "running downloads",
     "bytes_kept": "of checkpoints",
 }
 
@@ -125,8 +125,8 @@ def refusal(
 ) -> ProblemError:
     """Return the problem of a request above a limit, with the limit, the use and the remedy."""
     detail = (
-        f"{limit}: {_named(subject)} may have {_amount(limit, allowed)} {_UNITS[limit]} and has "
-        f"{_amount(limit, used)}; "
+        f"{limit}: the limit of {_named(subject)} is {_amount(limit, allowed)} {_UNITS[limit]}, and "
+        f"{_amount(limit, used)} are in use; "
         f"{_REMEDIES[limit]}, or ask an admin for a higher limit"
     )
     extra |= {

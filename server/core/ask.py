@@ -183,7 +183,9 @@ class Ask:
         def submit(connection: Connection) -> Job:
             job_kind = self.service.kinds[kind.name]
             if not self.caller.may(job_kind.scope):
-                raise ForbiddenError(f"this needs the scope {job_kind.scope!r}", scope=job_kind.scope)
+                raise ForbiddenError(
+                    f"the job {job_kind.name} needs the scope {job_kind.scope!r}", scope=job_kind.scope
+                )
             caller = self.caller.having(job_kind.scope)
             spec = job_kind.specify(connection, params, caller, self.settings)
             if job_kind.scope == "convert":  # the job writes checkpoints

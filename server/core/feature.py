@@ -131,7 +131,7 @@ class Link:
     def __post_init__(self) -> None:
         if self.on not in get_args(LinkedFrom) or re.findall(r"{.*?}", self.path) not in ([], ["{id}"]):
             raise FeatureError(
-                f"{self}: on is one of {get_args(LinkedFrom)}, and of fields the path may have {{id}}"
+                f"{self}: on must be one of {get_args(LinkedFrom)}; the only field of path is {{id}}"
             )
 
 
@@ -192,7 +192,7 @@ class Feature:
     def __post_init__(self) -> None:
         for kind in self.events:
             if not _EVENT.fullmatch(kind):
-                raise FeatureError(f"{self.label}: event {kind!r} is not like note.created")
+                raise FeatureError(f"{self.label}: event {kind!r} must have the form note.created")
 
     @property
     def label(self) -> str:
@@ -261,9 +261,7 @@ class Feature:
 
         def declare(handle: F) -> F:
             if "return" not in handle.__annotations__:
-                raise FeatureError(
-                    f"{method} {path}: the function does not declare the record that it returns"
-                )
+                raise FeatureError(f"{method} {path}: the function needs a return annotation with a record")
             self.routes.append(Route(method, path, handle, tag, **options))
             return handle
 

@@ -152,7 +152,7 @@ class Resource(Generic[R]):
                 self._refuse_name(values)
 
     def _refuse_name(self, values: _Values, error: Exception | None = None) -> NoReturn:
-        raise StateError(f"there is a {self.what} {values.get('name')!r} already", state="exists") from error
+        raise StateError(f"{self.what} {values.get('name')!r} already exists", state="exists") from error
 
     def audit(
         self, connection: Connection, ask: Ask, action: str, row: Row[Any], detail: _Values | None = None

@@ -76,7 +76,7 @@ def check_key(key: str) -> str:
 def fault_of_key(key: str) -> str | None:
     """Return the reason why ``key`` is invalid for `check_key`; None if it is valid."""
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        return f"a key has 1 to {MAX_KEY_CHARACTERS} characters"
+        return f"must have 1 to {MAX_KEY_CHARACTERS} characters"
     text = key
     for _ in range(_MAX_DECODINGS):
         fault = _fault_of_text(text)
@@ -86,14 +86,14 @@ def fault_of_key(key: str) -> str | None:
         if decoded == text:
             return None
         text = decoded
-    return "it is percent-encoded repeatedly"
+    return "percent-encoded repeatedly"
 
 
 def _fault_of_text(text: str) -> str | None:
     if any(unicodedata.category(char) in _UNPRINTABLE for char in text):
-        return "it contains control characters or invalid Unicode"
+        return "contains control characters or invalid Unicode"
     if "::" in text or "://" in text:
-        return "URLs are not keys"
+        return "a key is a path in the root, not a URL"
     for part in text.split("/"):
         try:
             check_name(part)
@@ -152,7 +152,7 @@ class StorageRoot:
         missing root is never created, since that would hide both cases.
         """
         if self.path is not None and not self.path.is_dir():
-            raise UnavailableError(f"the folder of root {self.name} is not there")
+            raise UnavailableError(f"the folder of root {self.name} does not exist; is the disk mounted?")
 
     def identity(self) -> tuple[int, int] | None:
         """Return an identity of the folder of a local root, which changes with a rename, link or mount.
@@ -193,7 +193,7 @@ class StorageRoot:
         place = Path(os.path.realpath(base / key)) if key else base
         if not place.is_relative_to(base):
             raise UnprocessableError(
-                f"the key {key[:200]!r} of root {self.name} leads out of it by a symbolic link", field="key"
+                f"the key {key[:200]!r} leads out of root {self.name} by a symbolic link", field="key"
             )
         return str(place)
 
@@ -294,7 +294,7 @@ class Roots:
         try:
             return self._roots[name]
         except KeyError:
-            raise NotFoundError(f"there is no root {name[:64]!r}") from None
+            raise NotFoundError(f"root {name[:64]!r} not found") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._roots
@@ -322,7 +322,7 @@ def storage_problem(
     where = "" if root is None else f" of root {root.name}"
     if isinstance(error, CheckpointNotFoundError):
         if is_known:
-            return GoneError(f"the files of the checkpoint are no longer in the storage{where} any more")
+            return GoneError(f"the files of the checkpoint are no longer in the storage{where}")
         return NotFoundError(f"there is no checkpoint in the storage{where} under that key")
     if isinstance(error, StorageFullError):
         return UnavailableError(f"the storage{where} is full", retry_seconds=60)

@@ -227,10 +227,11 @@ class _Stream(EventSourceResponse):
         the start."""
         streams, who = self._streams, self._who
         if streams.total() >= _MAX_STREAMS:
-            raise UnavailableError("too many streams of events are open; read without a stream")
+            raise UnavailableError("too many event streams are open; read without a stream")
         if streams[who] >= _MAX_STREAMS_EACH:
             raise TooManyRequestsError(
-                f"{_MAX_STREAMS_EACH} streams of events of this account are open; end one, or read without",
+                f"this account has {_MAX_STREAMS_EACH} open event streams, the maximum; close one, or read "
+                "without a stream",
                 headers={"Retry-After": "10"},
             )
         streams[who] += 1

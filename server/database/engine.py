@@ -86,7 +86,7 @@ class Database:
         try:
             self.url: URL = make_url(url)
         except ArgumentError:
-            raise ValueError("database: give a URL, such as sqlite:///catalog.sqlite") from None
+            raise ValueError("database: not a URL such as sqlite:///catalog.sqlite") from None
         self._file: tuple[int, int] | None = None
         backend = self.url.get_backend_name()
         if backend == "sqlite":
@@ -170,7 +170,7 @@ class Database:
         before, self._file = self._file, found
         if before is not None and found != before:
             self.close()
-            raise DatabaseUnavailableError("sqlite: the file has been removed or replaced")
+            raise DatabaseUnavailableError("sqlite: the database file was removed or replaced")
 
     def close(self) -> None:
         """Close all connections; a later call opens new ones."""
@@ -183,7 +183,7 @@ class Database:
             yield
             return
         if not self._turns.acquire(timeout=2 * _BUSY_SECONDS):
-            raise DatabaseUnavailableError("another thread has held the write lock for too long")
+            raise DatabaseUnavailableError("sqlite: timeout while another thread holds the write lock")
         try:
             yield
         finally:

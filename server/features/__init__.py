@@ -106,7 +106,7 @@ def _load(entry: EntryPoint) -> Feature:
     except Exception as error:
         raise FeatureError(f"{where} cannot be imported: {error!r}") from error
     if not isinstance(found, Feature):
-        raise FeatureError(f"{where} is no dcp.server.core.feature.Feature but {type(found).__name__}")
+        raise FeatureError(f"{where} must be a dcp.server.core.feature.Feature, not {type(found).__name__}")
     found.package = package
     return found
 
@@ -118,8 +118,8 @@ def kinds() -> Mapping[str, Kind[Any]]:
     for kind, feature in found:
         if not isinstance(kind, Kind) or kind.scope not in get_args(Scope):
             raise FeatureError(
-                f"{feature.label}: {kind!r} is no kind of job with a scope: "
-                "an object of a subclass of Kind is needed"
+                f"{feature.label}: {kind!r} is not a job kind: pass an instance of a subclass of Kind with a "
+                "scope"
             )
         kind.feature = feature.name
         if kind.button:
@@ -133,8 +133,8 @@ def _check_button(kind: Kind[Any]) -> None:
         kind.params(checkpoint_id=1)
     except ValueError as error:
         raise FeatureError(
-            f"kind of job {kind.name!r}: a button needs parameters with checkpoint_id, and defaults for all "
-            f"others: {error}"
+            f"job kind {kind.name!r}: a button needs the parameter checkpoint_id, and defaults for all other "
+            f"parameters: {error}"
         ) from None
 
 
@@ -174,7 +174,7 @@ def allowances(settings: Settings) -> Allowances:
     found = [one for one in features(is_worker=True) if one.allowances is not None]
     if len(found) > 1:
         raise FeatureError(
-            f"features {', '.join(one.name for one in found)} declare allowances: keep one of them"
+            f"features {', '.join(one.name for one in found)} all declare allowances: uninstall all but one"
         )
     return next((one.allowances for one in found if one.allowances is not None), Allowances)(settings)
 
@@ -183,7 +183,7 @@ def role_settings(settings: Settings) -> RoleSettings:
     """Return the roles that a feature's settings give. Raises FeatureError if several features do."""
     found = [one.roles(settings) for one in features(is_worker=True) if one.roles is not None]
     if len(found) > 1:
-        raise FeatureError("several features define roles in their settings; keep one of these features")
+        raise FeatureError("several features define roles in their settings: uninstall all but one")
     return found[0] if found else NO_ROLES
 
 
@@ -192,7 +192,7 @@ def check_settings(settings: Settings) -> None:
     known = {one.name: one for one in features() if one.settings is not None}
     for name in settings.features:
         if name not in known:
-            raise FeatureError(f"settings features.{name}: no feature of this name has settings")
+            raise FeatureError(f"settings features.{name}: unknown feature, or a feature without settings")
     for one in known.values():
         one.options(settings)
 

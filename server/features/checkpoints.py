@@ -110,7 +110,7 @@ def lookup_checkpoint(query: Annotated[LookupQuery, InQuery()], ask: Ask) -> Che
     given = query.model_dump(exclude={"uri"})
     if query.uri is not None:
         if any(value is not None for value in given.values()):
-            raise UnprocessableError("uri cannot be combined with other names", field="uri")
+            raise UnprocessableError("uri excludes all other names of a checkpoint", field="uri")
         given["root"], given["key"] = place_of(ask.roots, query.uri, ask.visible)
     return ask.tagged(ask.find(details.find_checkpoint, details.CheckpointName(**given), ask.visible))
 

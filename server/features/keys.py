@@ -75,11 +75,14 @@ def check_roots(names: list[str] | None, ask: Ask) -> None:
     """Refuse roots that are not configured or not visible to the caller."""
     if names is None and ask.visible is not None:
         raise ForbiddenError(
-            "a key for all roots needs the scope 'admin' for all roots: name roots", scope="admin"
+            "a key for all roots needs the scope 'admin' for all roots: restrict the key with roots=",
+            scope="admin",
         )
     unknown = [name for name in names or () if name not in ask.roots or not ask.caller.may_see(name)]
     if unknown:
-        raise UnprocessableError(f"roots: the configuration has no {unknown[0]!r}, or you may not use it")
+        raise UnprocessableError(
+            f"roots: {unknown[0]!r} is not configured, or your role does not include this root"
+        )
 
 
 def make_key(body: NewKey, ask: Ask, account_id: int | None) -> CreatedKey:
@@ -115,7 +118,7 @@ def _check_account(connection: Connection, account_id: int, ask: Ask) -> None:
         if not ask.caller.may_everywhere("admin"):
             raise ForbiddenError("keys of accounts need the scope 'admin' for all roots", scope="admin")
         if account is None or account.kind != "service":
-            raise UnprocessableError(f"account_id: there is no service account {account_id}")
+            raise UnprocessableError(f"account_id: service account {account_id} not found")
     if account is None or account.disabled_seconds is not None:
         raise ConflictError(f"account {account_id} is disabled: enable the account first", state="disabled")
 

@@ -171,7 +171,7 @@ def _expected(connection: Connection, run_id: int, name: str, if_match: Precondi
     try:
         present = labels.get_alias(connection, run_id, name, ask.visible)
     except MissingError:
-        if_match.nothing(f"there is no alias {name}")
+        if_match.nothing(f"alias {name} not found")
         return 0
     if_match.required()
     # The tag includes the checkpoint: an alias that was removed and recreated has another tag.

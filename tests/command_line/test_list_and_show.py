@@ -283,7 +283,7 @@ def test_a_command_whose_packages_are_not_installed_names_the_extra(
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 3
-    assert done.stderr == f"dcp: this needs {package}: pip install 'dcphub[server]'\n"
+    assert done.stderr == f"dcp: this command needs {package}: pip install 'dcphub[server]'\n"
 
 
 @pytest.mark.parametrize("command", ["show", "stats"])

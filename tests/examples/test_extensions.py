@@ -248,7 +248,7 @@ feature = Feature("mine", __name__, templates={"a.html": "fine"})
 
 WRONG = {
     "import nothing_like_it": "cannot be imported",
-    "feature.kinds = [str]": "is no kind of job with a scope",
+    "feature.kinds = [str]": "is not a job kind",
     "feature.name = 'drift'": "2 features have a name 'drift'",
     "feature.work = ['absent']": "mine.absent cannot be imported",
     "feature.templates = {'a.html': '{% if %}'}": "template mine/a.html, line 1",

@@ -351,12 +351,12 @@ def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
     number = client.post(f"{API}/jobs", json={"kind": "convert", "params": job}).json()["id"]
     if change == "revoked":
         assert catalog.status("DELETE", f"/keys/{made['id']}") == 200
-        said = ("ForbiddenError", "service-account:robots/key:one submitted the job and is now revoked")
+        said = ("ForbiddenError", "service-account:robots/key:one, who submitted the job, is now revoked")
     elif change == "role":
         tag = {"If-Match": catalog.http.get(f"{API}/grants/{role}").headers["ETag"]}
         less = {"role": "contributor"}
         assert catalog.status("PATCH", f"/grants/{role}", json=less, headers=tag) == 200
-        said = ("ForbiddenError", "has no scope 'convert' in root main any more")
+        said = ("ForbiddenError", "no longer has the scope 'convert' in root main")
     else:
         limit(catalog, "account", f"account#{account}", bytes_kept=0)
         said = ("ConflictError", "bytes_kept: this account may have 0 B of checkpoints and has 0 B")

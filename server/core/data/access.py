@@ -175,12 +175,12 @@ class SharedValues(Generic[K, V]):
 
 
 _GONE: Final = {
-    "deleted": "it was deleted; restore it first",
-    "purged": "it was deleted and its files are purged",
+    "deleted": "deleted; restore the checkpoint first",
+    "purged": "deleted, and its files are purged",
 }
 _NOT_YET: Final = {
-    "incomplete": "its save has not been committed",
-    "unreadable": "it cannot be read",
+    "incomplete": "the save was not committed",
+    "unreadable": "the checkpoint is unreadable",
 }
 _KEPT_BYTES: Final = 64 << 20
 _KEPT: Final = 16
@@ -279,7 +279,9 @@ class _OpenCheckpoints:
         if known is not None:
             return known
         if found.is_large and self._values.waiting >= _MAX_WAITING:
-            raise UnavailableError("too many requests wait for large checkpoints", retry_seconds=5)
+            raise UnavailableError(
+                "too many requests are reading large checkpoints; retry later", retry_seconds=5
+            )
         return self._values.get(found.state, lambda: self._read(found))
 
     def _read(self, found: FoundCheckpoint) -> OpenCheckpoint:

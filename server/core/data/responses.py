@@ -155,7 +155,8 @@ def choose_range(headers: Mapping[str, str], size: int, etag: str) -> ByteRange:
             return ByteRange(0, size, size)
     if begin >= size or begin >= end:
         raise RangeError(
-            f"the range begins at byte {begin} of {size}", headers={"Content-Range": f"bytes */{size}"}
+            f"the range begins at byte {begin}, but the content has {size} bytes",
+            headers={"Content-Range": f"bytes */{size}"},
         )
     return ByteRange(begin, end, size, is_part=True)
 
@@ -165,7 +166,7 @@ def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
     differs."""
     wanted = headers.get("if-match")
     if wanted is not None and not _names(wanted, etag, is_weak=False):
-        raise PreconditionFailedError("If-Match names another content")
+        raise PreconditionFailedError("If-Match does not match: the content has changed")
     known = headers.get("if-none-match")
     return known is not None and _names(known, etag, is_weak=True)
 
@@ -263,7 +264,7 @@ class BodyResponse(Response):
                     reader.read_ahead()
                 await sender.send_part(part, more=left > 0)
                 if gone.done():
-                    _log.info("client went away", path=scope["path"], left_bytes=left)
+                    _log.info("client disconnected", path=scope["path"], left_bytes=left)
                     return
             if not has_begun:
                 await self._start(send)
@@ -391,7 +392,7 @@ class _PartsReader:
             raise RuntimeError("no read is in progress")
         part = await asyncio.wrap_future(self._ahead)
         if part is None:
-            raise CorruptCheckpointError("the source became shorter")
+            raise CorruptCheckpointError("the source file was truncated during the read")
         return part
 
     def close(self) -> None:

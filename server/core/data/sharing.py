@@ -68,7 +68,7 @@ class Streams:
         with self._lock:
             if self._running >= self.max_downloads:
                 raise UnavailableError(
-                    f"{self.max_downloads} downloads are running, the maximum",
+                    f"{self.max_downloads} downloads are running, the maximum (max_downloads); retry later",
                     retry_seconds=_RETRY_SECONDS,
                 )
             for subject, allowance in allowances.items():

@@ -76,11 +76,11 @@ class HostMiddleware:
         if not self._is_allowed((host["address"] or host["name"] or "").lower()):
             return MisdirectedError("this host name is not in allowed_hosts of the settings")
         if "\0" in scope["path"] or b"%00" in scope.get("query_string", b""):
-            return BadRequestError("the address contains NUL")
+            return BadRequestError("the URL contains NUL")
         if scope["method"] not in SAFE and _is_foreign(headers, hosts[0]):
             return ForbiddenError("refused: the request comes from a page of another site")
         if self._is_keyless and headers.get("sec-fetch-site", "") in FOREIGN and not _is_link(headers, scope):
-            return ForbiddenError("refused: a page of another site may not read this")
+            return ForbiddenError("refused: a page of another site may not read this resource")
         return None
 
     def _is_allowed(self, name: str) -> bool:
@@ -167,7 +167,9 @@ class AuthenticationMiddleware:
             looking = to_thread.run_sync(self._look, find, secret, abandon_on_cancel=True)
             return await asyncio.wait_for(looking, seconds)
         except TimeoutError:
-            raise UnavailableError(f"the database did not answer within {seconds:g} s") from None
+            raise UnavailableError(
+                f"the database did not respond within {seconds:g} s; retry later"
+            ) from None
 
     def _look(self, find: Callable[[str], Principal | None], secret: str) -> Principal | None:
         self._service.allowances.refresh(self._service.database)
@@ -196,5 +198,5 @@ def _secret_of(headers: Headers) -> str | None:
         return None
     scheme, _, secret = values[0].partition(" ")
     if len(values) > 1 or scheme.lower() != "bearer":
-        raise UnauthorizedError("Authorization must be: Bearer dcp_...")
+        raise UnauthorizedError("the header must have the form Authorization: Bearer dcp_...")
     return secret.strip()

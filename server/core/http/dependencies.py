@@ -67,12 +67,12 @@ class Requires:
 
 def _needed(caller: Principal, scope: Scope, where: str = "") -> str:
     if caller.account_id is not None:
-        needed = f"this needs a role with the scope {scope!r}{where}"
+        needed = f"a role with the scope {scope!r}{where} is required"
         if caller.key_id is None:
             return needed
         rights = "; ".join(f"{', '.join(held)} in {root}" for root, held in caller.scopes_by_root.items())
-        return f"{needed}, and a key with it; this key has {rights or 'no rights'}"
-    return f"this needs a key{where or f' with the scope {scope!r}'}"
+        return f"{needed}, and a key with this scope; this key has {rights or 'no rights'}"
+    return f"a key{where or f' with the scope {scope!r}'} is required"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ def _check_query(request: Request) -> None:
         return
     is_list = _parameters_of(request.scope["route"])
     is_api = request.url.path.startswith("/api/")
-    wrong = {name: "there is no such parameter" for name in counts if is_api and name not in is_list}
+    wrong = {name: "unknown parameter" for name in counts if is_api and name not in is_list}
     several = (name for name, count in counts.items() if count > 1 and not is_list.get(name))
-    wrong = dict.fromkeys(several, "given more than once") | wrong
+    wrong = dict.fromkeys(several, "must be given only once") | wrong
     if wrong:
         found = [{"location": ["query", name], "message": why} for name, why in list(wrong.items())[:20]]
         name, why = next(iter(wrong.items()))
@@ -142,7 +142,7 @@ def check_visible(caller: Principal, root: str) -> None:
     """Raise `NotFoundError` if the key does not include this root; other roots, even their names, stay
     hidden."""
     if not caller.may_see(root):
-        raise NotFoundError(f"there is no root {root!r}")
+        raise NotFoundError(f"root {root!r} not found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Precondition:
             match = re.fullmatch(rf'"{re.escape(prefix)}-([0-9]{{1,9}})"', tag.strip(" \t"))
             if match is not None:
                 return int(match[1])
-        raise PreconditionFailedError("If-Match names no version of this resource; read it again")
+        raise PreconditionFailedError("If-Match is not an ETag of this resource; read the resource again")
 
     def nothing(self, detail: str) -> None:
         """Raise `PreconditionFailedError` for any tag, since the resource does not exist."""
@@ -177,7 +177,7 @@ class Precondition:
     def required(self) -> None:
         """Raise `PreconditionRequiredError` without ``If-Match``."""
         if not self.is_given:
-            raise PreconditionRequiredError("send If-Match with the ETag of the object, or *")
+            raise PreconditionRequiredError("the request needs If-Match with the ETag of the object, or *")
 
 
 async def _precondition(

@@ -61,7 +61,7 @@ def _of_role(problem: ProblemError, request: Request) -> ProblemError:
     caller = getattr(request.state, "principal", None)
     is_narrow = isinstance(caller, Principal) and caller.rights is not None and caller.roots is not None
     if isinstance(problem, NotFoundError) and is_narrow:
-        problem.detail += ", or none where your role allows this"
+        problem.detail += ", or your role does not allow this operation in its root"
     return problem
 
 
@@ -87,7 +87,7 @@ def problem_of(error: Exception) -> ProblemError:
     if isinstance(error, CheckpointError | OSError):
         _log.warning("storage failed", error=repr(error))
         return storage_problem(error)
-    return ProblemError("internal error; see the log of the service for this request id")
+    return ProblemError("internal error; find the request id in the log of the service")
 
 
 def _catalog_problem(error: CatalogError) -> ProblemError:
@@ -166,7 +166,7 @@ def _http_problem(error: HTTPException) -> ProblemError:
     if error.status_code == 400:
         return BadRequestError(str(error.detail))
     if error.status_code == 404:
-        return NotFoundError("nothing exists at this path")
+        return NotFoundError("no page or resource at this path")
     problem = _FrameworkProblem(error)
     problem.status = error.status_code  # type: ignore[misc]
     return problem

@@ -108,7 +108,7 @@ def begin(
 
 def _at_work() -> ConflictError:
     later = {"Retry-After": str(_ASK_AGAIN_SECONDS)}
-    detail = "a request with this Idempotency-Key is still running; retry for its answer"
+    detail = "a request with this Idempotency-Key is still running; retry later for its response"
     return ConflictError(detail, headers=later, state="working")
 
 
@@ -247,7 +247,7 @@ class IdempotencyMiddleware:
         try:
             await run_in_threadpool(settle, self._service.database, reservation, answer)
         except DatabaseUnavailableError as error:
-            _log.warning("idempotency key not kept", error=str(error))
+            _log.warning("idempotency key not stored", error=str(error))
 
 
 class _Recorder:

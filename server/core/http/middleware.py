@@ -91,7 +91,7 @@ class RequestMiddleware:
         except Exception as error:
             _request_log.exception("request failed", method=scope["method"], path=scope["path"])
             if status:
-                raise BrokenBodyError("the answer had begun") from error
+                raise BrokenBodyError("error after the start of the response") from error
             await problem_response(problem_of(error), scope)(scope, receive, send_guarded)
         finally:
             seconds = time.perf_counter() - started_seconds
@@ -235,7 +235,7 @@ class LimitMiddleware:
         try:
             body = await asyncio.wait_for(self._body(scope, receive), self._seconds)
         except TimeoutError:
-            problem: ProblemError = _SlowRequestError(f"the body took more than {self._seconds:g} s")
+            problem: ProblemError = _SlowRequestError(f"the body did not arrive within {self._seconds:g} s")
         except ProblemError as error:
             problem = error
         else:
@@ -249,7 +249,7 @@ class LimitMiddleware:
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Return the complete body; None if the sender disconnected."""
         if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > _MAX_TARGET_BYTES:
-            raise BadRequestError("the address is too long")
+            raise BadRequestError("the URL is too long")
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         if "transfer-encoding" in headers and "content-length" in headers:
@@ -277,7 +277,7 @@ class LimitMiddleware:
                 return body
 
     def _too_large(self) -> TooLargeError:
-        return TooLargeError(f"bodies have {self._max_body_bytes} bytes at most")
+        return TooLargeError(f"a body may have {self._max_body_bytes} bytes at most")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _TimedAnswer(send)
@@ -300,14 +300,14 @@ class LimitMiddleware:
         task.cancel()
         task.add_done_callback(_retrieve)
         _log.warning("request took too long", path=scope["path"], seconds=self._seconds)
-        problem = UnavailableError(f"no answer within {self._seconds:g} s; retry later")
+        problem = UnavailableError(f"no response within {self._seconds:g} s; retry later")
         await problem_response(problem, scope)(scope, receive, send)
 
 
 def _check_type(path: str, content_type: str) -> None:
     is_form = not path.startswith(API_PREFIX) and _FORM.fullmatch(content_type)
     if not (is_form or _JSON.fullmatch(content_type)):
-        raise UnsupportedMediaTypeError("bodies are application/json")
+        raise UnsupportedMediaTypeError("the body must have Content-Type: application/json")
 
 
 async def _run(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -344,4 +344,4 @@ class _TimedAnswer:
 def _retrieve(task: asyncio.Task[None]) -> None:
     # otherwise asyncio reports an unretrieved exception
     if not task.cancelled() and task.exception() is not None:
-        _log.warning("request failed after its time", error=repr(task.exception()))
+        _log.warning("request failed after its timeout", error=repr(task.exception()))

@@ -34,9 +34,9 @@ _FRESH_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 5.0
 _EMPTY: Final = "empty"
 """State of an empty root: fine unless the catalog knows checkpoints in it."""
-_NOT_MOUNTED: Final = "the folder is empty, but the catalog knows checkpoints in it: is its disk mounted?"
+_NOT_MOUNTED: Final = "the folder is empty, but the catalog has checkpoints in it: is the disk mounted?"
 _OTHER_PLACE: Final = "none of the known checkpoints was found; see dcp roots list"
-_NO_ANSWER: Final = "does not answer"
+_NO_ANSWER: Final = "does not respond"
 _NAME: Final = ".dcp-readiness"
 """Name of a nonexistent file: asking for it is the cheapest request to a storage."""
 
@@ -130,10 +130,10 @@ def prepare_database(service: Service) -> str | None:
             if not (service.settings.migrate and database.dialect == "sqlite"):
                 before = migrations.current(database)
                 if before == migrations.REVISION:
-                    return "tables of a feature are missing: dcp db upgrade"
+                    return "tables of a feature are missing: run dcp db upgrade"
                 return (
-                    f"the database is {'empty' if before is None else f'at revision {before}'}, and "
-                    f"{migrations.REVISION} is needed: back it up and run dcp db upgrade"
+                    f"the database is {'empty' if before is None else f'at revision {before}'}, but "
+                    f"{migrations.REVISION} is required: back it up and run dcp db upgrade"
                 )
             before = migrations.upgrade(database)
             event = "new database" if before is None else "database upgraded"

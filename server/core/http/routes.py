@@ -78,11 +78,11 @@ def check_routes(app: FastAPI) -> None:
     for route in walk_routes(app):
         if access_of(route) is None:
             raise ValueError(
-                f'{route.path}: dependencies=[requires("read")], another scope or [public] is missing'
+                f'{route.path}: pass dependencies=[requires("read")], another scope, or [public]'
             )
         name = str(getattr(route, "name", ""))
         if name in names:
-            raise ValueError(f"{route.path}: another route is called {name}, and that is its operation id")
+            raise ValueError(f"{route.path}: another route has the function name and operation id {name}")
         names.add(name)
 
 
@@ -157,7 +157,7 @@ class LargeBodies:
         who = principal.owner if isinstance(principal, Principal) else ""
         if self._of[who] >= _OF_KEY:
             raise TooManyRequestsError(
-                f"{_OF_KEY} large bodies of this account are being read, the maximum",
+                f"{_OF_KEY} large bodies of this account are being read, the maximum; retry later",
                 headers={"Retry-After": str(_RETRY_SECONDS)},
             )
         self._of[who] += 1
@@ -249,7 +249,7 @@ async def get_redoc() -> HTMLResponse:
 async def get_docs_file(name: str) -> FileResponse:
     """Return a script or style of the documentation pages."""
     if name not in _TYPES:
-        raise NotFoundError("nothing exists at this path")
+        raise NotFoundError("no page or resource at this path")
     return FileResponse(
         _STATIC / name, media_type=_TYPES[name], headers={"Cache-Control": "public, max-age=86400"}
     )

@@ -144,7 +144,7 @@ def unchanged(place: SourcePlace) -> Iterator[str]:
     fingerprint = fingerprint_at(place)
     yield fingerprint
     if fingerprint_at(place) != fingerprint:
-        raise TransientJobError("the checkpoint was replaced while it was being read")
+        raise TransientJobError("the checkpoint was replaced during the read")
 
 
 @contextmanager

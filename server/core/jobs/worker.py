@@ -236,7 +236,7 @@ class Worker:
                 self._ended.put((made.held, ProcessOutcome()))
                 raise
             except Exception as error:  # noqa: BLE001 - reported to the ledger
-                _log.warning("cannot be started", job=made.job.id, phase=made.phase, error=str(error))
+                _log.warning("job cannot be started", job=made.job.id, phase=made.phase, error=str(error))
                 self._ended.put((made.held, ProcessOutcome(error=error_of(error))))
 
     def _room(self) -> ClaimLimits | None:
@@ -310,15 +310,17 @@ class Worker:
             return
         (caller,) = self._callers.of_numbers(connection, [(job.key_id, account_id)])
         if caller is None:
-            raise ForbiddenError(f"{job.created_by} submitted the job and is now revoked or disabled")
+            raise ForbiddenError(f"{job.created_by}, who submitted the job, is now revoked or disabled")
         if not caller.may(kind.scope, job.root):
             where = "" if job.root is None else f" in root {job.root}"
             raise ForbiddenError(
-                f"{job.created_by} submitted the job, and has no scope {kind.scope!r}{where} any more"
+                f"{job.created_by}, who submitted the job, no longer has the scope {kind.scope!r}{where}"
             )
         for root in other_roots(connection, job.id):
             if not (caller.may("read", root) or caller.may(kind.scope, root)):
-                raise ForbiddenError(f"{job.created_by} submitted the job and may not read root {root} now")
+                raise ForbiddenError(
+                    f"{job.created_by}, who submitted the job, may no longer read root {root}"
+                )
         if kind.scope == "convert" and self._limits.allowances is not None:  # the job writes checkpoints
             subjects = subjects_of(caller.owner, job.key_id, job.root)
             check_room(connection, self._limits.allowances, subjects)
@@ -346,7 +348,7 @@ class Worker:
                 return
         count = self._database.transact(lambda connection: expire_leases(connection, now, self._backoff))
         if count:
-            _log.warning("leases were over", count=count)
+            _log.warning("leases of silent workers expired", count=count)
 
     def _look(self) -> None:
         """Stop cancelled and lost work, and renew the rest."""
@@ -409,11 +411,11 @@ class Worker:
             try:
                 self._tell(entry, entry.outcome)
             except StaleFenceError as error:
-                _log.info("too late", job=held.job_id, error=str(error))
+                _log.info("result came after the end of the lease", job=held.job_id, error=str(error))
             except DatabaseUnavailableError:
                 raise
             except Exception:  # noqa: BLE001 - it is left to its lease, and must not hold up the others
-                _log.exception("cannot be reported", job=held.job_id)
+                _log.exception("result cannot be reported", job=held.job_id)
             del self._entries[held]
 
     def _tell(self, entry: _Entry, outcome: ProcessOutcome) -> None:
@@ -427,7 +429,7 @@ class Worker:
             except (StaleFenceError, DatabaseUnavailableError):
                 raise
             except Exception as failure:  # noqa: BLE001 - what cannot be recorded has failed
-                _log.exception("cannot be recorded", job=made.job.id, phase=made.phase)
+                _log.exception("failure cannot be recorded", job=made.job.id, phase=made.phase)
                 error = error_of(failure)
         if error is None:
             self._database.transact(lambda connection: release(connection, made.held, self._clock()))
@@ -515,7 +517,7 @@ def open_executor(settings: Settings, kinds: str) -> Executor:
         from dcp.server.core.jobs.executors.dask import DaskExecutor
 
         return DaskExecutor(setup, settings.executor.removeprefix("dask://"))
-    raise ValueError(f"executor: 'processes' or 'dask://HOST:PORT', not {settings.executor!r}")
+    raise ValueError(f"executor must be 'processes' or 'dask://HOST:PORT', not {settings.executor!r}")
 
 
 def _together(specs: Sequence[Json]) -> list[Sequence[Json]]:

@@ -90,7 +90,7 @@ async def get_asset(digest: str, name: str, request: Request) -> Response:
     """Return a file. An outdated address returns the current file, without caching."""
     asset = request.app.state.assets.find(name)
     if asset is None:
-        raise NotFoundError("nothing exists at this path")
+        raise NotFoundError("no page or resource at this path")
     kept = _FOR_EVER if digest == asset.digest else "no-cache"
     return Response(asset.body, media_type=asset.media_type, headers={"Cache-Control": kept})
 
@@ -134,7 +134,7 @@ def environment_of(features: Sequence[Feature], assets: Assets) -> Environment:
     for one in features:
         named = {f"{one.name}/{page.template}" for page in one.pages if page.template}
         if missing := sorted((named | {panel.template for panel in one.panels}) - known):
-            raise FeatureError(f"{one.label}: there is no template {missing[0]}")
+            raise FeatureError(f"{one.label}: template {missing[0]} not found")
         if one.package:
             _compile(environment, one, sorted(name for name in known if name.startswith(f"{one.name}/")))
     environment.globals.update(asset=assets.url, links=partial(_links, features), version=__version__)

@@ -114,7 +114,7 @@ async def _form(request: Request) -> Form:
         body = (await request.body()).decode()
         fields = parse_qs(body, keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
     except ValueError:  # also for invalid encodings
-        raise BadRequestError("the body is not a form") from None
+        raise BadRequestError("the body is not an HTML form") from None
     form = Form(fields)
     visit = request.cookies.get(VISIT_COOKIE, "")
     if not is_visit(visit) or not _is_token(form.text("token"), request, visit):

@@ -62,7 +62,7 @@ def create_key(
     same = (api_keys.c.name == name, api_keys.c.account_id.is_not_distinct_from(account_id))
     for row in connection.execute(_keys().where(*same)):
         if is_valid(_key(row), now_seconds):
-            raise ConflictError(f"there is a key {name!r}; revoke it first, or take another name")
+            raise ConflictError(f"key {name!r} already exists; revoke it first, or choose another name")
     prefix = "".join(secrets.choice(_ALPHABET) for _ in range(8))
     secret = f"dcp_{prefix}_{secrets.token_urlsafe(32)}"
     values: dict[str, Any] = {
@@ -94,7 +94,7 @@ def get_key(connection: Connection, key_id: int, visible: frozenset[str] | None 
     """Return a key. Raises NotFoundError, also for a key of invisible roots."""
     key = keys_of(connection, [key_id]).get(key_id)
     if key is None or not _is_visible(key, visible):
-        raise NotFoundError(f"there is no key {key_id}")
+        raise NotFoundError(f"key {key_id} not found")
     return key
 
 

@@ -47,7 +47,7 @@ class Rate:
         found = _NOTATION.fullmatch(text)
         if found is None or int(found["count"]) == 0 or found["many"] == "0":
             raise ValueError(
-                f"{text!r} is no limit such as 600/minute: of a second, minute, hour, day or month"
+                f"{text!r} is not a rate such as 600/minute (per second, minute, hour, day or month)"
             )
         return cls(int(found["count"]), int(found["many"] or 1) * _UNIT_SECONDS[found["unit"].lower()])
 

@@ -25,8 +25,8 @@ REVISION: Final = "0.2.0"
 _LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": one of the processes that start together migrates
 
 _REMEDY: Final = (
-    "Run the version that made it, or configure a new database: the service then scans the roots again, but "
-    "API keys, notes, tags and the audit log stay in the old database"
+    "Run the version of dcphub that created the database, or configure a new one: the service then scans the "
+    "roots again, but API keys, notes, tags and the audit log stay in the old database"
 )
 
 

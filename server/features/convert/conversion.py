@@ -101,7 +101,7 @@ class TargetKind(Kind[T]):
         updates = {"target_root": target_root, **_template_place(params, subject.root, reader, settings)}
         for one in subjects:
             if target_root == one.root and f"{params.target_key}/".startswith(f"{one.key}/"):
-                raise UnprocessableError("the target is in the source itself", field="target_key")
+                raise UnprocessableError("the target is inside the source", field="target_key")
         refuse_known(connection, target_root, params.target_key)
         return self.new_job(
             params.model_copy(update=updates),
@@ -296,7 +296,7 @@ def _root(context: JobContext, params: TargetParams) -> StorageRoot:
 
 def _configured(context: JobContext, name: str | None) -> StorageRoot:
     if name is None or name not in context.roots:
-        raise PermanentJobError(f"root {name} is not configured any more")
+        raise PermanentJobError(f"root {name} is no longer configured")
     return context.roots.get(name)
 
 
@@ -316,13 +316,13 @@ def _target_root(root: str, caller: Principal, settings: Settings) -> str:
     read-only for the caller."""
     _visible(root, caller.having("read"), settings)
     if not caller.may_see(root):
-        raise ForbiddenError(f"root {root}: the scope 'convert' is required in this root", scope="convert")
+        raise ForbiddenError(f"the scope 'convert' is required in root {root}", scope="convert")
     return root
 
 
 def _visible(root: str, caller: Principal, settings: Settings) -> str:
     if not caller.may_see(root) or root not in settings.roots:
-        raise NotFoundError(f"there is no root {root!r}")
+        raise NotFoundError(f"root {root!r} not found")
     return root
 
 
@@ -372,4 +372,7 @@ def refuse_known(connection: Connection, root: str, key: str) -> None:
     )
     found = connection.execute(query).first()
     if found is not None:
-        raise ConflictError(f"{root}:{found.key} is a checkpoint already ({found.state})", key=found.key)
+        raise ConflictError(
+            f"{root}:{found.key} is already a checkpoint ({found.state}); choose another target_key",
+            key=found.key,
+        )

@@ -52,7 +52,7 @@ def average_form(run_id: IdPath, form: FormDep, ask: Ask) -> str:
     """Submit a job that averages the newest steps of a run."""
     last, decay = _number("last", form.text("last")), form.optional("decay")
     if not last.is_integer():
-        raise UnprocessableError("last: a whole number of steps", field="last")
+        raise UnprocessableError("last: must be a whole number of steps", field="last")
     return _merge(form, ask, run_id=run_id, last=int(last), decay=decay and _number("decay", decay))
 
 
@@ -83,7 +83,7 @@ def _number(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UnprocessableError(f"{name}: {text[:100]!r} is no number", field=name) from None
+        raise UnprocessableError(f"{name}: {text[:100]!r} is not a number", field=name) from None
 
 
 def _checkpoint_of(text: str) -> int:

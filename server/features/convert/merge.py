@@ -52,9 +52,9 @@ class MergeParams(TargetParams):
     @model_validator(mode="after")
     def _window(self) -> Self:
         if (self.run_id is None) != (self.last is None):
-            raise ValueError("run_id and last: give both or neither")
+            raise ValueError("run_id and last: pass both or neither")
         if self.run_id is not None and (self.sources or self.weights is not None or self.formula is not None):
-            raise ValueError("run_id: goes with last, and not with sources, weights or a formula")
+            raise ValueError("run_id requires last, and excludes sources, weights and formula")
         return self
 
     @model_validator(mode="after")
@@ -64,9 +64,9 @@ class MergeParams(TargetParams):
         except PlanError as error:
             raise ValueError(str(error)) from None
         if self.map is not None and self.adapters:
-            raise ValueError("map cannot be combined with adapters: merge first, then convert")
+            raise ValueError("map and adapters exclude each other: merge the adapters first, then convert")
         if len({*self.source_ids}) < len(self.source_ids):
-            raise ValueError("sources and adapters must differ from each other")
+            raise ValueError("sources and adapters must be different checkpoints")
         return self
 
     @property

@@ -68,7 +68,8 @@ class MapChoice:
         if isinstance(self.given, str) and self.given not in (ready := ready_maps()):
             near = close_to(self.given, list(ready)) or list(ready)
             raise ValueError(
-                f"map: {self.given!r} is no ready map; there are {', '.join(near)}. Others are given as data"
+                f"map: {self.given!r} is not a ready map; ready maps are {', '.join(near)}. Pass other maps "
+                "as data"
             )
         try:
             self.weights()
@@ -118,7 +119,7 @@ class ConvertOptions(Parameters):
         self.map_choice.check()
         _check_rename(self.rename or {})
         if self.hf_key is not None and self.to != SAFETENSORS.name:
-            raise ValueError("hf_key: only folders of safetensors have files of Hugging Face beside weights")
+            raise ValueError("hf_key requires to='safetensors' and a folder as target")
         if self.hf_key is None and (self.hf_root is not None or self.hf_also is not None):
             raise ValueError("hf_root and hf_also require hf_key")
         return self
@@ -153,7 +154,7 @@ def _check_rename(expressions: Mapping[str, str]) -> None:
         try:
             _with_its_groups(re.compile(pattern)).sub(replacement, "")
         except (re.error, IndexError, OverflowError, RecursionError) as error:
-            raise ValueError(f"rename: {pattern[:100]!r} is no regular expression: {error}") from None
+            raise ValueError(f"rename: {pattern[:100]!r} is not a regular expression: {error}") from None
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
@@ -222,8 +223,8 @@ def check_sets(expressions: Iterable[str]) -> None:
     """Raise ValueError where ``expressions`` take long to compile, for the sets of characters in them."""
     if sum(map(_characters_in_ranges, expressions)) > _MAX_IN_SETS:
         raise ValueError(
-            f"rename: the ranges in sets of characters, such as [a-z], have more than {_MAX_IN_SETS:,} "
-            r"characters together; \W, or [^...] with what is not meant, is shorter"
+            f"rename: ranges in character sets, such as [a-z], have more than {_MAX_IN_SETS:,} characters in "
+            r"total; use \W or a negated set [^...]"
         )
 
 
@@ -298,9 +299,8 @@ class BoundedRename:
                 new = new if rename is None else rename(new)
             except _TooSlowError:
                 raise PlanError(
-                    f"rename: {pattern[:100]!r} is at work on {name[:100]!r} when the "
-                    f"{LIMIT_SECONDS:g} s are over that all names may take; write it without a repeat "
-                    "within a repeat, such as in (a+)+",
+                    f"rename: {pattern[:100]!r} did not finish on {name[:100]!r} within the limit of "
+                    f"{LIMIT_SECONDS:g} s for all names; avoid nested repeats such as (a+)+",
                     fqn=name,
                 ) from None
             if len(new) > _MAX_NAME_CHARACTERS:

@@ -162,8 +162,8 @@ def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, Conte
     kept = differences.kept(ask, a, b)
     if kept is None:
         raise NotFoundError(
-            f"the values of {a} and {b} have not been compared, or one was replaced since; "
-            "the job diff does it"
+            f"no comparison of the values of checkpoints {a} and {b}, or one was replaced since; submit a "
+            "job of the kind diff"
         )
     job, found = kept
     return job.id, found, job
@@ -276,7 +276,7 @@ def _with_step_before(after: CheckpointDetail, ask: Ask) -> str:
     before = ask.find(neighbour, after, ask.visible, is_next=False)
     if before is None:
         raise UnprocessableError(
-            f"checkpoint {after.id} has no committed step before it: choose a checkpoint to compare with"
+            f"checkpoint {after.id} has no earlier committed step: choose a checkpoint to compare with"
         )
     return f"/diff?a={before.id}&b={after.id}"
 
@@ -288,7 +288,7 @@ def compare_values_form(form: FormDep, ask: Ask) -> str:
     try:
         params = DiffParams(a=int(form.text("a")), b=int(form.text("b")))
     except ValueError:
-        raise UnprocessableError("a and b are the numbers of two checkpoints") from None
+        raise UnprocessableError("a and b must be the ids of two checkpoints") from None
     ask.submit(DiffKind, params)
     if form.text("on") != "checkpoint":
         return f"/diff?a={params.a}&b={params.b}"

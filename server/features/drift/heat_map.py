@@ -75,7 +75,7 @@ def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
     ask.find(get_run, run_id, ask.visible)
     found = _found(run_id, ask)
     if found is None:
-        raise NotFoundError(f"run {run_id} has no drift yet; POST to this path to compute the drift")
+        raise NotFoundError(f"the drift of run {run_id} is not computed yet; send a POST to this path")
     return found
 
 

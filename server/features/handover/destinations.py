@@ -66,13 +66,13 @@ class _Destination(_Model):
     def _has_known_fields(cls, name: str) -> str:
         unknown = [one for one in _FIELD.findall(name) if one not in _NAME_FIELDS]
         if unknown or re.search(r"[{}]", _FIELD.sub("", name)):
-            raise ValueError(f"name: fields are {{root}} and {{run}}, not {name!r}")
+            raise ValueError(f"name: only the fields {{root}} and {{run}} are allowed, not {name!r}")
         return name
 
 
 def _check_header(secret: SecretStr) -> SecretStr:
     if not re.fullmatch("[!-~]+", secret.get_secret_value()):
-        raise ValueError("visible ASCII characters alone, without spaces and line ends")
+        raise ValueError("must have visible ASCII characters only, without spaces and line breaks")
     return secret
 
 
@@ -245,7 +245,7 @@ def reference_of(options: HandoverSettings, settings: Settings, root: str, key: 
     """Return the URL of a checkpoint as seen by training. Raises PermanentJobError for a path of this
     machine."""
     if root not in settings.roots and root not in options.urls:
-        raise PermanentJobError(f"root {root} is not configured any more")
+        raise PermanentJobError(f"root {root} is no longer configured")
     url = options.urls.get(root) or str(redact(settings.roots[root].url))
     if urlsplit(url).scheme in ("", "file"):
         path = Path(url.removeprefix("file://"))

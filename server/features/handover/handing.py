@@ -196,4 +196,4 @@ def _hand_over(
 
         reference = reference_of(options, context.settings, facts.root, facts.key)
         return log_artifact(options, options.wandb, facts, reference, context.work_folder)
-    raise PermanentJobError(f"{target} is not configured any more")
+    raise PermanentJobError(f"features.handover.{target} is no longer configured")

@@ -79,7 +79,7 @@ class MlflowRegistry:
         except RefusedUrlError as error:
             raise PermanentJobError(f"mlflow: {refusal(error)}") from error
         except (OSError, UnicodeError) as error:
-            raise UnavailableJobError(f"mlflow: the name {target.host} is not resolved") from error
+            raise UnavailableJobError(f"mlflow: the host name {target.host} cannot be resolved") from error
         shown = f"[{address}]" if ":" in address else address
         base = f"{target.scheme}://{shown}:{target.port}{target.path.partition('?')[0].rstrip('/')}"
         return base, {"sni_hostname": target.host}, target.host_header
@@ -134,7 +134,7 @@ class MlflowRegistry:
         found = self._call("GET", "model-versions/search", {"filter": wanted, "max_results": "100"})
         versions = found.get("model_versions") or []
         if not isinstance(versions, list):
-            raise PermanentJobError("mlflow: the answer lists no model versions")
+            raise PermanentJobError("mlflow: the response has no list of model versions")
         return {
             _number(one): bool(one.get("aliases")) or one.get("current_stage") not in (None, "", "None")
             for one in versions
@@ -200,9 +200,7 @@ class MlflowRegistry:
             status, body = self._answer(method, url, sent)
         except (httpx.TransportError, httpx.DecodingError) as error:
             host = urlsplit(self._mlflow.url).hostname
-            why = (
-                "did not answer in time" if isinstance(error, httpx.TimeoutException) else "cannot be reached"
-            )
+            why = "did not respond in time" if isinstance(error, httpx.TimeoutException) else "is unreachable"
             raise UnavailableJobError(f"mlflow: {host} {why}: {self._clean(error)}") from error
         document = _object(body)
         code = self._clean(document.get("error_code", ""))[:64]
@@ -231,9 +229,9 @@ class MlflowRegistry:
             for part in answer.iter_bytes():
                 body += part
                 if len(body) > _MAX_ANSWER_BYTES:
-                    raise PermanentJobError(f"mlflow: an answer has more than {_MAX_ANSWER_BYTES} bytes")
+                    raise PermanentJobError(f"mlflow: a response has more than {_MAX_ANSWER_BYTES} bytes")
                 if time.monotonic() > give_up:
-                    raise httpx.ReadTimeout(f"not within {self._mlflow.seconds:g} s")
+                    raise httpx.ReadTimeout(f"no response within {self._mlflow.seconds:g} s")
         finally:
             answer.close()
         return answer.status_code, body
@@ -254,5 +252,5 @@ def _number(version: object) -> int:
     """Return the version number of an answer. Raises PermanentJobError without a number."""
     number = str(version.get("version", "")) if isinstance(version, dict) else ""
     if not re.fullmatch("[0-9]{1,18}", number):
-        raise PermanentJobError("mlflow: the answer names no model version")
+        raise PermanentJobError("mlflow: the response has no model version")
     return int(number)

@@ -32,7 +32,7 @@ from dcp.server.features.webhooks.addresses import (
 if TYPE_CHECKING:
     import wandb
 
-_NOT_INSTALLED = "wandb is not installed where jobs run: pip install 'dcphub[wandb]'"
+_NOT_INSTALLED = "wandb is not installed in the worker's environment: pip install 'dcphub[wandb]'"
 
 
 def log_artifact(
@@ -73,7 +73,7 @@ def _check_address(options: HandoverSettings, project: WandbSettings) -> None:
     except RefusedUrlError as error:
         raise PermanentJobError(f"wandb: {refusal(error)}") from error
     except (OSError, UnicodeError) as error:
-        raise UnavailableJobError(f"wandb: the name {target.host} is not resolved") from error
+        raise UnavailableJobError(f"wandb: the host name {target.host} cannot be resolved") from error
 
 
 def _log(

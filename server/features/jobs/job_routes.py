@@ -194,7 +194,7 @@ def _check_kinds(connection: Connection, wanted: Iterable[str], ask: Ask) -> Non
         old = JobFilter(kinds=frozenset({kind}))
         if kind not in kinds() and not reading.list_jobs(connection, old, ask.visible, limit=1).items:
             raise UnprocessableError(
-                f"there is no kind of job {kind!r}: {', '.join(sorted(kinds()))}", field="kind"
+                f"unknown job kind {kind!r}; kinds are {', '.join(sorted(kinds()))}", field="kind"
             )
 
 
@@ -297,7 +297,7 @@ def _sentence(kind: str, data: Mapping[str, Any]) -> str:
         "state": str(data.get("state")),
         "retry": f"again in {float(data.get('delay_seconds') or 0):.3g} s",
         "cancel_requested": f"cancellation requested by {data.get('actor')}",
-        "ending": "is being stopped and cleared away",
+        "ending": "stopping, and removing leftovers",
         "discard_failed": "leftovers of the job cannot be removed yet: try again later",
     }.get(kind, kind)
     if data.get("retried_by"):
@@ -385,7 +385,7 @@ def button_form(checkpoint_id: IdPath, kind: str, ask: Ask) -> str:
     """Submit a job for the checkpoint with the scope of its kind."""
     found = kinds().get(kind)
     if found is None or not found.button:
-        raise NotFoundError("this job kind has no button")
+        raise NotFoundError("the job kind has no button")
     _check_scope(ask.caller, kind)
     return f"/jobs/{ask.submit(found, found.params(checkpoint_id=checkpoint_id)).id}"
 

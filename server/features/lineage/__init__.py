@@ -92,7 +92,7 @@ def add_lineage(
     """Record once that a job made ``child`` from ``parent``, through a weight ``map``. A checkpoint is never
     its own parent."""
     if child_id == parent_id:
-        raise InvalidQueryError("parent", "a checkpoint does not come from itself")
+        raise InvalidQueryError("parent", "a checkpoint cannot be its own parent")
     row = {
         "child_id": child_id,
         "parent_id": parent_id,

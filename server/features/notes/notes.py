@@ -59,7 +59,7 @@ def may_change(ask: Ask, row: Row[Any]) -> bool:
 
 def _check_author(ask: Ask, row: Row[Any]) -> None:
     if not may_change(ask, row):
-        raise ForbiddenError(f"note {row.id} is by {row.author}: only its author and admins may change it")
+        raise ForbiddenError(f"only the author ({row.author}) and admins may change note {row.id}")
 
 
 NOTES: Final = Resource(

@@ -105,9 +105,9 @@ def sign_in_person(ask: Ask, claims: Mapping[str, Any], options: PeopleSettings)
                 "Your account is disabled. An administrator can enable it.", "the account is disabled"
             )
         return Refusal(
-            f"{facts['email'] or claims['sub']} is in none of the groups that may use this catalog. Ask for "
-            "one of them where accounts are managed, or sign in there with another account.",
-            "the person is in no allowed group",
+            f"{facts['email'] or claims['sub']} is not in any group that may use this catalog. Ask the "
+            "administrator of your accounts for access, or sign in with another account.",
+            "the person is not in an allowed group",
         )
 
     return ask.service.database.transact(act)
@@ -151,7 +151,7 @@ def _groups(claims: Mapping[str, Any], claim: str) -> list[str]:
     given = [found] if isinstance(found, str) else found if isinstance(found, list) else []
     groups = sorted({one for one in given if isinstance(one, str) and 0 < len(one) <= _MAX_GROUP})
     if len(groups) > _MAX_GROUPS:
-        _log.warning("a person is in too many groups; some are left out", groups=len(groups))
+        _log.warning("a person is in too many groups; some are ignored", groups=len(groups))
     return [one for one in groups[:_MAX_GROUPS] if clean_text(one) == one]
 
 

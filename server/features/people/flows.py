@@ -68,7 +68,7 @@ def begin_flow(connection: Connection, browser: str, redirect_url: str, target: 
     """Begin a sign-in of the browser with this cookie. Raises UnavailableError if too many are under way."""
     connection.execute(delete(sign_ins).where(sign_ins.c.created_seconds < now - FLOW_SECONDS))
     if connection.execute(select(func.count()).select_from(sign_ins)).scalar_one() >= _MAX_FLOWS:
-        raise UnavailableError("too many sign-ins are under way; try again in some minutes")
+        raise UnavailableError("too many sign-ins are in progress; try again in a few minutes")
     state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
     flow = Flow(state, nonce, verifier, redirect_url, target)
     values = {

@@ -90,9 +90,9 @@ def create_own_key_form(ask: Ask) -> Response:
                 raise ForbiddenError(f"you have no role with the scope {scope!r}", scope=scope)
         unknown = [name for name in new.roots or () if name not in ask.roots or not ask.caller.may_see(name)]
         if unknown:
-            raise UnprocessableError(f"there is no root {unknown[0]!r}", field="roots")
+            raise UnprocessableError(f"root {unknown[0]!r} not found", field="roots")
         if sum(is_valid(key, ask.now) for key in ask.find(list_keys, account_id=number)) >= _MAX_KEYS:
-            raise ConflictError(f"you have {_MAX_KEYS} keys; revoke some first", state="full")
+            raise ConflictError(f"you have {_MAX_KEYS} keys, the maximum; revoke some first", state="full")
         made = keys.make_key(new, ask, number)
     except (ConflictError, ForbiddenError, UnprocessableError) as error:
         return ask.page("people/account.html", error.status, **{"twin": None, **_own(ask, fault=error)})
@@ -108,7 +108,7 @@ def revoke_own_key_form(key_id: IdPath, ask: Ask) -> str:
     with ask.service.database.write() as connection:
         key = get_key(connection, key_id)
         if key.account_id != number:
-            raise NotFoundError(f"there is no key {key_id}")
+            raise NotFoundError(f"key {key_id} not found")
         keys.end_key(connection, key, ask)
     return "/account?done=revoked"
 

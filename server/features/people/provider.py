@@ -82,7 +82,7 @@ class Provider:
                 "GET", str(endpoint), headers={"Authorization": f"Bearer {token['access_token']}"}
             )
             if more.get("sub") != claims["sub"]:
-                raise RefusedError("the provider's userinfo is of another person")
+                raise RefusedError("the provider's userinfo has another subject than the ID token")
             if "email" not in claims:  # the document that contains an address verifies the address
                 claims.pop("email_verified", None)
             else:
@@ -167,9 +167,7 @@ class Provider:
         except ProviderError:
             if known is None:
                 raise
-            _log.warning(
-                "the provider's configuration cannot be read; the previous configuration stays in use"
-            )
+            _log.warning("the provider's configuration cannot be read; using the previous configuration")
             return known[1]
         with self._lock:
             self._metadata = (now, found)
@@ -180,15 +178,15 @@ class Provider:
         found = self._request("GET", f"{issuer.rstrip('/')}/.well-known/openid-configuration")
         if found.get("issuer") != issuer:
             raise ProviderError(
-                f"the provider calls itself {str(found.get('issuer'))[:200]!r}, and the settings {issuer!r}: "
-                "issuer must be the same to the letter"
+                f"the provider's issuer is {str(found.get('issuer'))[:200]!r}, but the settings have "
+                f"{issuer!r}: issuer must match exactly"
             )
         for name in ("authorization_endpoint", "token_endpoint", "jwks_uri", "userinfo_endpoint"):
             url = found.get(name)
             if url is None and name == "userinfo_endpoint":
                 continue
             if not isinstance(url, str) or not is_safe_url(url, with_query=True):
-                raise ProviderError(f"the provider's {name} must be an https address")
+                raise ProviderError(f"the provider's {name} must be an https URL")
         return found
 
     def _request(
@@ -206,20 +204,20 @@ class Provider:
             with self._place():
                 status, body = self._answer(method, url, auth, sent)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ProviderError(f"{url} does not answer: {error!r}") from error
+            raise ProviderError(f"{url} does not respond: {error!r}") from error
         try:
             found = json.loads(body)
         except (ValueError, RecursionError):
             found = None
         if may_refuse and status in (400, 401) and isinstance(found, dict):
-            raise RefusedError(f"the provider refuses the code: {str(found.get('error'))[:100]}")
+            raise RefusedError(f"the provider rejected the code: {str(found.get('error'))[:100]}")
         if status != 200 or not isinstance(found, dict):
-            raise ProviderError(f"{url} answers with status {status}, and no JSON object that can be used")
+            raise ProviderError(f"{url} responded with status {status} and without a usable JSON object")
         return found
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        problem = ProviderError("too many requests to the provider are under way")
+        problem = ProviderError("too many requests to the provider are in progress")
         if not self._queue.acquire(blocking=False):
             raise problem
         try:
@@ -246,5 +244,5 @@ class Provider:
             for part in answer.iter_raw():
                 body += part
                 if len(body) > _MAX_BYTES or time.monotonic() > until:
-                    raise ProviderError(f"{url} answers with too much, or too slowly")
+                    raise ProviderError(f"the response of {url} is too large or too slow")
             return answer.status_code, body

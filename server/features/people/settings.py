@@ -79,9 +79,9 @@ class PeopleSettings(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.issuer is not None and not self.client_id:
-            raise ValueError("issuer needs client_id, as the provider has registered this service")
+            raise ValueError("issuer requires client_id, the id of this service at the provider")
         if self.issuer is not None and "openid" not in self.scopes:
-            raise ValueError("scopes must have openid")
+            raise ValueError("scopes must include openid")
         for name in ("issuer", "redirect_url"):
             url = getattr(self, name)
             if url is not None and not is_safe_url(url):
@@ -120,7 +120,7 @@ def role_settings(settings: Settings) -> RoleSettings:
     options = cast(PeopleSettings, feature.options(settings))
     if options.issuer is not None and settings.auth == "off":
         raise FeatureError(
-            'settings features.people: issuer needs auth = "keys", otherwise every caller has all rights'
+            'settings features.people: issuer requires auth = "keys", otherwise every caller has all rights'
         )
     roles = [] if options.default_role is None else [GroupRole(None, options.default_role)]
     for group, by_root in options.roles.items():

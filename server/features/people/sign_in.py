@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 _Text = Annotated[str, Query(max_length=4096)]
 _MAX_TARGET: Final = 2048
-_EXPIRED: Final = "This sign-in has expired, or was begun in another browser. Try again."
+_EXPIRED: Final = "This sign-in has expired, or was started in another browser. Try again."
 _AWAY: Final = "The sign-in service does not answer. Try again in a moment, or use an API key."
 _REFUSED: Final = "The sign-in was refused. Try again, or ask an administrator."
 _NO_STORE: Final = {"Cache-Control": "no-store"}
@@ -90,7 +90,7 @@ def come_back(
     if flow is None:
         return _failed(ask, "state is unknown, already used, or from another browser", _EXPIRED, 400, "/")
     if error or not code or (iss and iss != options.issuer):
-        return _failed(ask, f"the provider answers {error[:100]!r}", _REFUSED, 403, flow.target)
+        return _failed(ask, f"the provider returned the error {error[:100]!r}", _REFUSED, 403, flow.target)
     try:
         claims = ask.service.own(_provider).claims_of(code, flow)
     except ProviderError as fault:

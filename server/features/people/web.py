@@ -101,7 +101,7 @@ def create_account(body: NewAccount, ask: Ask) -> Account:
 
     def act(connection: Connection) -> Account:
         if ACCOUNTS.has(connection, name=body.name):
-            raise ConflictError(f"account {body.name!r} exists already", state="exists")
+            raise ConflictError(f"account {body.name!r} already exists", state="exists")
         return ACCOUNTS.answer(ask, ACCOUNTS.insert(connection, ask, values), is_new=True)
 
     return ask.transact(act)
@@ -174,7 +174,7 @@ def list_grants(
 def create_grant(body: NewGrant, ask: Ask) -> Grant:
     """Grant a role. An account or group has at most one role per root, and one for all roots."""
     if (body.account_id is None) == (body.group is None):
-        raise UnprocessableError("name either account_id or group")
+        raise UnprocessableError("pass either account_id or group")
     _check_root(body.root, ask)
     root = ALL_ROOTS if body.root is None else body.root
     values = {
@@ -188,10 +188,11 @@ def create_grant(body: NewGrant, ask: Ask) -> Grant:
 
     def act(connection: Connection) -> Grant:
         if body.account_id is not None and not ACCOUNTS.has(connection, id=body.account_id):
-            raise UnprocessableError(f"account_id: there is no account {body.account_id}")
+            raise UnprocessableError(f"account_id: account {body.account_id} not found")
         if GRANTS.has(connection, grantee=values["grantee"], root=root):
             raise ConflictError(
-                "a role exists already in this root; change or revoke the existing role", state="exists"
+                "the account or group already has a role in this root; change or revoke this role",
+                state="exists",
             )
         return GRANTS.answer(ask, GRANTS.insert(connection, ask, values), is_new=True)
 
@@ -203,7 +204,7 @@ def _check_root(root: str | None, ask: Ask) -> None:
         if ask.visible is not None:
             raise ForbiddenError("a role in all roots needs the scope 'admin' for all roots", scope="admin")
     elif root not in ask.roots or not ask.caller.may_see(root):
-        raise NotFoundError(f"there is no root {root[:63]!r}")
+        raise NotFoundError(f"root {root[:63]!r} not found")
 
 
 @feature.get(_GRANT, **_ADMIN)
@@ -242,5 +243,5 @@ def list_own_keys(ask: Ask) -> Items[ApiKey]:
 def own_account(ask: Ask) -> int:
     """Return the id of the caller's account. Raises NotFoundError."""
     if ask.caller.account_id is None:
-        raise NotFoundError("this key belongs to no account")
+        raise NotFoundError("the key does not belong to an account")
     return ask.caller.account_id

@@ -248,7 +248,7 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
 def _check_exists(connection: Connection, subject: LimitSubject) -> None:
     if subject not in labels_of(connection, [subject]):
         known = {"account": "an account like account#3 or key#3", "key": "key of this id", "root": "root"}
-        raise UnprocessableError(f"subject: there is no {known[subject.kind]}", field="subject")
+        raise UnprocessableError(f"subject not found; expected {known[subject.kind]}", field="subject")
 
 
 def _expire(ask: Ask) -> None:
@@ -353,7 +353,7 @@ def quota_form(ask: Ask) -> str | Response:
     """Store the limits of a subject, or delete them where none is given."""
     kind, name = ask.form.text("kind"), ask.form.text("subject")
     if kind not in get_args(SubjectKind):
-        raise UnprocessableError("kind: account, key or root", field="kind")
+        raise UnprocessableError("kind: must be account, key or root", field="kind")
     subject = LimitSubject(cast(SubjectKind, kind), name)
     try:
         limits = _checked(subject.kind, _typed(subject.kind, ask))
@@ -390,7 +390,7 @@ def _value(name: LimitName, text: str) -> Any:
     except ValueError:
         example = "20 TB or 500 GiB" if name in _BYTES else "4"
         raise UnprocessableError(
-            f"{TITLES[name]}: a number such as {example} is needed, or none for no limit", field=name
+            f"{TITLES[name]}: must be a number such as {example}, or none for no limit", field=name
         ) from None
 
 
@@ -403,7 +403,7 @@ def _store(connection: Connection, subject: LimitSubject, limits: dict[str, Any]
     row: Row[Any] | None = next(iter(QUOTAS.rows(connection, name=subject.text)), None)
     version = 0 if row is None else row.version
     if ask.form.text("version") != str(version):
-        raise ConflictError("the limits were changed meanwhile; load the page again")
+        raise ConflictError("the limits were changed in the meantime; reload the page")
     if row is None:
         if limits:
             QUOTAS.insert(connection, ask, _columns(subject, limits, note[:2048]))

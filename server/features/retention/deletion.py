@@ -70,7 +70,7 @@ def delete_softly(
     alias = alias_of(connection, checkpoint_id)
     if alias is not None:
         raise StateError(
-            f"checkpoint {checkpoint_id} is {alias!r} of its run: move or remove the alias first",
+            f"checkpoint {checkpoint_id} has the alias {alias!r}: move or remove the alias first",
             state=row["state"],
         )
     now = change.at_seconds
@@ -147,7 +147,9 @@ class DeleteKind(Kind[DeleteParams]):
         wanted = sorted(set(params.checkpoint_ids))
         names = roots_of_committed(connection, wanted, caller.roots)
         if len(names) > 1:
-            raise ConflictError(f"the checkpoints are of {len(names)} roots; delete those of each by a job")
+            raise ConflictError(
+                f"the checkpoints are in {len(names)} roots; submit one deletion job for each root"
+            )
         root = names.pop()
         if root not in settings.writable_roots:
             raise ForbiddenError(f"root {root} is read-only")
@@ -251,7 +253,7 @@ class PruneKind(SimpleKind[PruneParams]):
             _check_held(connection, subject.id)
         with storage_errors(root):
             if not _is_meant(place.store, subject, fingerprint_at(place)):
-                raise PermanentJobError("another checkpoint was saved in its place")
+                raise PermanentJobError("the checkpoint was replaced by another save")
             parts = [part_named(name) for name in params.parts]
             found = drop_parts(place.store, parts, time.time(), rewrite=params.rewrite)
         return {
@@ -309,9 +311,9 @@ def _check_held(connection: Connection, checkpoint_id: int) -> None:
     found = get_checkpoint(connection, checkpoint_id)
     alias = alias_of(connection, checkpoint_id)
     if found.is_pinned or alias is not None:
-        why = "pinned" if found.is_pinned else f"{alias!r} of its run"
+        why = "is pinned" if found.is_pinned else f"has the alias {alias!r}"
         raise StateError(
-            f"checkpoint {checkpoint_id} is {why}: the checkpoint must stay whole", state=found.state
+            f"checkpoint {checkpoint_id} {why}: parts of it cannot be dropped", state=found.state
         )
 
 

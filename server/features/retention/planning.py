@@ -235,7 +235,7 @@ def _reasons(row: _Checkpoint, of_step: Sequence[str] | None, names: Sequence[st
     reasons += ["pinned"] if row.is_pinned else []
     reasons += [f"alias {name}" for name in names]
     if not reasons and of_step is not None:
-        return ("another of this step is kept",)
+        return ("another checkpoint of this step is kept",)
     return tuple(reasons)
 
 

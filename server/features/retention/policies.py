@@ -291,7 +291,7 @@ def _apply(connection: Connection, payload: Json, run_id: int, run: str) -> dict
     inapplicable rules."""
     policy, now = _policy(connection, payload["policy_id"]), time.time()
     if policy.version != payload["version"]:
-        raise PermanentJobError(f"retention policy {policy.name} was changed meanwhile")
+        raise PermanentJobError(f"retention policy {policy.name} was changed during the job")
     found = plan_run(connection, run_id, run, Retention.from_dict(policy.keep), now)
     change = Change(actor=_actor(policy), now=now)
     kept, gone = len(found.decisions) - len(found.deleted), []

@@ -114,7 +114,7 @@ class PurgeKind(Kind[PurgeParams]):
         after = connection.execute(query).scalar_one()
         if not params.now and after is not None and after > time.time():
             raise StateError(
-                f"the grace of checkpoint {params.checkpoint_id} is not over yet", state="deleted"
+                f"the grace period of checkpoint {params.checkpoint_id} has not ended", state="deleted"
             )
 
     def plan(self, context: JobContext, params: PurgeParams) -> JobPlan:
@@ -126,7 +126,7 @@ class PurgeKind(Kind[PurgeParams]):
             if not is_there and (context.prepared["in_doubt"] or root.is_empty()):
                 # The files on the right disk would stay for ever, with their checkpoint marked as purged.
                 raise UnavailableError(
-                    f"root {root.name} has lost many or all checkpoints: check it with dcp roots list"
+                    f"root {root.name} has lost many or all checkpoints: see dcp roots list"
                 )
             weights = _weights(place, subject)
         shared = {"subject": subject.to_json(), "weights": weights}
@@ -171,7 +171,7 @@ class PurgeKind(Kind[PurgeParams]):
             "deleted": ("purged", None),
             "absent": ("purged", None),
             "pinned": ("committed", "not purged: the checkpoint is pinned in its folder"),
-            "replaced": ("vanished", "not purged: another checkpoint was saved in its place"),
+            "replaced": ("vanished", "not purged: replaced by another save"),
         }[result["outcome"]]
         set_state(
             connection,

@@ -59,7 +59,7 @@ def create_retention_policy(body: PolicyRequest, ask: Ask) -> RetentionPolicy:
     """Create a policy, applied immediately and then at its interval. Preview the policy first."""
     check_visible(ask.caller, body.root)
     if body.root not in ask.settings.roots:
-        raise NotFoundError(f"there is no root {body.root!r}")
+        raise NotFoundError(f"root {body.root!r} not found")
     if body.root not in ask.settings.writable_roots:
         raise ForbiddenError(f"root {body.root} is read-only")
     check_pattern("run_glob", body.run_glob)
@@ -178,7 +178,7 @@ def delete_checkpoint(
     """
     root = ask.find(get_checkpoint, checkpoint_id, ask.visible).root
     if root not in ask.settings.writable_roots:
-        raise ForbiddenError(f"root {root} is read-only, or not configured any more")
+        raise ForbiddenError(f"root {root} is read-only, or no longer configured")
     grace = ask.settings.delete_grace_seconds if grace_seconds is None else grace_seconds
     change = ask.change(match.version(f"c{checkpoint_id}"))
 

@@ -178,13 +178,13 @@ def _expanded(template: str, fields: Mapping[str, object]) -> str:
         if found is None:
             known = ", ".join(f"{{{name}}}" for name in _EXAMPLE)
             if match[1] not in _EXAMPLE:
-                raise ValueError(f"target_key: {match[0]} is none of {known}")
+                raise ValueError(f"target_key: {match[0]} is not one of {known}")
             raise ValueError(f"target_key: the checkpoint has no {match[1]}")
         return str(found)
 
     expanded = _FIELD.sub(value, template)
     if "{" in expanded or "}" in expanded:
-        raise ValueError("target_key: braces are for fields only")
+        raise ValueError("target_key: braces are allowed only around fields")
     return re.sub(r"/{2,}", "/", expanded).lstrip("/") if "{run}" in template else expanded
 
 

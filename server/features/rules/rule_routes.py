@@ -104,8 +104,8 @@ def _check_own(condition: dict[str, Any], actions: list[dict[str, Any]], ask: As
     """Raise ForbiddenError for a rule that reads or writes roots not administered by the caller."""
     if not is_within(condition, actions, ask.visible):
         raise ForbiddenError(
-            "this needs the scope 'admin' for all roots: a rule of one root names it in condition.root, "
-            "and no other in its actions",
+            "the scope 'admin' for all roots is required, unless condition.root names a root and the actions "
+            "name no other root",
             scope="admin",
         )
 
@@ -116,7 +116,7 @@ def _check_roots(body: RuleRequest | RuleChange, ask: Ask) -> None:
     targets = [one.target_root for one in body.actions or () if isinstance(one, ConvertAction)]
     for name in [source, *targets]:
         if name is not None and name not in known:
-            raise UnprocessableError(f"there is no root {name!r}")
+            raise UnprocessableError(f"root {name!r} not found")
     for name in targets:
         if name is not None and known[name].readonly:
             raise UnprocessableError(f"root {name} is read-only")

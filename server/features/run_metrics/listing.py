@@ -95,10 +95,14 @@ class MetadataCondition:
         """Parse a condition such as "optimizer.lr<0.01" or "model=7b". Raises InvalidQueryError."""
         found = _CONDITION.fullmatch(text.strip())
         if found is None:
-            raise InvalidQueryError("metadata", "name, comparison and value are needed: optimizer.lr=0.001")
+            raise InvalidQueryError(
+                "metadata", "expected name, comparison and value, such as optimizer.lr=0.001"
+            )
         comparison = found[2].replace("==", "=")
         if comparison not in ("=", "!=") and number_of(found[3]) is None:
-            raise InvalidQueryError("metadata", f"a number is needed after {comparison}: optimizer.lr<0.01")
+            raise InvalidQueryError(
+                "metadata", f"expected a number after {comparison}, such as optimizer.lr<0.01"
+            )
         return cls(found[1], comparison, found[3].strip())
 
     def test(self) -> ColumnElement[bool]:
@@ -182,7 +186,7 @@ def _page(connection: Connection, wanted: RunListQuery, visible: frozenset[str] 
     if by != "metric":
         column, value_type = _ORDERS[by]
     elif wanted.metric is None:
-        raise InvalidQueryError("sort", "name the metric to sort by: sort=metric&metric=loss")
+        raise InvalidQueryError("sort", "sort=metric requires metric, such as sort=metric&metric=loss")
     else:
         own = run_metrics.c
         column, value_type, number = own[wanted.of], float, own.run_id

@@ -77,7 +77,7 @@ class ScanKind(Kind[ScanParams]):
     ) -> JobSpec:
         """As `Kind.specify`."""
         if not caller.may_see(params.root) or params.root not in settings.roots:
-            raise NotFoundError(f"there is no root {params.root!r}")
+            raise NotFoundError(f"root {params.root!r} not found")
         if params.below:
             check_key(params.below)
         if params.accept_lost and not caller.may("delete", params.root):
@@ -106,7 +106,7 @@ class ScanKind(Kind[ScanParams]):
         if is_first or changes:
             _log.info("scanned", root=result["root"], found=result["found"], **changes)
         for line in result["trouble"] if is_first or result.get("lost") else ():
-            _log.warning("scanned with trouble", root=result["root"], trouble=line)
+            _log.warning("scan found a problem", root=result["root"], trouble=line)
 
 
 def scans(settings: Settings) -> Iterable[PeriodicWork]:

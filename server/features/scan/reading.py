@@ -345,7 +345,7 @@ def observe(
     if facts is None:
         raise NotFoundError(f"the storage of root {root.name} has no checkpoint under this key")
     if facts.state == "incomplete" and not registration.deleted:
-        raise ConflictError(f"root {root.name} has only uncommitted data of a save under this key")
+        raise ConflictError(f"root {root.name} has only an uncommitted save under this key")
     if facts.state == "committed" and not registration.deleted:
         facts = replace(_labelled(facts, registration), registered_by=caller.name, owner=caller.owner)
     prepare_structures(database, [facts.structure], clock=clock)
@@ -397,7 +397,7 @@ def place_of(roots: Roots, url: str, visible: frozenset[str] | None = None) -> t
 
 def _in_root(roots: Roots, name: str, visible: frozenset[str] | None) -> StorageRoot:
     if visible is not None and name not in visible:
-        raise NotFoundError(f"there is no root {name[:64]!r}")
+        raise NotFoundError(f"root {name[:64]!r} not found")
     return roots.get(name)
 
 

@@ -179,7 +179,7 @@ class _Scan:
         if self.report.trouble:
             self.problem = self.report.trouble[0]
         for why, (count, example) in sorted(self._passed_over.items()):
-            self.report.trouble.append(f"passed over: {why}: {count}, such as {example}")
+            self.report.trouble.append(f"skipped: {why}: {count}, such as {example}")
 
     def _pass_over(self, passed: PassedOver) -> None:
         """Count a skipped file. Not a problem: earlier scans skipped the file, too."""
@@ -248,8 +248,8 @@ class _Scan:
             self.report.trouble.insert(
                 0,
                 f"{losses.count} of {self.report.known} checkpoints were not found, such as "
-                f"{losses.doubted[0].keys[0][:200]}, and are kept as they were: too many at once to believe "
-                f"it. Is the right storage there? If they are gone for good: dcp roots accept {name}",
+                f"{losses.doubted[0].keys[0][:200]}. The catalog keeps them, because so many are missing at "
+                f"once. Check that the storage is mounted. To confirm the loss: dcp roots accept {name}",
             )
 
     # -- reading and writing ---------------------------------------------------------------------------------

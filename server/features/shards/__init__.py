@@ -207,7 +207,7 @@ class _Selection(QueryModel):
     def check(self) -> None:
         """Raise UnprocessableError or InvalidQueryError for an impossible part."""
         if self.end is not None and self.end <= self.begin:
-            raise UnprocessableError("the end is not behind the begin", field="end")
+            raise UnprocessableError("end must be greater than begin", field="end")
         if self.glob is not None:
             check_pattern("glob", self.glob)
 

@@ -46,7 +46,7 @@ class StageRule(BaseModel):
         known = len(approvers - requesters if alone else approvers)
         if known < self.approvals:
             why = ", one of whom is the only requester: set self_approval" if known < len(approvers) else ""
-            raise ValueError(f"{self.approvals} approvals cannot be reached with {known} approvers{why}")
+            raise ValueError(f"approvals: {self.approvals} are impossible with {known} approvers{why}")
         return self
 
 
@@ -83,7 +83,7 @@ class StagesSettings(BaseModel):
             raise ValueError("order: contains a stage twice")
         unknown = sorted(self.rules.keys() - set(self.order))
         if unknown:
-            raise ValueError(f"rules: {unknown[0]!r} is none of the stages {', '.join(self.order)}")
+            raise ValueError(f"rules: {unknown[0]!r} is not one of the stages {', '.join(self.order)}")
         return self
 
     def expired_before(self, now: float) -> float | None:

@@ -71,7 +71,7 @@ class Rules:
     def check_known(self, stage: str) -> None:
         """Raise MissingError for a stage missing in the settings."""
         if stage not in self.order:
-            raise MissingError("stage", f"{stage!r}: there are {', '.join(self.order)}")
+            raise MissingError("stage", f"{stage!r} (stages: {', '.join(self.order)})")
 
     def may_request(self, stage: str) -> bool:
         """Return True if the caller may request promotions to the stage."""
@@ -309,7 +309,7 @@ def approve(
     if _is_same(party, request._mapping) and not rule.self_approval:
         raise ForbiddenError(f"stage {request.stage!r} needs the approval of another account or key")
     if any(_is_same(party, one) for one in before):
-        raise StateError("you have approved this request already", state="approved")
+        raise StateError("you have already approved this request", state="approved")
     row = lock_checkpoint(connection, request.checkpoint_id, ask.visible)
     _check_promotable(connection, rules, row, request.stage, request.content)
     approvals = [*before, {"by": ask.caller.name[:128], "key_id": ask.caller.key_id, **party}]
@@ -336,9 +336,7 @@ def withdraw(
     """Withdraw an own request; admins can withdraw any. Raises as `approve`."""
     _, request = _locked(connection, ask, number, match)
     if ask.caller.owner[:256] != request.owner and not ask.caller.may("admin", request.root):
-        raise ForbiddenError(
-            f"request {number} is by {request.requested_by}: only they and admins may withdraw"
-        )
+        raise ForbiddenError(f"only {request.requested_by} and admins may withdraw request {number}")
     return _close(connection, ask, request, "withdrawn", "withdraw", reason)
 
 
@@ -451,14 +449,16 @@ def _check_promotable(
     place = rules.order.index(stage)
     for name in own:
         if name == stage and not holders[name].is_changed:
-            raise StateError(f"checkpoint {number} is in stage {stage!r} already", state=stage)
+            raise StateError(f"checkpoint {number} is already in stage {stage!r}", state=stage)
         if name not in rules.order or rules.order.index(name) > place:
             raise StateError(
                 f"checkpoint {number} is in stage {name!r}: demote the checkpoint first", state=name
             )
     if rule.requires_previous and place and rules.order[place - 1] not in own:
         before = rules.order[place - 1]
-        raise StateError(f"checkpoint {number} has to be in stage {before!r} before {stage!r}", state="early")
+        raise StateError(
+            f"checkpoint {number} must be in stage {before!r} before stage {stage!r}", state="early"
+        )
 
 
 def _close_outdated(
@@ -476,7 +476,7 @@ def _close_outdated(
             _close(connection, ask, request, "expired", "expire", None)
             continue
         if not is_changed(request.content, row):
-            why = f"request {request.id} for stage {stage!r} is open already"
+            why = f"request {request.id} for stage {stage!r} is already open"
             raise StateError(why, state="requested")
         _close(connection, ask, request, "outdated", "outdate", None)
 

@@ -74,9 +74,9 @@ _Side = Annotated[int, Query(ge=1, le=256, description="As many cells at most.")
 
 async def _fqn(fqn: _Fqn = None, old: _OldFqn = None) -> str:
     if fqn is None and old is None:
-        raise UnprocessableError("fqn is required: the name of a tensor in the list of tensors", field="fqn")
+        raise UnprocessableError("fqn is required: the name of a tensor, as in the list", field="fqn")
     if None not in (fqn, old) and fqn != old:
-        raise UnprocessableError("fqn and name are synonyms: give only one of them", field="name")
+        raise UnprocessableError("fqn and name are synonyms: pass only one", field="name")
     return fqn or old or ""
 
 
@@ -95,7 +95,7 @@ def parse_slices(text: str | None) -> Slices | None:
             parts.append(...)
         elif match is None or not stripped or (match["step"] and int(match["step"]) == 0):
             raise UnprocessableError(
-                f"{part[:40]!r} in the slice is none of 3, 0:2, ::-1 and ...", field="slice"
+                f"slice: {part[:40]!r} is not an index or slice, such as 3, 0:2, ::-1 or ...", field="slice"
             )
         elif match["is_slice"]:
             numbers = (match["start"], match["stop"], match["step"])
@@ -244,7 +244,7 @@ def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statisti
         found = stored_statistics(connection, checkpoint_id, ask.visible)
         if found is None:
             raise NotFoundError(
-                f"no statistics of checkpoint {checkpoint_id} are kept; POST here to compute them"
+                f"statistics of checkpoint {checkpoint_id} are not computed yet; send a POST to this path"
             )
         mark = query_mark("statistics", checkpoint_id, found.created_at)
         begin = offset_of(page.cursor, mark)

@@ -82,7 +82,7 @@ def plan_tensor(
 def _npy_dtype(dtype: Dtype) -> Dtype:
     """Return the dtype of a .npy file: the stored dtype, or a wider dtype that numpy has."""
     if dtype.name == "float4_e2m1fn_x2":
-        raise UnprocessableError(f"numpy has no {dtype.name}; ask for safetensors", field="format")
+        raise UnprocessableError(f"numpy has no dtype {dtype.name}; use format=safetensors", field="format")
     sample = decode(np.zeros(1, stored_dtype(dtype)), dtype).dtype
     if sample == stored_dtype(dtype):
         return dtype
@@ -118,13 +118,13 @@ def tensor_grid(
     row = opened.row(fqn)
     dtype = opened.index.dtype(row)
     if is_opaque(dtype) or "complex" in dtype.name:
-        raise UnprocessableError(f"{dtype.name} has no ordered values", field="fqn")
+        raise UnprocessableError(f"values of the dtype {dtype.name} have no order", field="fqn")
     with TensorReader(opened.store, opened.index) as reader:
         shape = reader.shape_of(row, slices)
         if len(shape) > 2:
             taken = ", ".join([":", ":", *["0"] * (len(shape) - 2)])
             raise UnprocessableError(
-                f"{len(shape)} dimensions remain; give a slice with two dimensions, for example {taken}",
+                f"{len(shape)} dimensions remain; pass a slice with two dimensions, for example {taken}",
                 field="slice",
             )
         height, width = shape if len(shape) == 2 else (1, math.prod(shape))
@@ -153,7 +153,7 @@ def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> MeasuredTensor:
     dtype, shape = opened.index.dtype(row), opened.index.shape(row)
     if math.prod(shape) * dtype.itemsize > _MAX_BYTES:
         raise UnprocessableError(
-            f"{fqn[:200]!r} is too large to be read at once: have a job of the kind stats compute them",
+            f"{fqn[:200]!r} is too large to read in a request: submit a job of the kind stats",
             field="fqn",
         )
     with TensorReader(opened.store, opened.index, verify="full") as reader:

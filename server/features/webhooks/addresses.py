@@ -149,7 +149,7 @@ def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
         _check(target, address, allowed)
     elif host == "localhost" or host.endswith(".localhost"):
         if not (host in allowed.hosts or allowed.networks):
-            raise RefusedUrlError(f"{host} is this machine; `webhook_allow_private` can allow access")
+            raise RefusedUrlError(f"{host} is this machine; allow access with `webhook_allow_private`")
     elif scheme == "http" and not allowed:
         raise RefusedUrlError(_NEEDS_TLS)
     return target
@@ -179,7 +179,7 @@ def resolve_host(host: str, port: int) -> list[str]:
 
 
 _NEEDS_TLS: Final = (
-    "only https is sent to public addresses; `webhook_allow_private` may allow http for others"
+    "public addresses require https; `webhook_allow_private` can allow http for private addresses"
 )
 
 
@@ -188,7 +188,7 @@ def _check(target: WebhookUrl, address: Address, allowed: Allowed) -> None:
         return
     if not _is_public(address):
         raise RefusedUrlError(
-            f"{target.host} is not a public address; `webhook_allow_private` can allow access"
+            f"{target.host} is not a public address; allow access with `webhook_allow_private`"
         )
     if target.scheme == "http":
         raise RefusedUrlError(_NEEDS_TLS)
@@ -238,7 +238,7 @@ def _host_name(text: str) -> str:
         try:
             return str(IPv4Address(host))
         except ValueError:
-            raise RefusedUrlError(f"{host} is not an IPv4 address: write four numbers") from None
+            raise RefusedUrlError(f"{host} is not an IPv4 address of four numbers") from None
     if not all(_LABEL.fullmatch(label) for label in labels):
-        raise RefusedUrlError(f"{host!r} is not the name of a host")
+        raise RefusedUrlError(f"{host!r} is not a valid host name")
     return host

@@ -257,10 +257,10 @@ def _note_health(
         .values(due_seconds=now + RETRY_SECONDS[0])
     )
     if outcome.status_code == _GONE:
-        _disable(connection, hook, "the receiver answered 410 Gone", now)
+        _disable(connection, hook, "the receiver responded with 410 Gone", now)
     elif is_last and since is not None and now - since >= GIVE_UP_SECONDS:
         days = int((now - since) // 86_400)
-        _disable(connection, hook, f"nothing could be delivered for {days} days", now)
+        _disable(connection, hook, f"all deliveries failed for {days} days", now)
 
 
 def _disable(connection: Connection, hook: Hook, reason: str, now: float) -> None:

@@ -70,13 +70,13 @@ def new_secret() -> str:
 def check_secret(secret: str) -> str:
     """Return the secret. Raises ValueError unless the secret is ``whsec_`` and 24 to 64 bytes in base64."""
     if not secret.startswith(_PREFIX):
-        raise ValueError(f"a secret begins with {_PREFIX}")
+        raise ValueError(f"a secret must begin with {_PREFIX}")
     try:
         key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
     except binascii.Error:
         raise ValueError("a secret must be base64 after its prefix") from None
     if not 24 <= len(key) <= 64:
-        raise ValueError("a secret has 24 to 64 bytes")
+        raise ValueError("a secret must have 24 to 64 bytes")
     return secret
 
 
@@ -122,7 +122,9 @@ class Sealer:
             secret = _opened(stored, key)
             if secret is not None:
                 return secret
-        raise SealError("the secret is sealed with another key: see `webhook_key` in the service's settings")
+        raise SealError(
+            "the secret was encrypted with another key: set `webhook_key_before` in the service's settings"
+        )
 
     def renewed(self, stored: str) -> str | None:
         """Encrypt a stored secret with the first key. None if already encrypted with this key, or if no key

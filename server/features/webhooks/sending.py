@@ -131,7 +131,7 @@ class Deliverer:
         except SealError as error:
             return DeliveryOutcome(None, f"not signed: {error}")
         except (OSError, UnicodeError):
-            return DeliveryOutcome(None, "the name of the host is not resolved")
+            return DeliveryOutcome(None, "the host name cannot be resolved")
         headers |= {"Content-Type": "application/json", "User-Agent": f"dcphub/{__version__}"}
         try:
             answer = post(
@@ -141,8 +141,8 @@ class Deliverer:
             return DeliveryOutcome(None, str(error))
         if 200 <= answer.status < 300:
             return DeliveryOutcome(answer.status, None)
-        why = "redirects are not followed" if 300 <= answer.status < 400 else "not taken"
-        return DeliveryOutcome(answer.status, f"answered {answer.status}: {why}", answer.retry_after_seconds)
+        why = "redirects are not followed" if 300 <= answer.status < 400 else "expected 2xx"
+        return DeliveryOutcome(answer.status, f"status {answer.status}: {why}", answer.retry_after_seconds)
 
     def _signing(self, claim: DeliveryClaim, now: float) -> list[str]:
         until = claim.hook.previous_until_seconds
@@ -223,7 +223,7 @@ def post(
                 return ReceiverAnswer(response.status, _retry_after(response.getheader("Retry-After")))
         except (OSError, http.client.HTTPException, ValueError) as error:
             if late.is_set() or isinstance(error, TimeoutError):  # of the socket, in the same moment
-                raise SendError(f"no answer within {timeout_seconds:g} s") from error
+                raise SendError(f"no response within {timeout_seconds:g} s") from error
             raise SendError(_explained(error)) from error
 
 
@@ -265,7 +265,7 @@ def _connected(target: WebhookUrl, addresses: Sequence[str], give_up: float) -> 
             connected.settimeout(max(give_up - time.monotonic(), 0.001))
             return connected
     raise SendError(
-        f"cannot connect: {_explained(problem)}" if problem else "no time to connect"
+        f"cannot connect: {_explained(problem)}" if problem else "timeout before connecting"
     ) from problem
 
 
@@ -304,4 +304,4 @@ def _explained(error: BaseException) -> str:
         return "timed out"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
-    return f"not an answer in HTTP ({type(error).__name__})"
+    return f"not an HTTP response ({type(error).__name__})"

@@ -175,10 +175,10 @@ def _checked(values: dict[str, Any], ask: Ask) -> dict[str, Any]:
 
 def _check_roots(names: list[str] | None, ask: Ask) -> None:
     if names is None and ask.visible is not None:
-        raise ForbiddenError("this key is for some roots only, so name the webhook's roots", scope="admin")
+        raise ForbiddenError("roots is required, because the key is restricted to roots", scope="admin")
     for name in names or ():
         if not ask.caller.may_see(name) or name not in ask.roots.names():
-            raise UnprocessableError("roots: there is no such root, or none that this key may see")
+            raise UnprocessableError("roots: not found, or not visible to the key")
 
 
 # -- deliveries ----------------------------------------------------------------------------------------------

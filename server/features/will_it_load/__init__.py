@@ -80,9 +80,9 @@ _SECONDS: Final = 900.0
 
 def _bounded(config: Any) -> Any:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError("a config.json of Hugging Face has a model_type")
+        raise ValueError("not a config.json of Hugging Face: model_type is missing")
     if len(json.dumps(config)) > _MAX_CHARACTERS:
-        raise ValueError(f"{_MAX_CHARACTERS:,} characters at most")
+        raise ValueError(f"must have {_MAX_CHARACTERS:,} characters at most")
     return config
 
 
@@ -125,11 +125,9 @@ class ShapesKind(SimpleKind[ShapesParams]):
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise PermanentJobError(f"making the model took more than {_SECONDS:g} s") from None
+            raise PermanentJobError(f"creating the model took more than {_SECONDS:g} s") from None
         if done.returncode:
-            raise PermanentJobError(
-                "building the model was stopped: the limit of processor time or memory was exceeded"
-            )
+            raise PermanentJobError("creating the model exceeded the limit of CPU time or memory")
         found: Json = json.loads(done.stdout)
         if "problem" in found:
             raise PermanentJobError(found["problem"])

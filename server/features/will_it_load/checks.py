@@ -107,7 +107,7 @@ def _member(one: Any, name: str) -> Any:
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or len(name) > _MAX_CHARACTERS:
-        raise _wrong(f"{str(name)[:60]!r} is no name of a tensor; {_HOW}")
+        raise _wrong(f"{str(name)[:60]!r} is not the name of a tensor; {_HOW}")
     return name
 
 
@@ -121,7 +121,7 @@ def _dtype(name: Any, given: Any) -> str | None:
         return None
     found = _BY_ANY_NAME.get(given.removeprefix("torch.")) if isinstance(given, str) else None
     if found is None:
-        raise _wrong(f"{str(name)[:100]!r} has {str(given)[:60]!r}, which is no dtype")
+        raise _wrong(f"{str(name)[:100]!r}: {str(given)[:60]!r} is not a dtype")
     return found
 
 
@@ -130,7 +130,7 @@ def _shape(name: Any, given: Any) -> tuple[int, ...] | None:
         return None
     is_list = isinstance(given, list) and len(given) <= _MAX_DIMENSIONS
     if not is_list or not all(type(length) is int and 0 <= length < 2**63 for length in given):
-        raise _wrong(f"{str(name)[:100]!r} has {str(given)[:60]!r}, which is no shape; {_HOW}")
+        raise _wrong(f"{str(name)[:100]!r}: {str(given)[:60]!r} is not a shape; {_HOW}")
     return tuple(given)
 
 
@@ -262,9 +262,9 @@ def _code(left: LoadFindings, rename: Mapping[str, str], place: str, through: st
 
 def _warnings(left: LoadFindings) -> Iterator[str]:
     if left.counts["missing"]:
-        yield f"# not in the checkpoint, left as the model was made: {left.counts['missing']:,} names"
+        yield f"# not in the checkpoint, keep their initial values: {left.counts['missing']:,} names"
     if left.counts["shape"] + left.counts["kind"]:
-        yield "# this still fails: shapes must equal the saved shapes"
+        yield "# this load still fails: shapes must equal the saved shapes"
 
 
 def _raw(text: str) -> str:

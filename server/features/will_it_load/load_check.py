@@ -97,7 +97,7 @@ def check_load_of(checkpoint_id: IdPath, query: Annotated[StateQuery, Query()], 
     """Check the checkpoint against the state of another checkpoint, or of a config.json from a job."""
     through = query.choice()
     if (query.state_of is None) == (query.shapes_job is None):
-        raise UnprocessableError("which state? give state_of or shapes_job", field="state_of")
+        raise UnprocessableError("pass state_of or shapes_job", field="state_of")
     if query.shapes_job is not None:
         document, config = _shapes(query.shapes_job, ask)
         return _check_document(checkpoint_id, document, ask, through, config)
@@ -117,8 +117,7 @@ def _shapes(job_id: int, ask: Ask) -> tuple[Mapping[str, Any], Mapping[str, Any]
     job = ask.find(get_job, job_id, ask.visible)
     if job.kind != "shapes" or job.state != "succeeded":
         raise StateError(
-            f"job {job_id} ({job.kind}) is {job.state}; a job of the kind shapes that has succeeded "
-            "describes a state",
+            f"job {job_id} ({job.kind}) is {job.state}; pass a succeeded job of the kind shapes",
             state=job.state,
         )
     return job.result or {}, job.params.get("config") or {}

@@ -217,7 +217,7 @@ def test_a_key_for_one_root_lists_that_root_only(many: Catalog) -> None:
     for path in ("/checkpoints", "/runs", "/jobs"):
         for root in ("other", "nowhere"):
             answer = client.get(f"{API}{path}", params={"root": root})
-            assert (answer.status_code, answer.json()["detail"]) == (422, f"root: there is no root {root!r}")
+            assert (answer.status_code, answer.json()["detail"]) == (422, f"root: root {root!r} not found")
 
 
 def test_counts_beside_a_list_are_those_of_the_lists(many: Catalog) -> None:
@@ -334,16 +334,16 @@ def named(catalog: Catalog) -> Catalog:
 
 
 NEAR = {
-    "checkpoints?root=mian": "root: there is no root 'mian'; did you mean 'main'?",
-    "runs?root=mian": "root: there is no root 'mian'; did you mean 'main'?",
-    "jobs?root=mian": "root: there is no root 'mian'; did you mean 'main'?",
-    "checkpoints?run=team/tunde": "run: there is no run 'team/tunde'; did you mean 'team/tuned'?",
-    "checkpoints?run=tuned": "run: there is no run 'tuned'; did you mean 'team/tuned'?",
-    "checkpoints?run=secret&root=main": "run: there is no run 'secret'",
-    "checkpoints?run_id=999": "run_id: there is no run 999",
-    "checkpoints?metric=los<1": "metric: there is no metric 'los'; did you mean 'loss'?",
-    "checkpoints?sort=metric:Loss": "metric: there is no metric 'Loss'; did you mean 'loss'?",
-    "jobs?kind=verfy": "there is no kind of job 'verfy': ",
+    "checkpoints?root=mian": "root: root 'mian' not found; did you mean 'main'?",
+    "runs?root=mian": "root: root 'mian' not found; did you mean 'main'?",
+    "jobs?root=mian": "root: root 'mian' not found; did you mean 'main'?",
+    "checkpoints?run=team/tunde": "run: run 'team/tunde' not found; did you mean 'team/tuned'?",
+    "checkpoints?run=tuned": "run: run 'tuned' not found; did you mean 'team/tuned'?",
+    "checkpoints?run=secret&root=main": "run: run 'secret' not found",
+    "checkpoints?run_id=999": "run_id: run 999 not found",
+    "checkpoints?metric=los<1": "metric: metric 'los' not found; did you mean 'loss'?",
+    "checkpoints?sort=metric:Loss": "metric: metric 'Loss' not found; did you mean 'loss'?",
+    "jobs?kind=verfy": "unknown job kind 'verfy'; kinds are ",
 }
 
 

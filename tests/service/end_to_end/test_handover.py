@@ -218,7 +218,7 @@ def test_who_may_hand_over_what(handing: Catalog) -> None:
         (401, "failed", "check the credentials"),
         ((302, {"Location": "http://169.254.169.254/"}), "failed", "answered 302"),
         (503, "queued", "answered 503"),
-        (204, "failed", "names no model version"),
+        (204, "failed", "has no model version"),
     ],
 )
 def test_answers_of_a_target(

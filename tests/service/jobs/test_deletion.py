@@ -226,7 +226,7 @@ def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
     lean.http.put(f"/api/v1/checkpoints/{pinned}/pin").raise_for_status()
     lean.http.put(f"/api/v1/runs/{run_id}/aliases/best", json={"checkpoint_id": named}).raise_for_status()
     lean.submit("verify", checkpoint_id=used)
-    for number, why in ((pinned, "is pinned"), (named, "'best' of its run"), (used, "a job is using")):
+    for number, why in ((pinned, "is pinned"), (named, "has the alias 'best'"), (used, "a job is using")):
         with pytest.raises(RefusedError, match=why):
             lean.submit("prune", checkpoint_id=number)
     save_apart(run / "step-4", 4)  # not the checkpoint that the catalog knows
@@ -248,7 +248,7 @@ def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hol
         lean.http.put(path, json={"checkpoint_id": before.id}).raise_for_status()
     lean.worker.drain()
     found = lean.job(job)
-    assert found.state == "failed" and "must stay whole" in str(found.error)
+    assert found.state == "failed" and "cannot be dropped" in str(found.error)
     assert there(run) == ["whole"] * 4
 
 

@@ -154,7 +154,7 @@ def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
         with pytest.raises(RefusedError, match=words):
             site.submit("merge", last=last, **given | {"target_key": "run/other"})
 
-    refused(3, "3 committed steps are required, and 2 exist")
+    refused(3, "3 committed steps are required, but only 2 exist")
     (data,) = (tmp_path / "main/run/step-0").glob("*.distcp")
     data.write_bytes(b"x" * data.stat().st_size)
     site.result("verify", checkpoint_id=site.id("main", "run/step-0"))
@@ -162,7 +162,7 @@ def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
     add_checkpoint(database, "run/step-7", user_metadata={"partial": ["model"]})
     refused(1, "step 7 has only model")
     add_checkpoint(database, "run/again-7")
-    refused(1, "step 7 is there 2 times")
+    refused(1, "step 7 exists 2 times")
 
 
 def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path)
     site.http.delete(f"/api/v1/checkpoints/{site.id('main', 'run/step-1')}").raise_for_status()
     site.worker.drain()
     job = site.job(number)
-    assert job.state == "failed" and "2 committed steps are required, and 1 exist" in job.error["detail"]
+    assert job.state == "failed" and "2 committed steps are required, but only 1 exist" in job.error["detail"]
     assert not job.error["is_retryable"]
 
 

@@ -228,7 +228,7 @@ def test_a_conversion_waits_for_its_storage(make_database: MakeDatabase, tmp_pat
             until(lambda: (site.job(number).waiting or {}).get("count", 0) >= 4, "four attempts")
             waiting = site.job(number).waiting
             assert waiting["is_environment"] and waiting["next_attempt_at"]
-            assert "is not there" in waiting["detail"]
+            assert "does not exist" in waiting["detail"]
             (tmp_path / "elsewhere").rename(export)
             assert ended(site, number) == "succeeded"
             assert site.job(number).waiting is None

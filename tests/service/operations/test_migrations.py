@@ -70,7 +70,7 @@ def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_pat
     """An unknown revision is refused by readiness and commands, with the remedy; nothing changes."""
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0011'"))
-    with pytest.raises(migrations.UnknownRevisionError, match=r"revision 0011; .* configure a new database"):
+    with pytest.raises(migrations.UnknownRevisionError, match=r"revision 0011; .* configure a new one"):
         migrations.upgrade(database)
     assert migrations.current(database) == "0011"
     url = database.url.render_as_string(hide_password=False)
@@ -79,7 +79,7 @@ def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_pat
         assert answer.status_code == 503 and "revision 0011;" in answer.json()["checks"]["database"]
     for line in ("db upgrade", "keys list"):
         done = command(*line.split(), "--database", url)
-        assert done.status == 3 and "configure a new database" in " ".join(done.err.split())
+        assert done.status == 3 and "configure a new one" in " ".join(done.err.split())
 
 
 @pytest.mark.parametrize("revision", ["0.1.0", migrations.REVISION])
@@ -103,9 +103,7 @@ def test_a_database_with_other_columns_is_refused(
         problem = "run dcp db upgrade" if needs_command else "table audit differs in"
         assert answer.status_code == 503 and problem in answer.json()["checks"]["database"]
     for line in ("db upgrade", "keys list"):
-        problem = (
-            "run dcp db upgrade" if needs_command and line == "keys list" else "configure a new database"
-        )
+        problem = "run dcp db upgrade" if needs_command and line == "keys list" else "configure a new one"
         done = command(*line.split(), "--database", url)
         assert done.status == 3 and problem in " ".join(done.err.split())
     assert migrations.current(database) == revision

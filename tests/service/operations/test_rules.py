@@ -167,7 +167,7 @@ def test_what_a_rule_cannot_do_is_in_the_audit_log(catalog: Catalog) -> None:
     catalog.regular_work()
     refused = pages(catalog.http, "/audit", action="rule.refused")
     told = {(one["actor"], one["detail"]["problem"]) for one in refused}
-    assert any(actor == "rule:r" and "same.safetensors is a checkpoint already" in why for actor, why in told)
+    assert any(actor == "rule:r" and "same.safetensors is already a checkpoint" in why for actor, why in told)
     assert ("rule:s", "target_key: the checkpoint has no step") in told
     verified = {job["checkpoint_id"] for job in pages(catalog.http, "/jobs", kind="verify")}
     assert catalog.rows()["a/step-2"]["id"] in verified

@@ -65,7 +65,7 @@ def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
         log = service.log()
         for line in (
             r"root +\[.*name=my-runs place=.*My Runs",
-            r"root is not there.* name=away place=\S*nowhere",
+            r"root does not exist.* name=away place=\S*nowhere",
             r"new database .* file=dcp-catalog.sqlite",
             rf"serving .*api={service.url}/api/v1 docs={service.url}/docs",
             r"scanned .* found=1 new=1 root=my-runs",
@@ -74,9 +74,9 @@ def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
         assert "alembic" not in log  # no details of migrations
         assert {root["name"] for root in client.get("/api/v1/roots").json()["items"]} == {*ROOTS.values()}
         checks = {one["root"]: one["detail"] for one in client.get("/api/v1/root-checks").json()["items"]}
-        assert checks["away"] == "the folder of root away is not there"
+        assert checks["away"] == "the folder of root away does not exist; is the disk mounted?"
         told = wait_until(lambda: re.findall(r"\[warning *\] failed .*root=away.*", service.log()), "a scan")
-        assert len(told) == 1 and "the folder of root away is not there" in told[0]
+        assert len(told) == 1 and "the folder of root away does not exist; is the disk mounted?" in told[0]
         first = service.pids("worker", "--until-input-ends")
         for pid in first:
             service.kill_pid(pid)
@@ -237,7 +237,7 @@ def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
         assert time.monotonic() - begun < 10
         assert service.exit_status == 0
         assert "Traceback" not in service.log() and "Exception" not in service.log()
-        assert service.log().count("ended at once; requests were cut short") == 1
+        assert service.log().count("stopped immediately; running requests were aborted") == 1
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

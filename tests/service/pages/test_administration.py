@@ -88,7 +88,7 @@ def test_revoking_ones_own_key(keyed: App, admin: Browser) -> None:
         ({"root": ["elsewhere"]}, 422, "elsewhere"),
         ({"days": "-1"}, 422, "Choose one of the offered times"),
         ({"days": "1e400"}, 422, "Choose one of the offered times"),
-        ({"name": "ada"}, 409, "take another name"),
+        ({"name": "ada"}, 409, "choose another name"),
     ],
 )
 def test_what_is_no_key_is_said_beside_what_was_typed(

@@ -145,7 +145,7 @@ def test_names_of_any_kind(site: Any, name: str) -> None:
         ("empty", "The tensor has no elements"),
         ("nothing", "No element is finite"),
         ("scalar", "2.5"),
-        ("complex", "no ordered values"),
+        ("complex", "have no order"),
         ("flags", "0.66667"),
     ],
 )

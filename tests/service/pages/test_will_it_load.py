@@ -126,7 +126,7 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
     exec(answer["code"], {"model": SimpleNamespace(state_dict=lambda: found, load_state_dict=dict)})
     assert torch.equal(found[stacked], torch.stack([*experts.values()]))
     for wrong, told in (
-        ({"map": "qwen3:hf-to-titn"}, "is no ready map"),
+        ({"map": "qwen3:hf-to-titn"}, "is not a ready map"),
         ({"below": "model"}, "require a map"),
         ({"map": "x" * 300}, "256 characters"),
         ({**chosen, "below": "x" * 1025}, "1024 characters"),

@@ -43,7 +43,7 @@ def test_another_place_under_the_name_of_a_root_loses_nothing(
         assert {catalog.states()[key] for key in KEYS} == {"committed"}
         root = root_of(catalog)
         if job["state"] != "succeeded":
-            assert root["scan_error"] == "the folder of root main is not there"
+            assert root["scan_error"] == "the folder of root main does not exist; is the disk mounted?"
             continue
         assert (job["result"]["vanished"], job["result"]["lost"], root["lost"]) == (0, 3, 3)
         assert "3 of" in root["scan_error"] and "dcp roots accept main" in root["scan_error"]
@@ -59,10 +59,10 @@ def test_a_root_that_is_away_gives_no_bytes(catalog: Catalog) -> None:
     number = catalog.add("run/step-1")
     is_removed(catalog.place(""))
     catalog.do("scan", root="main")
-    note = "the last scan of root main: the folder of root main is not there"
+    note = "the last scan of root main: the folder of root main does not exist; is the disk mounted?"
     assert note in catalog.get("/runs", root="main")["notes"]
     answer = catalog.http.get(f"{API}/checkpoints/{number}/files")
-    assert (answer.status_code, "not there" in answer.json()["detail"]) == (503, True)
+    assert (answer.status_code, "does not exist" in answer.json()["detail"]) == (503, True)
     gone = {"root": "main", "key": "run/step-1", "deleted": True}
     assert catalog.status("POST", "/checkpoints", json=gone) == 503
     assert catalog.states() == {"run/step-1": "committed"}

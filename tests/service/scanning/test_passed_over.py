@@ -25,11 +25,11 @@ def test_names_are_counted_with_reasons(catalog: Catalog) -> None:
     catalog.save("/".join(["l" * 200] * 5 + ["m" * 100]))
     report = catalog.scan()
     assert list(catalog.states()) == ["run/step-1"]
-    found = {line.removeprefix("passed over: ").partition(", such as ")[0] for line in report["trouble"]}
+    found = {line.removeprefix("skipped: ").partition(", such as ")[0] for line in report["trouble"]}
     assert found == {
-        "names invalid as keys: it contains control characters or invalid Unicode: 3",
+        "names invalid as keys: contains control characters or invalid Unicode: 3",
         "names invalid as keys: each part between its slashes must be a plain name of up to 255 bytes: 2",
-        "names invalid as keys: URLs are not keys: 1",
+        "names invalid as keys: a key is a path in the root, not a URL: 1",
         "names invalid as keys: no part may end in ':' or begin with '~': 1",
         f"more than {MAX_DEPTH} folders deep: 1",
         "keys of more than 1024 characters: 1",
@@ -93,7 +93,7 @@ def test_links_that_stay_within_are_followed_once(catalog: Catalog) -> None:
     assert catalog.states() == dict.fromkeys(
         ["again/step-7", "best.pt", "run/epoch-3.safetensors", "run/step-1", "run/step-2"], "committed"
     )
-    assert report["trouble"] == ["passed over: circular links: 2, such as 'about'"]
+    assert report["trouble"] == ["skipped: circular links: 2, such as 'about'"]
 
 
 def test_links_that_lead_out_are_not_followed(catalog: Catalog) -> None:
@@ -117,7 +117,7 @@ def test_links_that_lead_out_are_not_followed(catalog: Catalog) -> None:
     assert set(catalog.states().values()) == {"committed"}
     assert (report["found"], report["vanished"], report["lost"]) == (2, 0, 0)
     assert [line.partition(", such")[0] for line in report["trouble"]] == [
-        "passed over: broken links: 1",
-        "passed over: links out of the root, which are not followed: 3",
+        "skipped: broken links: 1",
+        "skipped: links out of the root, which are not followed: 3",
     ]
     assert str(catalog.folder) not in "".join(report["trouble"])

@@ -326,7 +326,11 @@ def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
         (tmp_path / "main").rmdir()
         answer = app.client().get("/readyz")
         assert (answer.status_code, answer.json()["checks"]) == (200, {"database": "ok"})
-        away = {"root": "main", "is_ok": False, "detail": "the folder of root main is not there"}
+        away = {
+            "root": "main",
+            "is_ok": False,
+            "detail": "the folder of root main does not exist; is the disk mounted?",
+        }
         other, checks = {"root": "other", "is_ok": True, "detail": None}, f"{API}/root-checks"
         assert app.client("read").get(checks).json() == {"items": [away, other]}
         assert app.client("read", roots=["other"]).get(checks).json() == {"items": [other]}
@@ -343,7 +347,7 @@ def test_a_root_that_hangs_is_waited_for_once(tmp_path: Path, url: str) -> None:
             for _ in range(2):
                 begun = time.monotonic()
                 (found,) = app.base.get(f"{API}/root-checks").json()["items"]
-                assert (found["is_ok"], found["detail"]) == (False, "does not answer")
+                assert (found["is_ok"], found["detail"]) == (False, "does not respond")
             assert 'dcp_root_up{root="main"} 0.0' in app.base.get("/metrics").text
             assert time.monotonic() - begun < 0.9
 

@@ -126,7 +126,7 @@ class DaskExecutor:
                 self._submit()
                 answered_seconds = time.monotonic()
             except Exception as error:  # noqa: BLE001 - the cluster is away, whatever Dask calls it
-                _log.warning("Dask is away", address=self._address, error=repr(error))
+                _log.warning("Dask cluster unreachable", address=self._address, error=repr(error))
                 is_busy = time.monotonic() - answered_seconds < self._lease_seconds / 2
                 self._lose(error, only_killed=is_busy)
             is_urgent = any(remote.is_killed for remote in list(self._remotes.values()))
@@ -245,7 +245,7 @@ class DaskExecutor:
 
 
 def _away(error: BaseException | None) -> JobFailure:
-    detail = "the Dask cluster lost it" if error is None else f"the Dask cluster: {type(error).__name__}"
+    detail = "the Dask cluster lost the task" if error is None else f"Dask: {type(error).__name__}"
     return JobFailure(type="DaskError", detail=detail)
 
 

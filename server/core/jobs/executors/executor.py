@@ -50,7 +50,7 @@ def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """Send a message. Raises ValueError or TypeError for invalid JSON before sending."""
     data = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
     if len(data) > _MAX_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes is more than a subprocess may send")
+        raise ValueError(f"a message of {len(data)} bytes exceeds the limit of a subprocess")
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 

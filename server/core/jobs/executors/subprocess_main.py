@@ -290,15 +290,15 @@ def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
     if isinstance(error, MemoryError):
         return JobFailure(
             type=TOO_MUCH_MEMORY,
-            detail=f"it needs more memory than task_memory_bytes={memory_bytes} allows",
+            detail=f"the task needs more memory than task_memory_bytes={memory_bytes} allows",
             is_retryable=False,
         )
     if isinstance(error, ProblemError | CheckpointError | OSError):
         detail = storage_problem(error).detail  # without places and secrets
     elif isinstance(error, ValidationError):
-        detail = f"the parameters do not fit: {error.error_count()} of them"
+        detail = f"{error.error_count()} parameters are invalid"
     elif isinstance(error, SQLAlchemyError):
-        detail = f"the database refused it: {type(error).__name__}"  # without the statement's parameters
+        detail = f"database error: {type(error).__name__}"  # without the statement's parameters
     else:
         detail = str(error)
     return JobFailure(

@@ -86,11 +86,11 @@ class TaskProcess:
 
 def _died(status: int | None) -> JobFailure:
     if status is None:
-        how = "could not be started, or was lost with the process that it came from"
+        how = "could not start, or died with its parent process"
     elif (code := os.waitstatus_to_exitcode(status)) < 0:
-        how = f"was killed by signal {-code}" + (" (often for want of memory)" if code == -9 else "")
+        how = f"was killed by signal {-code}" + (" (often out of memory)" if code == -9 else "")
     else:
-        how = f"ended with exit code {code} and no answer"
+        how = f"ended with exit code {code} and without a result"
     return JobFailure(type="TaskProcessError", detail=f"the subprocess {how}")
 
 
@@ -271,10 +271,10 @@ class WarmProcessPool:
             return
         most = child.order.memory_bytes
         if most and resident_bytes(child.pid) > most:
-            detail = f"it took more memory than task_memory_bytes={most} allows"
+            detail = f"the task used more memory than task_memory_bytes={most} allows"
             self.kill(child, JobFailure(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
         elif time.monotonic() > child.until_seconds:
-            detail = f"it took longer than task_seconds={child.order.seconds:g}"
+            detail = f"the task took longer than task_seconds={child.order.seconds:g}"
             self.kill(child, JobFailure(type="TaskTimeoutError", detail=detail))
 
 

@@ -50,7 +50,7 @@ def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None 
     """Return the job. Raises NotFoundError unless all roots of the job are ``visible``."""
     job = find_job(connection, job_id, visible)
     if job is None:
-        raise NotFoundError(f"there is no job {job_id}")
+        raise NotFoundError(f"job {job_id} not found")
     return job
 
 

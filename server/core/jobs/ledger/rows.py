@@ -188,7 +188,7 @@ def lock_job(connection: Connection, job_id: int) -> Job:
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
     if row is None:
-        raise NotFoundError(f"there is no job {job_id}")
+        raise NotFoundError(f"job {job_id} not found")
     return job_of_row(row)
 
 
@@ -210,7 +210,7 @@ def held_job(connection: Connection, held: Held) -> Job:
     job = _locked(connection, held)
     lease = connection.execute(select(jobs.c.fence, jobs.c.lease_owner).where(jobs.c.id == job.id)).one()
     if lease.lease_owner is None or lease.fence != held.fence:
-        raise StaleFenceError(f"job {job.id}: the claim {held.fence} is over; the job is at {lease.fence}")
+        raise StaleFenceError(f"job {job.id}: the claim {held.fence} has ended; the job is at {lease.fence}")
     return job
 
 
@@ -225,7 +225,7 @@ def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
         or row.lease_owner is None
         or row.fence != held.fence
     ):
-        raise StaleFenceError(f"task {held.task_id} of job {held.job_id}: the claim {held.fence} is over")
+        raise StaleFenceError(f"task {held.task_id} of job {held.job_id}: the claim {held.fence} has ended")
     return job, task_of_row(row)
 
 

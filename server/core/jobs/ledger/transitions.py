@@ -148,7 +148,7 @@ def _root_id(connection: Connection, name: str | None) -> int | None:
         return None
     found = connection.execute(select(roots.c.id).where(roots.c.name == name)).scalar_one_or_none()
     if found is None:
-        raise NotFoundError(f"there is no root {name!r}")
+        raise NotFoundError(f"root {name!r} not found")
     return int(found)
 
 
@@ -305,7 +305,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
     if job.dedup_key is not None:
         other = unfinished_job(connection, job.dedup_key)
         if other is not None:
-            raise ConflictError(f"job {other} does the same", job_id=other)
+            raise ConflictError(f"job {other} already does the same work", job_id=other)
     forget_tasks(connection, job)
     nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error"), null())
     nothing |= {"finished_seconds": null(), "cancel_requested_seconds": null()}
@@ -313,7 +313,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
     try:
         set_job(connection, job_id, state="queued", turn=turn, **NEXT_PHASE, **nothing)
     except IntegrityError as error:  # submitted concurrently
-        raise ConflictError("another job does the same") from error
+        raise ConflictError("another job already does the same work") from error
     emit(connection, job_id, "state", now, state="queued", retried_by=actor)
     return lock_job(connection, job_id)
 
