@@ -359,7 +359,10 @@ def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
         said = ("ForbiddenError", "no longer has the scope 'convert' in root main")
     else:
         limit(catalog, "account", f"account#{account}", bytes_kept=0)
-        said = ("ConflictError", "bytes_kept: this account may have 0 B of checkpoints and has 0 B")
+        said = (
+            "ConflictError",
+            "bytes_kept: the limit of this account is 0 B of checkpoints, and 0 B are in use",
+        )
     with served_by(catalog.app.service.settings):
         until(lambda: catalog.get(f"/jobs/{number}")["finished_at"], "its end")
     ended = catalog.get(f"/jobs/{number}")
