@@ -72,7 +72,7 @@ def test_values_and_nesting_are_the_first_ones(three: list[Path], tmp_path: Path
     """The provenance of the target names the sources; metrics of single sources are left out."""
     report = dcp.merge(three, tmp_path / NAMES[to], weights=_WEIGHTS)
     _check_three(tmp_path / NAMES[to])
-    if to != "safetensors":  # safetensors drops such values in conversions only
+    if to != "safetensors":  # only conversions read plain values of safetensors
         assert dcp.read(tmp_path / NAMES[to])["lr"] == 0.1
     assert report.format == to and [weight for _, weight in report.weights] == _WEIGHTS
     if to == "dcp":
