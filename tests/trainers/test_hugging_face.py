@@ -144,9 +144,8 @@ def arguments_of_the_trainer(root: str) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None:
-    """Limits with and without the best model, a path, True with a damaged or weights-only newest checkpoint,
-    SIGTERM on one rank, another run's checkpoints, which are deleted, the Trainer's own checkpoints, only
-    weights, and no checkpoint work as documented."""
+    """The Trainer's limits, best model and resume arguments work, also over damaged, weights-only, missing
+    and the Trainer's own checkpoints, and with SIGTERM on one rank. Another run's checkpoints are deleted."""
     found = in_lab(arguments_of_the_trainer, str(tmp_path))
     assert found["best"] == ["checkpoint-3", "checkpoint-9"]
     best, loaded = found["best loss"]
