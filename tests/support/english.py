@@ -1,7 +1,7 @@
-"""Check the prose of code and pages: openers of docstrings, words with a plainer one, sentences, and length.
+"""Check the prose of code and pages: openers of docstrings, words with plainer synonyms, sentences, length.
 
 ``python -m tests.support.english`` prints every problem with its place; ``--measure`` prints the figures of
-each page and package instead. The rules are those of docs/contributing.md.
+each page and package instead. docs/contributing.md has the rules.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[2]
-FOLDERS: Final = ("dcp", "planners", "storage", "server")
+PRODUCT: Final = ("dcp", "planners", "storage", "server")
+"""Folders whose docstrings, comments, and other strings are checked."""
+AROUND: Final = ("tests", "benchmarks", "tools", "examples")
+"""Folders whose docstrings and comments are checked; other strings may be data, such as `WORDS`."""
 GENERATED: Final = "docs/reference/generated"
 
 MOST_WORDS: Final = 25_000
@@ -33,7 +36,7 @@ WORDS: Final = re.compile(
     r"(?i)\b(told|tells? of|of ours|of others|of theirs|somebody|nobody|everybody|anybody|goes on|go on|"
     r"going on|what there is|that is about|that are about|is about|dear|as ever|be it)\b"
 )
-"""Words and phrases that have a plainer one."""
+"""Words and phrases with a plainer synonym."""
 VAGUE: Final = re.compile(
     r"(?i)\b(what|that|those|it|its|one|ones|such|there|else|otherwise|so|who|whose|whether|theirs|ours|others)\b"
 )
@@ -118,10 +121,15 @@ def docstring_problems(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield line, f"a function's docstring begins with {opener[0]!r}: begin with a verb"
 
 
-def word_problems(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, problem) for words of comments and strings that have a plainer one."""
+def word_problems(source: str, *, has_data: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield (line, problem) for `WORDS` in comments and strings; with ``has_data``, only in strings that are
+    statements: docstrings of modules, functions, classes, and constants."""
+    is_begin = True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING):
+        is_text = token.type == tokenize.STRING and (is_begin or not has_data)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            is_begin = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        if is_text or token.type == tokenize.COMMENT:
             for found in WORDS.finditer(token.string):
                 line = token.start[0] + token.string.count("\n", 0, found.start())
                 yield line, f"{found[0]!r}: say it in the words of the field's documentation"
@@ -142,10 +150,10 @@ def docstrings(path: Path) -> str:
     return "\n\n".join(filter(None, (ast.get_docstring(node) for node in nodes)))
 
 
-def packages() -> dict[str, str]:
+def packages(folders: Sequence[str] = (*PRODUCT, *AROUND)) -> dict[str, str]:
     """Return the prose of the docstrings of each package of two levels."""
     found: dict[str, list[str]] = {}
-    for path in [path for folder in FOLDERS for path in modules(folder)]:
+    for path in [path for folder in folders for path in modules(folder)]:
         parts = path.relative_to(ROOT).parts
         found.setdefault("/".join(parts[: min(2, len(parts) - 1)]), []).append(docstrings(path))
     return {name: prose("\n\n".join(texts)) for name, texts in found.items()}
@@ -154,9 +162,10 @@ def packages() -> dict[str, str]:
 def problems() -> list[str]:
     """Return every problem with its place."""
     found = []
-    for path in [path for folder in FOLDERS for path in modules(folder)]:
+    for path in [path for folder in (*PRODUCT, *AROUND) for path in modules(folder)]:
         source = path.read_text(encoding="utf-8")
-        each = sorted([*docstring_problems(ast.parse(source)), *word_problems(source)])
+        words = word_problems(source, has_data=path.relative_to(ROOT).parts[0] in AROUND)
+        each = sorted([*docstring_problems(ast.parse(source)), *words])
         found += [f"{path.relative_to(ROOT)}:{line}: {problem}" for line, problem in each]
     for name, text in packages().items():
         if (vague := figures(text).vague) > MOST_VAGUE_OF_DOCSTRINGS:
@@ -165,16 +174,17 @@ def problems() -> list[str]:
             )
     for page in pages():
         found += [f"{page.relative_to(ROOT)}:{line}: {problem}" for line, problem in page_problems(page)]
-    if (words := sum(words_of(page) for page in pages())) > MOST_WORDS:
-        found.append(f"docs: {words} words, at most {MOST_WORDS}: say less, or only once")
+    if (count := sum(words_of(page) for page in pages())) > MOST_WORDS:
+        found.append(f"docs: {count} words, at most {MOST_WORDS}: say less, or only once")
     return found
 
 
 def measure() -> None:
-    """Print the figures of each page and package, and of all pages and all docstrings."""
+    """Print the figures of each page and package, of all pages, and of product and other docstrings."""
     read = {str(page.relative_to(ROOT)): prose(page.read_text(encoding="utf-8")) for page in pages()}
     rows = {**read, "all pages": "\n\n".join(read.values()), **packages()}
-    rows["all docstrings"] = "\n\n".join(packages().values())
+    rows["docstrings of the product"] = "\n\n".join(packages(PRODUCT).values())
+    rows["other docstrings"] = "\n\n".join(packages(AROUND).values())
     for name, text in rows.items():
         found = figures(text)
         print(f"{name:44} {found.words:7} words {found.a_sentence:5.1f} a sentence {found.vague:5.1f} vague")
