@@ -114,13 +114,13 @@ def like(current: Any, value: Any) -> Any:
     if isinstance(current, enum.Enum) and isinstance(current, _ATOMS) and isinstance(value, _ATOMS):
         try:
             member = kind(value)
-        except ValueError:  # the class had other members at the time of the save
+        except ValueError:  # the class has changed since the save
             return value
         return member if member == value else value
     if type(value) is tuple and isinstance(current, tuple) and _is_named(kind) and len(current) == len(value):
         return kind._make(map(like, current, value))
     if type(value) in _ATOMS and isinstance(current, type(value)) and by_value(current) is not current:
-        return type(value).__new__(kind, value)  # as pickle would: the class's own code is not asked
+        return type(value).__new__(kind, value)  # like pickle, without code of the class
     if type(value) is list and isinstance(current, list) and by_value(current) is not current:
         made = list.__new__(kind)
         list.extend(made, _like_inside([*current], value))

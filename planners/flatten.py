@@ -232,7 +232,7 @@ class Flat:
         if kind == PER_RANK:
             key, count = rank_key(self.rank), len(self.values)
             self.visit(f"{fqn}.{key}", (*path, key), value.value)
-            self.per_rank[fqn] = value  # of nested ones, the outer one counts
+            self.per_rank[fqn] = value  # the outer of nested PerRank values has precedence
             self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), fqn))
         elif kind == _PARTS:
             self.visit_parts(fqn, path, value)
@@ -333,7 +333,7 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     flat = Flat(rank=rank, legacy=legacy)
     flat.visit_all("", (), state_dict)
     if DTENSOR in map(tensor_kind, set(map(type, flat.values.values()))):
-        # of tensor subclasses, which are found by their local tensors alone
+        # DTensors of tensor subclasses, detected by their local tensors
         for fqn in [fqn for fqn, value in flat.values.items() if is_dtensor_of_parts(value)]:
             owner, count = flat.owners.pop(fqn, None), len(flat.values) - 1
             flat.visit_parts(fqn, flat.paths.pop(fqn), flat.values.pop(fqn))

@@ -47,6 +47,6 @@ def rank_number(fqn: str) -> int:
 
 def current_rank() -> int:
     """Return the rank in the default process group; 0 without a group."""
-    import torch.distributed as dist  # this module is imported where torch is not
+    import torch.distributed as dist  # here, because this module is also used without torch
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -61,7 +61,7 @@ def encoded_object(
             torch.save(stored, buffer)
             return EncodedObject(buffer.getvalue(), None, digest_value(value) if with_digest else 0)
         blob = cache.get(plain) or object_record(pickle.dumps(stored, protocol=2))
-    except Exception as error:  # whatever pickling code of the value's class raises
+    except Exception as error:  # raised by pickling code of the value's class
         raise PlanError(
             f"{fqn!r}, a {type(value).__name__}, cannot be pickled: {type(error).__name__}: {error}. Remove "
             "it from the state dict, or convert it to plain data",
@@ -112,7 +112,7 @@ class RankState:
         """Encode the values of ``rows``: torch.save bytes, and plain msgpack bytes or None."""
         cache: dict[bytes, bytes] = {}
         fqns, values = self.columns.objects.fqns, self.objects
-        # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
+        # Two lists, because the cyclic garbage collector would visit each of very many pairs.
         blobs: list[bytes] = []
         plains: list[bytes | None] = []
         for row in rows.tolist():

@@ -59,7 +59,7 @@ def rescaled_value(name: str, rule: RescaleRule, states: list[Any], rank: int, w
         raise PlanError(f"{name!r}: {error}", fqn=name) from error
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a user's function raises is raised with the name of the value
+    except Exception as error:  # raised by the user's function
         raise CheckpointError(
             f"{name!r} was saved by {len(states)} ranks, and its rule {getattr(rule, '__name__', rule)!r} "
             f"fails for {world_size} ranks: {type(error).__name__}: {error}",

@@ -100,7 +100,7 @@ def _digest_host(tensor: torch.Tensor, *, full: bool) -> int:
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # of one element any stride is dense
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
 def block_sums(data: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], check: ReplicaCheck = "full"
                 digests[row] = digest_bytes(b"")
         for rows in elsewhere.values():
             parts = []
-            for row in rows:  # to the bytes that have to come to the host
+            for row in rows:  # select the bytes to copy to the host
                 tensor, is_small = tensors[row], tensors[row].nbytes <= WHOLE_LIMIT_BYTES
                 data = _flat_bytes(tensor if is_small or full else _sampled(tensor))
                 parts.append(block_sums(data) if full and not is_small else data)
@@ -215,10 +215,10 @@ class _Describer:
             return _named(kind, [leaf])
         if id(value) in self._seen:
             known = self._seen[id(value)][1]
-            if known.startswith(_OPEN) and not self._open:  # it contains itself, with no object between
+            if known.startswith(_OPEN) and not self._open:  # contains itself directly, not through an object
                 raise RecursionError
             return known
-        # for references from its own items or state
+        # for references from items or state of the value
         self._seen[id(value)] = (value, b"%s%d" % (_OPEN, depth) if has_items else b"%d" % self._open)
         self._open += kind not in _CONTAINERS
         parts = [self.described(part, depth + 1) for part in _held(value, kind, has_items)]
@@ -299,7 +299,7 @@ def _leaf(value: Any, kind: type) -> bytes | None:
     if is_plain and not (value.is_quantized or value.is_nested):
         plain = value.detach().cpu().resolve_conj().resolve_neg()
         return repr((plain.dtype, tuple(plain.shape), int(digest_tensors([plain])[0]))).encode()
-    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):  # its pickle has an address
+    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):  # the pickle would contain an address
         data = torch.empty(0, dtype=torch.uint8).set_(getattr(value, "_untyped_storage", value).cpu())
         return _leaf(data, torch.Tensor)
     if isinstance(value, np.ndarray | np.generic) and is_harmless_leaf(value):

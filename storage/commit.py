@@ -113,7 +113,7 @@ def previous_state(store: Store, names: Names) -> Previous:
         CheckpointConflictError: If other writers replace files faster than the state can be read.
     """
     for _ in range(_LOOKS):
-        # Listed before, or with an earlier size: another writer committed.
+        # A listed file is missing or has another size: another writer committed.
         with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
             return _look(store, names)
     raise CheckpointConflictError(_CONFLICT.format(store.url), path=store.url)
@@ -122,7 +122,7 @@ def previous_state(store: Store, names: Names) -> Previous:
 def _look(store: Store, names: Names) -> Previous:
     # Before the listing: an upload that finishes in between is then in both results, not missing in both.
     uploads: tuple[str, ...] = ()
-    if names == Names() and not store.capabilities.is_local:  # a folder has none
+    if names == Names() and not store.capabilities.is_local:  # local folders have no uploads
         uploads = unfinished_uploads(store)
     listing = list(map(_NAME, store.list()))
     if not listing:
@@ -148,10 +148,10 @@ def _look(store: Store, names: Names) -> Previous:
         else:
             data = store.read(names.metadata, limit_bytes=_INDEX_LIMIT_BYTES)
             metadata_crc = crc32(data)
-            if index is None or metadata_crc != index.torch_metadata_crc:  # otherwise the same files
+            if index is None or metadata_crc != index.torch_metadata_crc:  # otherwise it names the same files
                 with _tolerate(".metadata", store):
                     files.update(decode_torch_metadata(data).files)
-    # Where ranks saved on their own, beside each other, no file is known to be a stray.
+    # In a folder of rank-local saves, any file may belong to another rank.
     by_rank = any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing)
     together = names == Names() and not by_rank
     return Previous(
@@ -171,7 +171,7 @@ def unfinished_uploads(store: Store, belongs: Callable[[str], bool] = lambda nam
     def note(name: str) -> bool:
         if _OURS.fullmatch(name) or belongs(name):
             found.append(name)
-        return False  # only asked for: nothing is ended
+        return False  # list only, abort nothing
 
     abort_uploads(store, note)
     return tuple(found)

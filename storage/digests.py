@@ -117,7 +117,7 @@ def times(elements: Elements, factor: int) -> Elements:
 def horner(elements: Elements, factor: int) -> Elements:
     """Return ``((e[0] * factor + e[1]) * factor + e[2]) ...`` along the second to last dimension."""
     while (count := elements.shape[-2]) > 1:
-        if count % 2:  # zeros before the first add nothing
+        if count % 2:  # leading zeros do not change the sum
             empty = np.zeros((*elements.shape[:-2], 1, 2), np.uint64)
             elements = np.concatenate([empty, elements], axis=-2)
         elements = times(elements[..., ::2, :], factor) ^ elements[..., 1::2, :]

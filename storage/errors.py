@@ -82,7 +82,7 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str = "", **facts: Any) -> None:
         self.__dict__.update(facts)
-        if self.argument and self._ending not in message:  # an error of a rank has it in the middle
+        if self.argument and self._ending not in message:  # errors of other ranks already contain the ending
             message += self._ending
         super().__init__(message)
 

@@ -62,7 +62,7 @@ def _array(value: Any) -> Any:
     if value.size and narrow.itemsize > 1 and narrow.kind in "iu":
         ends = int(value.min()), int(value.max())
         joined = np.result_type(*map(np.min_scalar_type, ends))
-        narrow = joined if joined.kind in "iu" else narrow  # of -1 and 1 << 63 it is a float, which rounds
+        narrow = joined if joined.kind in "iu" else narrow  # -1 and 1 << 63 join to a float, which rounds
     kinds = msgpack.packb((value.dtype.str, narrow.str, value.shape))
     return msgpack.ExtType(_ARRAY, kinds + value.astype(narrow, copy=False).tobytes())
 

@@ -117,7 +117,7 @@ class WorkerThreads(ThreadPoolExecutor):
         interrupt: BaseException | None = None
         while True:
             try:
-                # Not cancelled before: `concurrent.futures.wait` would never hear of it.
+                # Cancel only here: `concurrent.futures.wait` would not notice earlier cancellations.
                 self.shutdown(wait=True, cancel_futures=self.left.is_set())
                 break
             except BaseException as another:  # noqa: BLE001 - raised below

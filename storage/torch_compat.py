@@ -168,7 +168,7 @@ def copies_in_state(state: Mapping[str, Any]) -> list[str]:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
             continue
         if isinstance(value, nn.Parameter):
-            return []  # of keep_vars=True: these are the module's own
+            return []  # parameters of the module, due to keep_vars=True
         storage = tensor.untyped_storage()
         holders = [each for each in (tensor, tensor._base) if each is not None]
         kept += [storage, *holders]
@@ -267,7 +267,7 @@ def _rank_in(mesh: DeviceMesh) -> int:
     if hasattr(mesh, "_rank"):  # from 2.11 on
         return mesh._rank
     place = mesh.get_coordinate()
-    return int(mesh.mesh[tuple(place)]) if place is not None else -1  # which no mesh has
+    return int(mesh.mesh[tuple(place)]) if place is not None else -1  # -1: outside of the mesh
 
 
 def mesh_of_parts(device_type: str, mesh: Any, names: tuple[str, ...] | None, rank: int) -> DeviceMesh:

@@ -213,7 +213,7 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> Layout | None:
                 f"tensor {fqn!r} has {what}; redistribute it to Shard or Replicate first", fqn=fqn
             )
     if not math.prod(shape):
-        # an empty tensor still has a shape to keep: one empty chunk, from whoever comes first
+        # one empty chunk from any rank keeps the shape of an empty tensor
         zeros = (0,) * len(shape)
         return shape, (LocalBox(zeros, shape, zeros),), True
     return tuple(sum(map(len, dim)) for dim in runs), _boxes_of_runs(runs), replicated

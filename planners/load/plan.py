@@ -220,7 +220,7 @@ def _intersect_ndim(
     """
     ndim = low.shape[1]
     filled = np.zeros(len(low), np.int64)
-    wanted_tensors = np.flatnonzero(np.bincount(tensors))  # np.unique hashes each of them
+    wanted_tensors = np.flatnonzero(np.bincount(tensors))  # faster than np.unique
     counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
     lone = len(wanted_tensors) == len(tensors) and bool((counts == 1).all())
     if lone:
@@ -435,7 +435,7 @@ def _candidates(missing: Sequence[str], unused: Sequence[str]) -> Iterator[Rules
                     before = rf"^((?:[^.]+\.){{{depth}}})"
                     yield {before: rf"\1{wrapper}."} if depth else {"^": f"{wrapper}."}
                     break
-    parts = missing[0].split(".") if len(missing) > 1 else []  # of one name any other beginning would do
+    parts = missing[0].split(".") if len(missing) > 1 else []  # a single name would match any prefix
     for first in range(min(len(parts), _DEPTH)):
         suffix = ".".join(parts[first:])
         own = missing[0].removesuffix(suffix)

@@ -18,7 +18,7 @@ from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import MissingKeyError, OptionError, PlanError
 from dcp.storage.near_names import close_to, did_you_mean, listed
 
-if TYPE_CHECKING:  # maps are made of what this folder finds
+if TYPE_CHECKING:  # weight maps import this package
     from dcp.planners.weight_maps.weight_map import WeightMap
 
 Patterns = str | Sequence[str]

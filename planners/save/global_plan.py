@@ -69,7 +69,7 @@ def deal_boxes(
     followers = [box for cluster in clusters.values() for box in cluster[1:]]
     order = several[np.argsort(-nbytes[several], kind="stable")]
     order = order[~np.isin(order, followers)]
-    # boxes to split come first, being the largest; tied ones are few
+    # boxes to split come first, because they are the largest; tied boxes are few
     special = np.isin(order, list(clusters)) | (nbytes[order] > (split_bytes or np.inf))
     ranks, start = items.ranks[items.members].tolist(), items.member_start.tolist()
     sizes = nbytes.tolist()
@@ -293,7 +293,7 @@ def plan_save(
     objects = global_objects(all_columns, check_replicas=check_replicas)
     notes, mixed_keys = join_notes([(part.notes, part.planner_data or {}) for part in all_columns])
     paths = join_planner_data(map(attrgetter("planner_data"), all_columns))
-    # before comparing boxes, which must belong to one tensor
+    # before the comparison of boxes, which requires equal shapes and kinds
     problems += [*check_volumes(tensors), *check_kinds(tensors, tensor_rows, objects), *mixed_keys]
     if world_size > 1:
         problems += check_nesting(all_columns, paths or {}, notes)
@@ -351,7 +351,7 @@ def replica_sets(
     groups, ranks, rows = groups[order], ranks[order], rows[order]
     first = np.flatnonzero(np.append(True, groups[1:] != groups[:-1])[: len(groups)])
     counts = np.diff(first, append=len(groups))
-    # Sums of scattered numbers. Two sets with one key would do no harm: folds differ, plans are made anew.
+    # Sums of scattered numbers. Two sets with equal keys are harmless: folds differ, plans are recomputed.
     keys = np.add.reduceat(_scattered(ranks), first) if len(first) else np.zeros(0, np.uint64)
     several = np.repeat(counts > 1, counts)
     ranks, rows = ranks[several], rows[several]

@@ -261,7 +261,7 @@ def find_boxes(items: Items, chosen: Int64, tensors: CheckpointIndex, volumes: I
     members, keys = chosen[order], keys[order]
     new = np.ones(len(members), bool)
     new[1:] = keys[1:] != keys[:-1]
-    # equal beginnings with different sizes are different boxes; that they overlap is found later
+    # equal offsets with different sizes are different boxes; their overlap is detected later
     same = np.flatnonzero(~new)
     counts = items.box_start[members[same] + 1] - items.box_start[members[same]]
     here = gather_rows(items.sizes, items.box_start, members[same])

@@ -17,7 +17,7 @@ from dcp.storage.geometry.strides import Int64, extent
 _WRITABLE = 0x200
 _KEPT_BUFFERS = 8
 
-# Not (c_ubyte * size).from_address(address): that makes a class for every size, at 9 microseconds each.
+# Not (c_ubyte * size).from_address(address), which creates a class for every size in 9 microseconds.
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.restype = ctypes.py_object
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -65,8 +65,7 @@ def _copy_rows(addresses: Int64, rows: npt.NDArray[np.uint8], *, scatter: bool) 
     if not rows.size:
         return
     if size_bytes <= GATHERED_BYTES:
-        # All memory from the first to the last address: between the owners may be anything, or nothing, and
-        # only the places are looked at.
+        # All memory from the first to the last address; memory between the owners is never accessed.
         low = int(addresses.min())
         memory = np.frombuffer(view(low, int(addresses.max()) + size_bytes - low), np.uint8)
         places = (addresses - low)[:, None] + np.arange(size_bytes)
@@ -148,7 +147,7 @@ def repeats_places(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     reach = 0
     for step, size in sorted((step, size) for size, step in zip(sizes, strides, strict=True) if size > 1):
         if step <= reach or not step:
-            # steps along this dimension against the reach of the inner dimensions, in both directions
+            # compare steps along this dimension with the extent of the inner dimensions, in both directions
             along = Place(_NOWHERE + step, 1, (size - 1,), (step,))
             back = tuple(2 * count - 1 for _, count in inner)
             if share_memory(along, Place(_NOWHERE - reach, 1, back, tuple(each for each, _ in inner))):

@@ -151,7 +151,7 @@ class _StreamingRead:
         engine, stats = self._worker.engine, self._worker.stats
         for part in self._parts:
             engine.check_part(stats, *part)
-        if self._clusters:  # together, for there may be hundreds of them
+        if self._clusters:  # processed together, because there may be hundreds
             runs, crcs = zip(*self._clusters, strict=True)
             joined = PlacedRuns(*map(np.concatenate, zip(*runs, strict=True)))
             engine.check_runs(stats, joined, np.concatenate(crcs))
@@ -416,9 +416,9 @@ def _requests_for(
     profile = engine.profile
     share = -(-needed_bytes // threads)
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
-    # not much less than a block, or checksums would have to be combined from many parts
+    # nearly a block at least, to avoid combining checksums of many parts
     copied_bytes = min(request_bytes, max(_LEAST_REQUEST_BYTES, profile.join_below_bytes))
-    # runs to copy anyway, close enough for one request
+    # small runs are copied in any case: join neighbors to one request
     placed = PlacedRuns.of(runs, engine.index.chunk_files, engine.payloads.offsets)
     is_small = placed.sizes_bytes < min(COPIED_BELOW_BYTES, profile.join_below_bytes)
     if engine.verify == "full":
@@ -438,7 +438,7 @@ def _requests_for(
             pieces += _with_whole_blocks(piece, engine.payload_lengths[piece.chunk])
         else:
             pieces.append(piece)
-    # on a disk, as much as scratch memory, to split fewer blocks
+    # on a disk, up to the size of scratch memory, to split fewer blocks
     box_bytes = copied_bytes if profile.scatter else 2 * BLOCK_BYTES
     for box in boxes:
         pieces += _box_pieces(engine, box, box_bytes)

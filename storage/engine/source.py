@@ -387,7 +387,7 @@ class OpenFiles:
                 handle = self._open(*self._facts[file])
                 with self._lock:
                     if len(self._handles) >= self._max_handles:
-                        # Dropped, not closed: another thread may be reading it; the last to let go closes.
+                        # Dropped, not closed: another thread may be reading; the last reference closes.
                         del self._handles[next(iter(self._handles))]
                     self._handles[file] = handle
         return handle
@@ -401,7 +401,7 @@ class OpenFiles:
         expected_bytes = None if asks or expected == UNKNOWN else expected
         try:
             handle = self._store.open_read(name, expected_bytes=expected_bytes)
-        except CheckpointNotFoundError:  # a cache of names on a network file system may be behind
+        except CheckpointNotFoundError:  # the name cache of a network file system may be stale: try again
             with self.missing_is_damage():
                 handle = self._store.open_read(name, expected_bytes=expected_bytes)
         if expected not in (UNKNOWN, handle.size_bytes):

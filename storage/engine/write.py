@@ -273,7 +273,7 @@ class DataFile:
         chunks, crcs, prefix, suffix = self.chunks, self.crcs, b"", b""
         for row, dtype_code, sizes, data in payloads:
             size, crc = len(data), crc32(data)
-            if see is not None and size:  # behind the checksum, which reads memory faster
+            if see is not None and size:  # after the checksum, so that the data is in the cache
                 see(row, 0, memoryview(data))
             if self._torch_compatible:
                 record = begin_record(dtype_code, sizes, size, position)

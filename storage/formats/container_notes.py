@@ -62,7 +62,7 @@ def plain_key(key: Any) -> Any:
 
 def _is_plain(key: Any) -> bool:
     if type(key) is int and key.bit_length() > _MAX_INT_BITS:
-        return False  # Python makes no string of it
+        return False  # too many digits for str()
     return type(key) in _KEY_TYPES or (type(key) is tuple and all(map(_is_plain, key)))
 
 
@@ -188,7 +188,7 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[st
     is_full = dict.fromkeys(joined, True)
     problems: list[str] = []
     for own, paths in distinct:
-        names: dict[Path, dict[str | int, None]] = {}  # of the children of noted containers, in paths
+        names: dict[Path, dict[str | int, None]] = {}  # path parts below each noted container
         for place in paths.values():
             for depth in range(len(place)):
                 if place[:depth] in joined:

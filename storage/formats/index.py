@@ -157,7 +157,7 @@ class CheckpointIndex:
     payload_strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     record_crcs: Mapping[int, int] = field(default_factory=dict)
     digests: Sequence[bytes] = ()
-    planner_data: Any = field(default_factory=NoneType)  # no class attribute, which would hide a deferred one
+    planner_data: Any = field(default_factory=NoneType)  # a class attribute would hide `__getattr__`
     provenance: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
     torch_metadata_crc: int | None = None
@@ -208,7 +208,7 @@ class CheckpointIndex:
         del vars(self)["planner_data"]
         vars(self)["_make_planner_data"] = make
 
-    if not TYPE_CHECKING:  # other attributes are checked as usual
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if name != "planner_data" or "_make_planner_data" not in vars(self):

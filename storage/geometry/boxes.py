@@ -179,7 +179,7 @@ def _keys(groups: list[Int64], coordinates: list[Int64]) -> list[Int64]:
     top = max((int(column.max()) for column in coordinates if len(column)), default=0) + 1
     group_top = max((int(column.max()) for column in groups if len(column)), default=0) + 1
     if float(top) * group_top >= _KEY_LIMIT:
-        # coordinates of absurd size: their ranks serve as well
+        # replace huge coordinates by their ranks, which compare equally
         values = np.unique(np.concatenate(coordinates))
         coordinates = [np.searchsorted(values, column).astype(np.int64) for column in coordinates]
         top = len(values)

@@ -342,7 +342,7 @@ class StoreContract:
             handle.pread(9, 0)
         for wrong in (4999, 5001):
             with store.open_read("data.bin", expected_bytes=wrong) as handle:
-                if handle.size_bytes == wrong:  # size taken as given; reading reports the error
+                if handle.size_bytes == wrong:  # a store may trust the size; reading then reports the error
                     with pytest.raises(CorruptCheckpointError):
                         handle.pread(wrong, 0)
 

@@ -113,7 +113,7 @@ class FaultInjectingStore(Store):
     list = _counted(Store.list)
     stat = _counted(Store.stat)
     version = _counted(Store.version)
-    publish = _counted(Store.publish)  # fails before anything is published: it is never torn
+    publish = _counted(Store.publish)  # fails before publishing, because publishing is atomic
     delete = _counted(Store.delete)
     delete_if = _counted(Store.delete_if, "delete")
     abort_uploads = _counted(Store.abort_uploads)

@@ -52,7 +52,7 @@ def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[B
     usable &= ~np.isin(chunks, engine.payloads.permuted_chunks)
     is_run = np.zeros(len(chunks), np.bool_)
     positions, places, volumes = np.zeros((3, len(chunks)), np.int64)
-    for ndim in np.flatnonzero(np.bincount(ndims[usable])).tolist():  # np.unique hashes each of them
+    for ndim in np.flatnonzero(np.bincount(ndims[usable])).tolist():  # faster than np.unique
         rows = np.flatnonzero(usable & (ndims == ndim))
         lengths = row_matrix(pieces.lengths, box_start, rows, ndim)
         stored = contiguous_positions(
@@ -118,7 +118,7 @@ def read_into(
     try:
         engine.run(runs, boxes)
     finally:
-        # The engine writes to memory, which autograd would not notice between a forward and its backward.
+        # The engine writes to memory directly; the version lets autograd notice changes before a backward.
         torch.autograd.graph.increment_version(tensors)
 
 
@@ -153,11 +153,11 @@ def _put_converted(engine: ReadEngine, name: str, target: torch.Tensor, saved: t
 
     Losses other than precision are recorded for the report.
     """
-    if target.dtype == saved:  # as bytes where nothing is converted and an element is one
+    if target.dtype == saved:  # copy without conversion, as bytes if an element has one byte
         target = as_copied(target.detach())
         saved = target.dtype
 
-    # For leaves that require grad and inference tensors, too; the caller's modes do not reach this thread.
+    # Also for leaves that require grad and for inference tensors; grad modes are local to a thread.
     @torch.inference_mode()
     def put(at: tuple[int, ...], elements: npt.NDArray[Any]) -> None:
         aligned = elements if elements.flags.aligned else elements.copy()
@@ -178,7 +178,7 @@ def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:
             return _loss(torch.view_as_real(stored), dtype.to_real())
         return "imaginary parts were dropped" if bool(stored.imag.any()) else _loss(stored.real, dtype)
     if stored.dtype.is_floating_point and stored.element_size() == 1:
-        stored = stored.float()  # torch compares no other types of this size
+        stored = stored.float()  # torch cannot compare float8
     if not dtype.is_floating_point:
         if dtype.is_complex or bool((stored.to(dtype).to(stored.dtype) == stored).all()):
             return None
@@ -196,6 +196,6 @@ def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:
     found = stored.to(dtype).to(stored.dtype)
     if bool((found.isfinite() < stored.isfinite()).any()):
         return "values beyond its range became inf or nan"
-    # float8_e4m3fn has no infinity: torch takes its largest value instead, here by more than is rounded.
+    # float8_e4m3fn has no infinity, and torch clamps to the largest value: more than a rounding error.
     cut = (stored.abs() - most > most * torch.finfo(dtype).eps / 2) & found.isfinite()
     return f"values beyond its range became {most:g}" if bool(cut.any()) else None

@@ -69,7 +69,7 @@ class PartitionWriter:
         """Write ``rows``, and optionally the objects, as file ``number``."""
         blobs = list(dict.fromkeys(self._blobs)) if with_objects else []
         size_bytes = int(self.payload_bytes[rows].sum()) + sum(map(len, blobs))
-        # Created only now: with a file for each tensor there may be more than a process can have open.
+        # Created late, because a file per tensor may exceed the limit of open files.
         file = self.files[number] = self._new_file(number, size_bytes, len(rows))
         if blobs:
             stored = dict(zip(blobs, file.blobs(blobs), strict=True))

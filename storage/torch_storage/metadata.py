@@ -100,7 +100,7 @@ class LazyMetadata(Metadata):
         return lazy
 
     def __repr__(self) -> str:
-        # what a prompt shows of a save must not be a page a tensor
+        # short, because interactive prompts show the result of a save
         index = self.index
         return f"<metadata of {index.tensor_count:,} tensors and {len(index.objects):,} objects>"
 

@@ -99,7 +99,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self.open_store = open_store
         self._traffic_before: dict[str, float] = {}
         self._read_as: tuple[int | None, int | None] = None, None
-        FileSystemReader.reset(self)  # not that of a subclass, which is not made yet
+        FileSystemReader.reset(self)  # not the override of a subclass, which is not initialized yet
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
             return encode_manifest(current) != encode_manifest(self.index)
         except StorageError:
             raise
-        except CheckpointConflictError:  # replaced again while it was being looked at
+        except CheckpointConflictError:  # replaced again meanwhile
             return True
         except CheckpointError:  # deleted or damaged: nothing to load instead
             return False

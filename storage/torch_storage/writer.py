@@ -167,7 +167,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """User metadata and provenance for `finish` to publish."""
         self._structure: Mapping[str, Any] = {}
         self._traffic_before: dict[str, float] = {}
-        FileSystemWriter.reset(self)  # not that of a subclass, which is not made yet
+        FileSystemWriter.reset(self)  # not the override of a subclass, which is not initialized yet
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save with this rank's role."""
-        if self._begun:  # a save id must not be used twice: failing, the second save would remove the first
+        if self._begun:  # save ids are unique, because a failed save removes all files with its id
             self.reset()
         self._begun = True
         self.said = {}, {}
@@ -243,7 +243,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the plan's items as resolved by the planner; return positions and CRCs."""
-        self._structure = getattr(planner, "structure", {})  # torch's metadata have no place for it
+        self._structure = getattr(planner, "structure", {})  # torch's metadata has no field for it
         if plan.storage_data is not None:
             self.rank, self.save_id = plan.storage_data
             if self.store.stat(data_file_name(self.rank, 0, self.save_id)) is not None:

@@ -551,7 +551,7 @@ def _decode_chunks(
     lengths = row_products(sizes, box_start) * element_bytes
     bounds = (
         row_products(sizes.astype(np.float64), box_start) * element_bytes
-    )  # those may have wrapped around
+    )  # in float64, because the int64 lengths may have overflowed
     strides = chunks.by_row("strided_rows", "strides", ndims) if "strided_rows" in chunks.values else {}
     for row, steps in strides.items():
         box = sizes[box_start[row] : box_start[row + 1]].tolist()
@@ -583,7 +583,7 @@ def _decode_chunks(
 
 
 def _decode_planner_data(section: _Section, version: Any) -> Any:
-    section = _Section(section.values, "planner_data", [*section.budget])  # two threads may ask at a time
+    section = _Section(section.values, "planner_data", [*section.budget])  # a budget per calling thread
     with reading_version(version, _VERSION, "the manifest"):
         if "plain" in section.values:
             return section.plain("plain")

@@ -193,7 +193,7 @@ def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
         unpadded = phase + offset + LOCAL.size + len(_PAYLOAD_NAME) + len(extra)
         padding = -unpadded % ALIGNMENT_BYTES
         if padding:
-            padding += ALIGNMENT_BYTES if padding < 4 else 0  # the extra field's own header takes 4
+            padding += ALIGNMENT_BYTES if padding < 4 else 0  # the header of the extra field has 4 bytes
             extra += struct.pack("<HH", PADDING_FIELD, padding - 4).ljust(padding, b"\0")
     version = 45 if zip64 else 20
     header = LOCAL.pack(

@@ -285,7 +285,7 @@ class ZipLayout:
                 crc = 0
                 self.crc_holes.append((key, end + _DESCRIPTOR_CRC_AT))
                 self._directory_holes.append((key, self._directory_bytes + _CENTRAL_CRC_AT))
-        if size:  # as torch's writer does: of nothing there is no descriptor
+        if size:  # empty entries have no descriptor, as in torch
             descriptor = _DESCRIPTORS[is_wide].pack(b"PK\7\10", crc, size, size)
             self._pieces.append(descriptor)
             end += len(descriptor)

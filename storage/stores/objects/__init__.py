@@ -13,7 +13,7 @@ from dcp.storage.stores.base import Store, StoreType
 
 
 def _open(url: str, options: Mapping[str, Any] | None) -> Store:
-    # Only here: most do without fsspec.
+    # Imported on use, because most users do not need fsspec.
     if url.startswith(("s3://", "s3a://")):
         from dcp.storage.stores.objects.s3 import S3Store
 

@@ -76,7 +76,7 @@ class _Attempt:
             self._is_aborted = True
             if self._socket is not None:
                 with suppress(OSError, TypeError):  # TypeError: TLS within the TLS of a proxy
-                    # Not SSLSocket's own, which would have the thread read on below the encryption.
+                    # Not SSLSocket.shutdown, after which the thread would read encrypted bytes.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
                 return True
             return self._is_filling
@@ -198,7 +198,7 @@ class S3Bucket:
         try:
             try:
                 future = self._threads.submit(attempt.carry_out, act)
-            except RuntimeError:  # the interpreter ends, and its pools take no more work
+            except RuntimeError:  # the interpreter ends, and thread pools accept no more work
                 return attempt.carry_out(act)
             try:
                 while not wait([future], min(_LOOK_SECONDS, limit_seconds)).done:
@@ -227,7 +227,7 @@ class S3Bucket:
         _CURRENT.get().fill(answer["Body"]._raw_stream, inflow)
 
     def _arguments(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        # With what the user set for all requests: server-side encryption, requester pays, ...
+        # Includes the user's settings for all requests: server-side encryption, requester pays, ...
         merged: dict[str, Any] = self._filesystem._get_s3_method_kwargs(
             getattr(self._botocore(), method), Bucket=self.name, **arguments
         )
@@ -238,14 +238,14 @@ class S3Bucket:
         with self._lock:
             if self._client is None:
                 with suppress(StopIteration):
-                    self._filesystem.set_session().send(None)  # a coroutine, in which nothing waits
+                    self._filesystem.set_session().send(None)  # run the coroutine, which never waits
                 client = self._filesystem._s3
                 http, events = client._endpoint.http_session, client.meta.events
                 pools = http._pool_classes_by_scheme
                 seconds = http._timeout.read_timeout
                 pools.update({scheme: _leavable(pool, seconds) for scheme, pool in pools.items()})
                 finalize(self, http.close)
-                # Left alone, botocore signs URLs by version 2, which no bucket made since June 2020 takes,
+                # By default, botocore signs URLs by version 2, which buckets created since June 2020 refuse,
                 # and for the global endpoint, which redirects.
                 events.register_first("choose-signer.s3", _keep_version)
                 events.register_first("before-endpoint-resolution.s3", _keep_endpoint)
@@ -266,13 +266,13 @@ def _leavable(pool: Any, wait_seconds: float) -> Any:
 
         def connect(self) -> None:
             super().connect()
-            self.sock.settimeout(wait_seconds)  # else a body had to go out in the time to connect
+            self.sock.settimeout(wait_seconds)  # otherwise the connect timeout limits sending the body
             _CURRENT.get().hold(self.sock)
 
         def request(self, *args: Any, body: Any = None, headers: Any, **options: Any) -> None:
             _CURRENT.get().hold(self.sock)
             self.used_seconds = time.monotonic()
-            # Bodies follow at once; a service can refuse in its answer.
+            # Send bodies without waiting for "100 Continue"; the service can refuse in its response.
             headers.pop("Expect", None)
             body = body.getbuffer() if isinstance(body, io.BytesIO) else body
             super().request(*args, body=body, headers=headers, **options)

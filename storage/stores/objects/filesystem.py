@@ -34,8 +34,8 @@ from dcp.storage.stores.objects.store import (
 
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
-# Cached listings would show deleted steps and hide new ones. fsspec's cached instances stay for ever, with
-# their credentials.
+# Cached listings would show deleted steps and hide new steps. fsspec never drops cached instances and their
+# credentials.
 _UNCACHED: Final = {"use_listings_cache": False, "skip_instance_cache": True}
 _MEMORY_LOCK: Final = threading.RLock()
 
@@ -58,7 +58,7 @@ class FsspecStore(ObjectStore):
         super().__init__(url, scheme, storage_options)
 
     @cached_property
-    def prefix(self) -> str:  # type: ignore[override]  # found out when it is asked for
+    def prefix(self) -> str:  # type: ignore[override]  # computed on first access
         """Path of the folder."""
         with self._opening():
             path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
@@ -284,7 +284,7 @@ class _StreamWriteHandle(WriteHandle):
             if isinstance(filesystem, LocalFileSystem):
                 self._file.close()
             elif not isinstance(filesystem, MemoryFileSystem):
-                self._file.closed = True  # type: ignore[misc]  # else the collector would make the object
+                self._file.closed = True  # type: ignore[misc]  # otherwise garbage collection would create the object
         with suppress(RequestError):
             self._store._delete(self._store.key_of(self.name))
 

@@ -89,7 +89,7 @@ def _chain(error: BaseException | None, *, implied: bool = False) -> Iterator[Ba
         if error is None:
             return
         yield error
-        within = getattr(error, "kwargs", None)  # of botocore
+        within = getattr(error, "kwargs", None)  # attribute of botocore's errors
         kept = within.get("error") if isinstance(within, dict) else getattr(error, "os_error", None)
         after = error.__cause__ or (error.__context__ if implied else None)
         error = kept if implied and isinstance(kept, BaseException) else after
@@ -136,7 +136,7 @@ def s3_failure(error: Exception, bucket: str) -> RequestError:
     if isinstance(inner, FileNotFoundError) or _NOT_TRUSTED in text:  # not errors of the network
         return RequestError(Failure.FINAL, text)
     if isinstance(error, RecursionError):
-        # botocore asks for the bucket's region, is redirected, asks for the region, ...
+        # botocore's lookup of the bucket's region is redirected, which starts another lookup, and so on
         return _elsewhere(bucket, "redirected repeatedly")
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return RequestError(
@@ -274,7 +274,7 @@ def _is_refusal(chain: list[BaseException]) -> bool:
     names = set[str]().union(*map(_type_names, chain))
     if names & _PASSING_NAMES or any(getattr(one, "retryable", False) is True for one in chain):
         return False
-    if any(map(_REFUSED_NAME.search, names)):  # PermissionError is one
+    if any(map(_REFUSED_NAME.search, names)):  # also PermissionError
         return True
     return any(isinstance(one, OSError) and _REFUSED_TEXT.match(str(one)) for one in chain)
 
@@ -283,7 +283,7 @@ def _of_type(error: Exception) -> Failure:
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL_ERRNO:
         return Failure.FULL
-    if isinstance(error, json.JSONDecodeError):  # an answer that is not the service's
+    if isinstance(error, json.JSONDecodeError):  # a response of a proxy, not of the service
         return Failure.PASSING
     is_final = isinstance(error, _FINAL) or number in _FINAL_ERRNO or _type_names(error) & _FINAL_NAMES
     return Failure.FINAL if is_final else Failure.PASSING
@@ -361,7 +361,7 @@ class Requests:
                     pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
                     now = time.monotonic()
                     if error.is_unresolved and self._host not in _answered_hosts:
-                        # Later cleanup requests wait no more.
+                        # Later requests, such as cleanup, do not wait again.
                         if now - _unresolved_since.get(self._host, -math.inf) > _FORGET_SECONDS:
                             _unresolved_since[self._host] = now
                         give_up = min(give_up, _unresolved_since[self._host] + _UNRESOLVED_SECONDS)

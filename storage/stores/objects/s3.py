@@ -137,7 +137,7 @@ class S3Store(ObjectStore):
         for page in self._paged(
             "list", "list_objects_v2", arguments, {"ContinuationToken": "NextContinuationToken"}
         ):
-            objects = [  # whole seconds, as the headers of single objects have them
+            objects = [  # times in whole seconds, like the headers of single objects
                 ObjectInfo(
                     one["Key"],
                     int(one["Size"]),
@@ -205,7 +205,7 @@ class S3Store(ObjectStore):
 
         try:
             self.requests.run("delete", key, attempt, answers={Failure.MISSING, Failure.CONDITION})
-        except RequestError:  # replaced or deleted in between; or it was us, and the answer was lost
+        except RequestError:  # replaced or deleted meanwhile, or deleted by us with a lost answer
             return self.version(name) is None
         return True
 
@@ -240,7 +240,7 @@ class S3Store(ObjectStore):
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
         """Create a file without a request; an existing name is detected in `finish`."""
-        # Not tried out: save ids make names unique, and a thousand ranks would all have to.
+        # No probe of conditional requests: save ids make names unique, and every rank would have to probe.
         condition = None if replace or self.options.conditional_writes == "off" else ABSENT
         return PartsWriteHandle(self, name, condition, expected_bytes, replace=replace)
 
@@ -406,7 +406,7 @@ class PartsWriteHandle(WriteHandle):
             refused = {Failure.MISSING, Failure.CONDITION}
             answer = self._store.requests.run("complete_upload", self._key, complete, answers=refused)
             etag = str(answer["ETag"])
-        self._state = "finished"  # nothing is left to abort, whatever comes now
+        self._state = "finished"  # from here on, nothing is left to abort
         self._part = None
         self._abort_strangers()
         return etag
@@ -419,7 +419,7 @@ class PartsWriteHandle(WriteHandle):
             self._store.abort_uploads(lambda name: name == self.name, logging.WARNING, self.name)
 
     def _throw_away(self) -> None:
-        self._called_off.set()  # patience with a service that fails would keep the caller waiting
+        self._called_off.set()  # no more retries, for which the caller would wait
         for part in self._sent:
             part.cancel()
         wait(self._sent)

@@ -173,7 +173,7 @@ _guard = threading.RLock()  # garbage collection may run code that opens a store
 def _start_afresh() -> None:
     global _guard
     _guard = threading.RLock()  # a thread missing in the child may hold the old lock
-    _PARTS.clear()  # of files of the parent
+    _PARTS.clear()  # parts belong to files of the parent
 
 
 os.register_at_fork(after_in_child=_start_afresh)
@@ -223,7 +223,7 @@ class ObjectStore(Store):
         self._found: tuple[int, SharedClient | None] = 0, None
         self.read_profile = ReadProfile(
             threads=self.options.concurrency,
-            # Each request costs time at both ends, and for a gigabyte there are as many as threads still.
+            # Fewer and larger requests cost less; a gigabyte still gives one request per thread.
             request_bytes=4 * REQUEST_BYTES if self.streams_bodies else REQUEST_BYTES,
             join_below_bytes=_JOINED_BYTES,
             gap_bytes=_GAP_BYTES,
@@ -526,7 +526,7 @@ class ObjectReadHandle(ReadHandle):
             for future in futures:
                 result_of(future)
         except BaseException as error:
-            if not isinstance(error, Exception):  # the waiting caller was interrupted: end the others too
+            if not isinstance(error, Exception):  # the caller was interrupted: cancel the other requests
                 self._store.requests.interrupt()
             raise
         finally:

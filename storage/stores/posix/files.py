@@ -302,8 +302,8 @@ class PosixWriteHandle(WriteHandle):
         Raises:
             StorageFullError: If the space is not available.
         """
-        # Only with O_DIRECT on: where the file system cannot allocate, glibc writes a byte to every block
-        # instead, which takes minutes; O_DIRECT refuses those odd writes at once.
+        # Only with O_DIRECT: if the file system cannot allocate, glibc writes a byte to every block instead,
+        # which takes minutes; O_DIRECT refuses these unaligned writes at once.
         if not self._set_direct(True):
             return
         try:
@@ -400,7 +400,7 @@ class PosixWriteHandle(WriteHandle):
         """Release memory, thread and descriptor after pending writes."""
         self._limit_bytes = -1
         self._view = memoryview(b"")
-        if self._process_id == os.getpid():  # else the buffers and the thread are the parent's
+        if self._process_id == os.getpid():  # otherwise buffers and thread belong to the parent
             wait([future for future, _ in self._in_flight])
             if self._buffer is not None:
                 _POOL.give(self._buffer)
@@ -491,7 +491,7 @@ class PosixWriteHandle(WriteHandle):
                 flags = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
                 self._direct = wanted
-            except OSError:  # EINVAL here, others on some network file systems: buffered writes serve all
+            except OSError:  # EINVAL, or other errors of network file systems: use buffered writes
                 if not wanted:
                     raise
                 self._may_be_direct = False
@@ -509,7 +509,7 @@ class PosixWriteHandle(WriteHandle):
         size = self._fill_bytes
         if size:
             self._set_direct(bool(self._flushed_bytes) or size >= _SMALL_FILE_BYTES)
-            # O_DIRECT wants whole blocks; the padding is cut off again.
+            # O_DIRECT needs whole blocks; the padding is truncated below.
             padded = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES if self._direct else size
             self._view[size:padded] = bytes(padded - size)
             self._extent_bytes = max(self._extent_bytes, self._flushed_bytes + padded)

@@ -128,7 +128,7 @@ class PosixStore(Store):
                     raise
                 refused = error
             if self.exists():
-                with suppress(OSError):  # cleanup of empty folders spares this one
+                with suppress(OSError):  # a new time keeps cleanup from removing the empty folder
                     os.utime(self._root)
                 return
             if os.path.lexists(self._root):
@@ -176,7 +176,7 @@ class PosixStore(Store):
                 follow = self._follow_links or (entry.is_symlink() and self._leads_within(entry))
                 if entry.name == LOCK_NAME or not entry.is_file(follow_symlinks=follow):
                     continue
-                with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
+                with suppress(FileNotFoundError):  # deleted during the listing
                     status = entry.stat(follow_symlinks=follow)
                     found.append(FileInfo(entry.name, status.st_size, status.st_mtime))
         return sorted(found, key=attrgetter("name"))
@@ -309,7 +309,7 @@ class PosixStore(Store):
             # no harm: flock ends with the descriptor.
             with suppress(OSError):
                 path.unlink()
-            with suppress(OSError):  # not only closing: a forked child may hold a copy of the descriptor
+            with suppress(OSError):  # closing is not enough: a forked child may hold a copy of the descriptor
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             with suppress(OSError):
                 os.close(descriptor)
@@ -338,7 +338,7 @@ class PosixStore(Store):
         """Remove the folder if empty, ignoring a stale lock file."""
         with step(None, "list", self._root):
             names = {entry.name for entry in self._entries()}
-        # Whoever holds the lock, or wrote a file just now, still needs the folder: not ours to remove.
+        # Keep the folder for a holder of the lock, and for a writer of a new file.
         with suppress(StorageError):
             if names == {LOCK_NAME}:
                 with self.lock(timeout_seconds=0):
@@ -350,7 +350,7 @@ class PosixStore(Store):
     def _leads_within(self, path: Path | os.DirEntry[str]) -> bool:
         if self._links_within is None:
             return False
-        place = os.path.realpath(path)  # a link where links lead in a circle
+        place = os.path.realpath(path)  # still a link if links are circular
         return is_below(place, self._links_within) and not Path(place).is_symlink()
 
     def _link(self, temporary: Path, target: Path) -> bool:
@@ -372,7 +372,7 @@ class PosixStore(Store):
                 raise
             if not _same_file(temporary, target):
                 raise self.conflict(target.name) from error
-        with suppress(StorageError), step(self._observe, "unlink", temporary):  # published all the same
+        with suppress(StorageError), step(self._observe, "unlink", temporary):  # already published
             temporary.unlink()
         return True
 
