@@ -1,7 +1,7 @@
 """Storage layer: `stores` move bytes, `formats` parse and write checkpoints, `torch_storage` implements
 torch's interfaces.
 
-Stands in for ``torch.distributed.checkpoint.storage``. torch's interfaces are imported on first use;
+Replaces ``torch.distributed.checkpoint.storage``. torch's interfaces are imported on first use;
 `dcp.storage.formats` and `dcp.storage.stores` work without torch.
 """
 

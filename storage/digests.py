@@ -3,8 +3,8 @@
 
 Digests are computed in GF(2**128) as in AES-GCM (NIST SP 800-38D, 6.3), with Python integers and numpy. A
 block of 16 bytes is an element: the highest bit of the first byte is the coefficient of 1, the lowest bit
-of the last byte the coefficient of x**127. An integer has the bytes in big-endian order; an array of
-elements has two uint64 in the last dimension.
+of the last byte the coefficient of x**127. As an integer, an element has the bytes in big-endian order; an
+array of elements has two uint64 in the last dimension.
 
 The *value* of a run of bytes is GHASH over its blocks and a zero block: each block times a power of `KEY`
 by its distance from the end. Blocks are counted from the tensor's first byte; a run that begins within a
@@ -209,7 +209,7 @@ _ROWS_BYTES: Final = 256 << 10
 
 
 def blocks_of(size_bytes: int) -> int:
-    """Return the number of blocks that ``size_bytes`` take."""
+    """Return the number of blocks of ``size_bytes``."""
     return -(-size_bytes // BLOCK_BYTES)
 
 
@@ -285,7 +285,7 @@ def logical_runs(
 
 
 class OrderedSum:
-    """A sum of values, each of which says where its last block ends; what comes in order costs least."""
+    """Sum of run values at different positions of a tensor. Adding in ascending order is fastest."""
 
     __slots__ = ("_end", "_value")
 
@@ -293,7 +293,7 @@ class OrderedSum:
         self._value = self._end = 0
 
     def add(self, value: int, end: int) -> None:
-        """Add a value that has ``end`` blocks before its end."""
+        """Add the value of a run that ends at block ``end`` of the tensor."""
         if end < self._end:
             value = product(power(KEY, self._end - end), value)
         elif self._value and end > self._end:
@@ -304,15 +304,14 @@ class OrderedSum:
         self._end = max(self._end, end)
 
     def upto(self, end: int) -> int:
-        """Return the sum with ``end`` blocks in all."""
+        """Return the sum for a tensor of ``end`` blocks."""
         if end == self._end or not self._value:
             return self._value
         return product(power(KEY, end - self._end), self._value)
 
 
 def _extend(total: OrderedSum, data: memoryview, begin: int) -> int:
-    """Add the bytes that are at ``begin`` of a tensor, behind those that are in the sum, and return where
-    they end."""
+    """Add bytes at ``begin`` of a tensor to the sum, and return the end of the bytes."""
     for at in range(begin, begin + len(data), _STEP_BYTES):
         part = data[at - begin : at - begin + _STEP_BYTES]
         total.add(run_value(part, at % BLOCK_BYTES), blocks_of(at + len(part)))
@@ -320,7 +319,7 @@ def _extend(total: OrderedSum, data: memoryview, begin: int) -> int:
 
 
 class BoxDigest:
-    """Takes the bytes of one box in C order, in pieces of any length; `value` is known when all are there."""
+    """Digest of a box: receives the bytes in C order, in pieces of any length; `value` needs all bytes."""
 
     def __init__(self, runs: LogicalRuns) -> None:
         self._runs = runs
@@ -331,7 +330,7 @@ class BoxDigest:
         self._run_count = 0
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         runs = self._runs
         if not runs.counts:
             _extend(self._sum, data, runs.first + self._position)
@@ -342,8 +341,8 @@ class BoxDigest:
             self._cut(data)
 
     def value(self) -> int:
-        """Return the value that the box adds to the sum of the tensor's values, but for the blocks behind
-        its last one."""
+        """Return the value of the box, not yet multiplied for the blocks of the tensor after the box (see
+        `LogicalPlaces.placed`)."""
         runs = self._runs
         if not runs.counts:
             return self._sum.upto(blocks_of(runs.first + self._position))
@@ -363,7 +362,7 @@ class BoxDigest:
         return self._runs.begins()
 
     def _cut(self, data: memoryview) -> None:
-        """Take pieces of long runs."""
+        """Add bytes of long runs."""
         size, begins = self._runs.run_bytes, self._begins
         while len(data):
             number, at = divmod(self._position, size)
@@ -377,7 +376,7 @@ class BoxDigest:
                 self._sum = OrderedSum()
 
     def _collect(self, data: memoryview) -> None:
-        """Whole runs at once; what is left of the last one is kept for the next piece."""
+        """Add bytes of short runs; an incomplete run is kept until the next piece."""
         size = self._runs.run_bytes
         if self._carried:
             lacking = size - len(self._carried)
@@ -407,9 +406,8 @@ class BoxDigest:
 
 @dataclass(frozen=True, eq=False)
 class LogicalPlaces:
-    """Boxes, ragged: ``shapes`` are those of their tensors, ``offsets`` and ``sizes`` say what of these.
-
-    ``start`` has the positions of each box in all three.
+    """Boxes in their tensors, as ragged columns sliced by ``start``: ``shapes`` of the tensors, ``offsets``
+    and ``sizes`` of the boxes.
     """
 
     start: Int64
@@ -419,7 +417,7 @@ class LogicalPlaces:
     itemsizes: Int64
 
     def runs(self, row: int) -> LogicalRuns:
-        """Return the bytes of one box."""
+        """Return the byte positions of a box."""
         part = slice(int(self.start[row]), int(self.start[row + 1]))
         shape, offsets, sizes = (
             tuple(column[part].tolist()) for column in (self.shapes, self.offsets, self.sizes)
@@ -428,7 +426,7 @@ class LogicalPlaces:
 
     @cached_property
     def _runs(self) -> tuple[npt.NDArray[np.bool_], Int64]:
-        """(whether the bytes of each box follow each other, the first one's place, if so)."""
+        """Contiguity of each box, and the position of the first byte of contiguous boxes."""
         ndims = np.diff(self.start)
         is_run, first = np.ones(len(ndims), np.bool_), np.zeros(len(ndims), np.int64)
         for ndim in np.unique(ndims[ndims > 0]).tolist():
@@ -439,46 +437,46 @@ class LogicalPlaces:
 
     @property
     def is_run(self) -> npt.NDArray[np.bool_]:
-        """Boxes whose bytes follow each other."""
+        """Mask of boxes with contiguous bytes."""
         return self._runs[0]
 
     @property
     def firsts(self) -> Int64:
-        """The place of the first byte of each box that is a run."""
+        """Position of the first byte of each contiguous box."""
         return self._runs[1]
 
     @cached_property
     def volumes(self) -> Int64:
-        """Elements by box."""
+        """Number of elements by box."""
         return row_products(self.sizes, self.start)
 
     @cached_property
     def is_simple(self) -> npt.NDArray[np.bool_]:
-        """Boxes whose bytes follow each other, and begin with a block."""
+        """Mask of contiguous boxes that begin at a block."""
         is_run, first = self._runs
         is_simple: npt.NDArray[np.bool_] = is_run & (first % BLOCK_BYTES == 0)
         return is_simple
 
     def digest(self, row: int) -> BoxDigest:
-        """Return what takes the bytes of one box."""
+        """Return the digest object of a box."""
         return BoxDigest(_SIMPLE_RUN if self.is_simple[row] else self.runs(row))
 
     @cached_property
     def _ends(self) -> Int64:
-        """One behind the last byte of each box."""
+        """End of the last byte of each box."""
         ends = self._runs[1] + self.volumes * self.itemsizes
         for row in np.flatnonzero(~self._runs[0]).tolist():
             ends[row] = self.runs(row).last_end
         return ends
 
     def placed(self, values: Elements) -> Elements:
-        """Return the values that the boxes add to their tensors' sums, by the value of each
-        (`BoxDigest.value`)."""
+        """Return the contributions of boxes to the sums of their tensors, from the values of
+        `BoxDigest.value`."""
         whole = row_products(self.shapes, self.start) * self.itemsizes
         return times_powers(values, KEY, -(-whole // BLOCK_BYTES) + (-self._ends // BLOCK_BYTES))
 
     def alike(self, rows: Int64, others: Int64) -> npt.NDArray[np.bool_]:
-        """Return whether the same bytes have the same value at ``rows`` as at ``others``, pair by pair."""
+        """Return True for each pair of ``rows`` and ``others`` if equal bytes have equal values in both."""
         same = self.is_simple[rows] & self.is_simple[others]
         for at in np.flatnonzero(~same).tolist():
             one, other = self.runs(int(rows[at])), self.runs(int(others[at]))
@@ -493,12 +491,12 @@ _HEAD_OF_ALL: Final = b"dcphub digest of tensors 1\n"
 
 
 def shown_digest(total: bytes, dtype: str, shape: Sequence[int]) -> str:
-    """32 hexadecimal digits: equal bytes of another dtype or shape have others."""
+    """Return the digest of a tensor as 32 hexadecimal digits; it depends on bytes, dtype and shape."""
     facts = f"{dtype}\n{','.join(map(str, shape))}\n".encode()
     return hashlib.blake2b(_HEAD + facts + total, digest_size=SUM_BYTES).hexdigest()
 
 
 def digest_of_all(named: Iterable[tuple[str, str]]) -> str:
-    """Return one for many tensors, by their names and digests, in whatever order."""
+    """Return the digest of several tensors from (name, digest) pairs in any order."""
     lines = sorted(f"{digest} {fqn}\n".encode("utf-8", "surrogatepass") for fqn, digest in named)
     return hashlib.blake2b(_HEAD_OF_ALL + b"".join(lines), digest_size=SUM_BYTES).hexdigest()

@@ -89,7 +89,7 @@ class StoreContract:
     @pytest.mark.parametrize("durable", [False, True])
     @pytest.mark.parametrize("size", BOUNDARY_SIZES)
     def test_round_trip(self, store: Store, size: int, durable: bool) -> None:
-        """Any size around block and buffer boundaries comes back byte for byte."""
+        """Files of any size around block and buffer boundaries are read back unchanged."""
         data = pattern_bytes(size)
         write_file(store, "data.bin", data, durable=durable)
         assert self.raw_read(store, "data.bin") == data
@@ -100,7 +100,7 @@ class StoreContract:
     @pytest.mark.parametrize("durable", [False, True])
     @pytest.mark.parametrize("piece", [1, 4095, 300_000, 9 * _MIB])
     def test_pieces(self, store: Store, piece: int, durable: bool) -> None:
-        """A file may be cut into any writes, and the position counts every accepted byte."""
+        """A file may be written in any pieces, and the position counts every accepted byte."""
         data = pattern_bytes(min(20_000 * piece, 19 * _MIB + 1))
         with store.create("data.bin", durable=durable) as handle:
             for start in range(0, len(data), piece):
@@ -111,7 +111,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("durable", [False, True])
     def test_memory_may_be_reused_after_write(self, store: Store, durable: bool) -> None:
-        """write() has consumed the bytes when it returns: the memory may be changed at once."""
+        """Memory may be changed after write() returns."""
         memory = bytearray(_MIB + 5)
         expected = b""
         with store.create("data.bin", durable=durable) as handle:
@@ -133,7 +133,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("durable", [False, True])
     def test_many_files_at_once(self, store: Store, durable: bool) -> None:
-        """More files are written at once, by one thread and by several, than there are buffers."""
+        """More files than buffers can be open for writing, by one thread and by several."""
         handles = [store.create(f"a{n}", durable=durable) for n in range(5)]
         for _ in range(3):
             for n, handle in enumerate(handles):
@@ -193,7 +193,7 @@ class StoreContract:
             again.write(b"x")
 
     def test_finish_is_final(self, store: Store) -> None:
-        """finish() may be repeated; abort() after it does nothing, and writing is a mistake."""
+        """finish() may be repeated; afterwards abort() has no effect, and writing raises an error."""
         handle = store.create("data.bin", durable=True)
         handle.write(b"abc")
         assert handle.finish() == 3
@@ -212,7 +212,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("name", HOSTILE_NAMES)
     def test_names_are_validated(self, store: Store, name: str) -> None:
-        """A name that is not one plain path component is refused by every operation."""
+        """Every operation refuses names that are not a single plain path component."""
         calls: list[Callable[[], object]] = [
             partial(store.stat, name),
             partial(store.read, name, limit_bytes=10),
@@ -230,7 +230,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("name", ["a b", "ünïcode", "%2e%2e", ".hidden", "x" * 255, "*", "-rf"])
     def test_unusual_names(self, store: Store, name: str) -> None:
-        """Every plain path component works as a name."""
+        """Every plain path component is a valid name."""
         write_file(store, name, b"1")
         assert [info.name for info in store.list()] == [name]
         assert self.raw_read(store, name) == b"1"
@@ -249,7 +249,7 @@ class StoreContract:
             assert caught.value.path == store.path_of("nothing")
 
     def test_preadv_fills_buffers_in_order(self, store: Store) -> None:
-        """One call fills thousands of buffers of all sizes, 0 too, from any offset."""
+        """One call fills thousands of buffers of all sizes, including 0, from any offset."""
         data = pattern_bytes(3 * _MIB)
         write_file(store, "data.bin", data)
         sizes = [(n * 37) % 900 for n in range(3000)] + [_MIB]
@@ -263,7 +263,7 @@ class StoreContract:
         assert words.tobytes() == data[8:72]
 
     def test_preadv_from_many_threads(self, store: Store) -> None:
-        """One read handle serves threads at once."""
+        """Several threads can read from one handle."""
         data = pattern_bytes(4 * _MIB)
         write_file(store, "data.bin", data)
         with store.open_read("data.bin") as handle, ThreadPoolExecutor(8) as threads:
@@ -272,7 +272,7 @@ class StoreContract:
 
     @pytest.mark.parametrize(("offset", "length"), [(0, 101), (50, 51), (100, 1), (5000, 1)])
     def test_short_file_is_corrupt(self, store: Store, offset: int, length: int) -> None:
-        """Reading past the end is a typed error which names the file; it never returns fewer bytes."""
+        """Reading past the end raises a typed error with the file name; it never returns fewer bytes."""
         write_file(store, "data.bin", pattern_bytes(100))
         with store.open_read("data.bin") as handle:
             with pytest.raises(CorruptCheckpointError) as caught:
@@ -290,7 +290,7 @@ class StoreContract:
             handle.pread(1, 0)
 
     def test_read_limit(self, store: Store) -> None:
-        """A file exactly as large as the limit is read; one byte more is refused."""
+        """A file as large as the limit is read; one byte more is refused."""
         write_file(store, "data.bin", b"12345")
         assert store.read("data.bin", limit_bytes=5) == b"12345"
         with pytest.raises(CheckpointFormatError) as caught:
@@ -298,7 +298,7 @@ class StoreContract:
         assert caught.value.path == store.path_of("data.bin")
 
     def test_read_start(self, store: Store) -> None:
-        """The first bytes and the size of all; of a short file the whole."""
+        """The result is the first bytes (all bytes of a short file) and the size of the file."""
         write_file(store, "data.bin", b"12345678")
         assert store.read_start("data.bin", 5) == (b"12345", 8)
         assert store.read_start("data.bin", 100) == (b"12345678", 8)
@@ -347,7 +347,7 @@ class StoreContract:
                         handle.pread(wrong, 0)
 
     def test_delete_all(self, store: Store) -> None:
-        """Several files go at once, missing ones are fine, others stay."""
+        """Several files are removed; missing files are no error, other files stay."""
         for name in ("a", "b", "c"):
             write_file(store, name, b"1")
         assert store.delete_all(["a", "missing", "c"]) == {}
@@ -460,7 +460,7 @@ class StoreContract:
         assert overlaps == []
 
     def test_lock_times_out(self, store: Store) -> None:
-        """Waiting for a held lock ends with a typed error after the timeout; after release it can be had."""
+        """Waiting for a held lock raises a typed error after the timeout; a released lock can be taken."""
         other = self.reopen(store)
 
         def wait_for_it() -> float:
@@ -491,7 +491,7 @@ class StoreContract:
             assert threads.submit(lambda: _holds(self.reopen(store))).result()
 
     def test_sync_and_root(self, store: Store) -> None:
-        """make_root and sync may be repeated; remove_root leaves a folder alone that has a file."""
+        """make_root and sync may be repeated; remove_root keeps a folder with a file."""
         store.make_root()
         write_file(store, "data.bin", b"abc", durable=True)
         store.sync()
@@ -506,7 +506,7 @@ class StoreContract:
         assert self.raw_read(store, "m") == b"1"
 
     def test_many_small_files(self, store: Store) -> None:
-        """Hundreds of files one after another: each gives back its descriptor and its buffer."""
+        """Hundreds of files in turn: each releases its descriptor and buffer."""
         for n in range(300):
             write_file(store, f"f{n:03}", b"%d" % n)
         assert len(store.list()) == 300

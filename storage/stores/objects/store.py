@@ -6,7 +6,7 @@ explains why no lock is needed.
 
 Every step of a run has a store object, while sessions with a service are expensive. Clients with
 connections, threads and buffers are therefore shared by all stores of a place. The clients of the last few
-places stay open. Credentials belong to the place: after a change of credentials the old sessions end.
+places stay open. Credentials belong to the place: new credentials get new sessions.
 """
 
 from __future__ import annotations
