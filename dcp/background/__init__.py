@@ -1,4 +1,4 @@
-"""Saving behind the training loop: sessions, futures, and writers in a thread or a process of their own.
+"""Asynchronous saves: sessions, futures, and background writers in a thread or a process.
 
-The save itself is `dcp.saving`, the copy of the state `dcp.staging`; when to save is said by `dcp.manager`.
+`dcp.saving` does the save itself, `dcp.staging` copies the state, and `dcp.manager` decides when to save.
 """

@@ -1,7 +1,7 @@
 """Connection of a trainer and its writer process: messages over a Unix packet socket. Does not import torch.
 
-A packet is a msgpack map with file descriptors. A long packet is put into a memory file, of which the
-descriptor is sent. Sending never waits for the receiver to read, and sent packets outlive the sender.
+A packet is a msgpack map with file descriptors. A long packet is sent as the descriptor of a memory file. A
+send does not wait for the receiver to read, and sent packets outlive the sender.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import msgpack
 LOOPBACK = "127.0.0.1"
 
 _IN_MEMORY = b"\0"
-"""Packet whose body is in the last descriptor; no msgpack map begins with this byte."""
+"""First byte of a packet whose body is in the memory file of the last descriptor; no msgpack map begins so.
+"""
 
 _INLINE_BYTES = 16 << 10
 _LONGEST_BYTES = 1 << 20
-"""Of a packet; the kernel's own limit is lower."""
+"""Largest packet to receive; the kernel's limit is lower."""
 _MOST_FDS = 16
 _SEND_SECONDS = 10
 """Longest wait for buffer space; a receiver that stopped reading counts as dead."""
@@ -46,11 +47,11 @@ class Connection:
             self._poll.register(peer, select.POLLIN)
 
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send; the descriptors are duplicated, not taken. Raises OSError where the other end is gone."""
+        """Send; the descriptors are duplicated, not taken. Raises OSError if the other end is closed."""
         data = msgpack.packb(body, unicode_errors="surrogatepass")
         memory = -1
         if len(data) > _INLINE_BYTES:
-            with contextlib.suppress(OSError):  # too many open files: try a packet
+            with contextlib.suppress(OSError):  # too many open files: send as a packet
                 memory = os.memfd_create("dcp-message", os.MFD_CLOEXEC)
         if memory < 0:
             socket.send_fds(self._sock, [data], fds)
@@ -77,7 +78,7 @@ class Connection:
             data, fds, flags, _ = socket.recv_fds(
                 self._sock, _LONGEST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionResetError:  # the peer ended with unread messages; its own follow this error
+        except ConnectionResetError:  # the peer died with unread messages; its own can be read
             return self.receive()
         if not data:
             return None
@@ -92,7 +93,7 @@ class Connection:
         return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False), fds
 
     def close(self) -> None:
-        """Close the socket; the other end sees the end."""
+        """Close the socket; the other end sees the end of the connection."""
         self._sock.close()
         if self._peer >= 0:
             os.close(self._peer)

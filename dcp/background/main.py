@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # gloo and store threads are left as they are: tearing them down can only fail or hang
+        # gloo and store threads keep running: stopping them could fail or hang
         os._exit(status)
 
 

@@ -1,8 +1,8 @@
 """Process writer: saves run in a separate process, which survives the trainer.
 
-Each rank has one writer process, and these form a group of their own. A save is sent when its state is staged
-and then no longer needs the trainer. After each save, the trainers agree in a thread on the result, and
-restart all writers if one is lost.
+Each rank has one writer process, and these processes form a separate group. A save is sent when its state is
+staged, and from then on does not need the trainer. After each save, the trainers exchange the result in a
+thread, and restart all writers if one died.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _LONGEST_PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a save on one rank.
+    """End of a save on one rank. ``died`` describes the end of a dead writer process; ``error`` is the
+    encoded exception.
 
-    ``died`` describes the end of a dead writer process; ``error`` is the encoded exception. ``broken``: this
-    rank's writer is out of step with the others.
+    ``broken``: this rank's writer may be in another step than the other writers.
     """
 
     saved: bool = False
@@ -83,12 +83,12 @@ class Ending:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The error raised by the writer."""
+        """The error that the writer reported."""
         return decode_failure(self.error["own"]) if self.error else None
 
     @property
     def committed(self) -> bool:
-        """True if this rank knows of the commit."""
+        """True if the writer reported a commit."""
         return self.saved or (self.failure is not None and self.failure.committed)
 
 
@@ -157,7 +157,7 @@ class _SentSave:
 
     def abort(self) -> None:
         """Cancel the save in the writer."""
-        if self.child is not None:  # else `_send_staged` does so
+        if self.child is not None:  # otherwise `_send_staged` sends the abort
             self.child.send({"kind": "abort", "serial": self.order.serial})
 
 
@@ -280,14 +280,14 @@ class ProcessWriter:
                 self._child.close(_CLOSE_SECONDS)
 
     def _meet(self) -> None:
-        """Give the child the address at which the writers of all ranks meet."""
+        """Send the child the address at which the writers of all ranks connect."""
         child = self._child
         if self._store is None or child is None:
             return
         deadline = time.monotonic() + self._timeout_seconds
         meeting: Any = PrefixStore(f"meeting/{self._generation}", self._store)
         try:
-            # equal on two ranks if they reach each other by the loopback interface
+            # equal on two ranks of one network namespace, which can connect by the loopback interface
             boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
             net = os.stat("/proc/self/ns/net")  # noqa: PTH116 - what the link points to is no path
             meeting.set(f"host/{self._rank}", b"%s/%d/%d" % (boot, net.st_dev, net.st_ino))
@@ -333,10 +333,9 @@ class ProcessWriter:
         return value
 
     def _ending_of(self, save: _SentSave) -> Ending:
-        """Wait for the end of a save on this rank: reported, by death of the writer, or given up by another
-        rank.
+        """Wait for the end of a save on this rank: a report, the writer's death, or an abort by another rank.
 
-        In the last case the writer may continue until its own timeout.
+        After an abort the writer may continue until its own timeout.
         """
         agreeing = agreeing_seconds(save.order.options.timeout_seconds)
         look_seconds, grace_seconds = min(0.5, agreeing / 10), agreeing / 4
@@ -373,7 +372,7 @@ class ProcessWriter:
         if self._store is None or self._lost or self._agreement is None:
             return {self._rank: ending}
         bound = save.order.options.timeout_seconds
-        if isinstance(ending.failure, CollectiveTimeoutError):  # most of the time is over, for all
+        if isinstance(ending.failure, CollectiveTimeoutError):  # all ranks have already waited for a timeout
             bound = agreeing_seconds(bound)
         try:
             if not ending.saved:
@@ -395,7 +394,7 @@ class ProcessWriter:
         together = save.order.options.use_collectives
         error, save_id, restart = verdict(endings, self._rank, together=together)
         restart = restart and not self._lost and not self._closing
-        is_given_up = False  # given up by a close that timed out; the future has ended
+        is_given_up = False  # True after a close that timed out and ended the future
         try:
             with self._sending:
                 with self._changed:
@@ -412,7 +411,7 @@ class ProcessWriter:
                 elif self._saves and (following := self._saves[0]).child and not following.released:
                     following.released = True
                     following.child.send({"kind": "go", "serial": following.order.serial})
-        finally:  # a failure here must not leave the future open
+        finally:  # an error here must not leave the future unfinished
             if not is_given_up:
                 _end(save, error, save_id, self._rank)
         if restart:
@@ -443,7 +442,7 @@ class ProcessWriter:
 
 
 def _end(save: _SentSave, error: BaseException | None, save_id: str, rank: int) -> None:
-    """End the future as all ranks found."""
+    """End the future with the result agreed by all ranks."""
     save.future.on_abort = None
     if error is not None:
         save.future.set_exception(error)
@@ -495,7 +494,7 @@ def _listen(*, is_one_host: bool) -> tuple[str, socket.socket]:
     if is_one_host:
         return LOOPBACK, socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
     host = os.environ.get(HOST_VARIABLE)
-    # MASTER_ADDR is where global rank 0 is, which need not be rank 0 of this group
+    # MASTER_ADDR is the host of global rank 0, which may differ from rank 0 of this group
     if not host and dist.is_initialized() and dist.get_rank() == 0:
         host = os.environ.get("MASTER_ADDR")
     host = host or socket.getfqdn()

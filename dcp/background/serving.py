@@ -1,6 +1,6 @@
-"""Main loop of a writer process: receive saves, run them in order, report.
+"""Main loop of a writer process: receive saves, run them in order, report results.
 
-The writers of all ranks share a process group over a store hosted by rank 0's writer, independent of
+The writers of all ranks share a process group over a store hosted by rank 0's writer, independent of the
 trainers.
 """
 
@@ -39,11 +39,11 @@ from dcp.storage.errors import CollectiveTimeoutError
 logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 5.0
-"""Time that the host of the store waits for other writers after the end of their trainers."""
+"""Time that the host of the store waits for the other writers after their trainers have ended."""
 
 
 class WriterLoop:
-    """Saves run in the main thread, as they would in a program of their own; another thread receives."""
+    """Loop of a writer process. Saves run in the main thread; another thread receives messages."""
 
     def __init__(self, connection: Connection, rank: int, world_size: int, timeout_seconds: float) -> None:
         self._connection = connection
@@ -88,7 +88,7 @@ class WriterLoop:
         self._is_needed = bool(self._saves)
         self._informed.set()
         if not self._is_needed and self._store is None and self._joining.locked():
-            os._exit(0)  # the main thread waits for the other writers, for no save
+            os._exit(0)  # without saves, do not wait for the other writers to connect
         for said in list(self._saves.values()):
             said["go"].set()
         self._tasks.put(None)
@@ -120,7 +120,7 @@ class WriterLoop:
         try:
             reply |= self._run(body, fds, abort)
         except BaseException as error:  # noqa: BLE001 - it is reported, and raised in the trainer
-            # writers may be out of step after different errors
+            # different errors may leave the writers in different steps
             is_alike = isinstance(error, RankFailedError) and not isinstance(error, CollectiveTimeoutError)
             broken = self._world_size > 1 and not is_alike
             reply["ending"] = {"error": error_to_data(error), "broken": broken}
@@ -138,7 +138,7 @@ class WriterLoop:
                 continue
             except (BrokenPipeError, ConnectionResetError):
                 return
-            except OSError:  # no descriptor left, and too long for a packet
+            except OSError:  # out of file descriptors, and too long for a packet
                 if reply.get("metadata") is None:
                     raise
                 reply["metadata"] = None
@@ -146,7 +146,7 @@ class WriterLoop:
     def _run(self, body: dict[str, Any], fds: list[int], abort: threading.Event) -> dict[str, Any]:
         payload: Callable[[], RankState | dict[str, Any]]
         try:
-            # first, because later saves build on it
+            # before other checks, because later saves build on this state
             payload = self._memory.payload(body, fds)
             if "refused" in body:
                 raise decode_failure(body["refused"])
@@ -202,7 +202,7 @@ class WriterLoop:
                     "committed checkpoint."
                 )
             address, listener_fd = self._meeting
-            if address[0] == LOOPBACK:  # avoids resolving the host name
+            if address[0] == LOOPBACK:  # avoids a host name lookup
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             presence: Presence | None = None
@@ -214,7 +214,7 @@ class WriterLoop:
                     "gloo", store=store, rank=self._rank, world_size=self._world_size, timeout=left
                 )
             except (RuntimeError, OSError) as error:
-                missing = [0]  # where the store is gone
+                missing = [0]  # default if the store has failed
                 if presence is not None:
                     with suppress(RuntimeError):
                         missing = presence.missing(0.0)
@@ -248,7 +248,7 @@ def _own_store(address: tuple[str, int], listener_fd: int | None, timeout: timed
             socket.create_connection(address, timeout.total_seconds()).close()
         except ConnectionRefusedError:
             raise
-        except OSError as error:  # the client raises a better error
+        except OSError as error:  # the TCPStore client below raises a better error
             logger.debug("rendezvous store of the writer processes: %s", error)
     return TCPStore(
         *address,

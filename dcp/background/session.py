@@ -1,7 +1,7 @@
-"""Session: resources of asynchronous saves: a stager, a writer (thread or process), a gloo group and a plan
-cache.
+"""Sessions: resources of asynchronous saves, namely a stager, a writer (thread or process), a gloo group and
+a plan cache.
 
-Sessions share nothing, so several managers in one process are independent.
+Sessions share no resources, so several managers in one process are independent.
 """
 
 from __future__ import annotations
@@ -113,13 +113,13 @@ class AsyncSession:
         overlap: bool = False,
         stager: AsyncStager | None = None,
     ) -> SaveFuture:
-        """Stage ``state_dict`` and save the copy behind the caller's back.
+        """Stage ``state_dict`` and save the copy in the background.
 
-        Returns when the state may change again; with ``overlap`` at once, and then the state must not change
-        before ``staging_completion`` of the result is done (see `DefaultStager.lock`). Whatever fails after
-        the arguments were found good, staging included, is the future's error, on all ranks alike.
-        ``stager`` replaces the session's own for this save. A ``progress`` callback may raise; the timeout is
-        the session's.
+        Returns when the state may change again. With ``overlap``, returns at once: the state must not change
+        before ``staging_completion`` of the result is done (see `DefaultStager.lock`). Invalid arguments
+        raise here. All later errors, including errors of staging, are raised by the future on all ranks.
+        ``stager`` replaces the session's stager for this save. A ``progress`` callback may raise; the timeout
+        is the session's.
         """
         if self._closed:
             raise CheckpointError("this session is closed, or was opened before a fork; open a new session")
@@ -145,7 +145,9 @@ class AsyncSession:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Raise an exception of this block on all ranks, in the save that they begin."""
+        """Raise an exception of this block on all ranks, as the failure of the save that the other ranks
+        begin.
+        """
         try:
             yield
         except Exception as error:
@@ -153,7 +155,7 @@ class AsyncSession:
             raise
 
     def refuse(self, error: Exception, options: SaveOptions | None = None) -> None:
-        """Fail the save that other ranks begin with ``options``, by ``error``."""
+        """Fail the save that the other ranks begin with ``options``: raise ``error`` on all ranks."""
         if self.world_size == 1 or self._closed:
             return
         self._wait_until_left(self._in_flight - 1)
@@ -193,7 +195,7 @@ class AsyncSession:
         if isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage:
             return chosen.stage_local(part(state), overlap=overlap, shared=self._in_process)
         if not self._in_process:
-            self._wait_until_left(0)  # the target and lifetime of a custom stager's copy are unknown
+            self._wait_until_left(0)  # a custom stager's copy may have any location and lifetime
             return StagedState(_staged_by(chosen, state, part))
         # another process cannot read the copy of a custom stager
         staged = _staged_by(chosen, state, part).result(self.timeout_seconds)
@@ -281,7 +283,7 @@ def own_channel(
         return None
     # torchrun keeps its store, with addresses of dead workers, when it restarts workers.
     token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
-    # A separate connection: training may block its own, as new_group does.
+    # a separate connection, because training may block its connection, as new_group does
     store = dist.PrefixStore(f"{shared.key}/{token}", own_client(shared.store))
     rank, world_size = shared.rank, shared.world_size
     return shared.form(
@@ -396,6 +398,6 @@ def _leave_all_to_parent() -> None:
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
-# Before the interpreter forbids new threads, which it does before `atexit` callbacks run: a save under way
-# may still have to start some. concurrent.futures ends its own threads by the same means, after this.
+# Register with threading: atexit callbacks run after the interpreter forbids new threads, which a running
+# save may still start. concurrent.futures ends its threads in the same way, afterwards.
 threading._register_atexit(_drain_all)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Background writers: run saves in order in a thread; and `SaveFuture`, the result of a save."""
+"""Background writers: run saves in order in a thread. `SaveFuture` is the result of a save."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         return self.done() and isinstance(self.exception(), SaveAbortedError)
 
     def abort(self) -> None:
-        """Call the save off as `cancel` does, without waiting for the end, for which `exception` waits."""
+        """Cancel the save like `cancel`, without waiting for its end. `exception` waits."""
         self.abort_event.set()
         on_abort = self.on_abort  # the end of the save may clear the attribute
         if on_abort is not None:
@@ -107,7 +107,7 @@ def own_client(store: Any) -> Any:
 
 
 def raise_error(error: Exception, *_: Any) -> NoReturn:
-    """Raise ``error``, as a stand-in for a function."""
+    """Raise ``error``, where a function is needed."""
     raise error
 
 
@@ -141,7 +141,7 @@ class ThreadWriter:
 
         ``future`` ends after ``payload`` is released. A failed staging fails the save on all ranks.
         """
-        with self._changing:  # no save may be queued behind the end
+        with self._changing:  # no save may be queued after the close
             if self._closed:
                 raise CheckpointError("this writer is closed")
             if self._thread is None:

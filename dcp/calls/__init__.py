@@ -1,1 +1,3 @@
-"""Parts of public functions: arguments, choice of a storage, short tracebacks, torch's undocumented names."""
+"""Common parts of public functions: arguments, choice of a storage, short tracebacks, torch's undocumented
+names.
+"""

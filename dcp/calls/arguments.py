@@ -1,4 +1,4 @@
-"""Arguments of public functions: the place or storage, a state dict with `Stateful` objects, and ranks."""
+"""Arguments of public functions: checkpoint id or storage, a state dict with `Stateful` objects, and ranks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ choose_reader: Callable[..., StorageReader] = functools.partial(_chosen, FileSys
 """Return a reader for a checkpoint id: the given one, or a `FileSystemReader`."""
 
 choose_writer: Callable[..., StorageWriter] = functools.partial(_chosen, FileSystemWriter)
-"""Does the same for a writer."""
+"""Return a writer for a checkpoint id: the given one, or a `FileSystemWriter`."""
 
 
 def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:
@@ -148,8 +148,10 @@ def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter
 
 
 def with_own_id(writer: StorageWriter) -> StorageWriter:
-    """Copy a `FileSystemWriter`, which the caller may point at the next id while a save with the copy is
-    under way; other writers cannot be copied in general."""
+    """Copy a `FileSystemWriter`: the caller may set its next id while a save with the copy runs.
+
+    Other writers are returned unchanged, because they cannot be copied in general.
+    """
     return copy.copy(writer) if isinstance(writer, FileSystemWriter) else writer
 
 
@@ -182,8 +184,8 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
     """Return whether an ``operation`` runs in this process alone, by request or without torch.distributed.
 
     Raises CheckpointError for a destroyed process group, and for a save with ``WORLD_SIZE`` above 1 without a
-    group, in which ranks would overwrite each other. Such a load warns; such a read gives every process the
-    same.
+    group, in which the ranks would overwrite each other's files. A load in such a process only warns; a read
+    does not, because it returns the same on every rank.
     """
     if isinstance(no_dist, str):  # "false" would count as True
         raise OptionError(f"no_dist must be True or False, not {no_dist!r}")

@@ -1,4 +1,4 @@
-"""Shorten tracebacks of public functions to the call and the message.
+"""Short tracebacks of public functions: the call and the message.
 
 The exception keeps its class and attributes. The cause stays as ``__context__``, and by rank in ``failures``
 of `dcp.ranks.failures.RankFailedError`. With ``DCP_DEBUG`` in the environment, tracebacks stay complete.
@@ -26,10 +26,10 @@ DEBUG_VARIABLE: Final = "DCP_DEBUG"
 _whole: ContextVar[bool] = ContextVar("whole_tracebacks", default=False)
 
 _UNKNOWN: Final = re.compile(r"got an unexpected keyword argument '(\w+)'$")
-"""The end of a message to which Python 3.13 adds the same itself."""
+"""End of Python's message for an unknown argument; Python 3.13 adds a suggestion of its own."""
 
 _PLACES: Final = frozenset({"dir", "directory", "file", "filename", "folder", "id", "location", "path"})
-"""Other names that callers use for ``checkpoint_id``."""
+"""Common wrong names for ``checkpoint_id``."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,7 +119,7 @@ def warn_caller(text: str) -> None:
 
 @contextmanager
 def whole_tracebacks() -> Iterator[None]:
-    """Leave nothing out within this block, as with ``DCP_DEBUG``."""
+    """Keep complete tracebacks within this block, as with ``DCP_DEBUG``."""
     token = _whole.set(True)
     try:
         yield

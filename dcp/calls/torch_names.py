@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-TYPE_CHECKING = False  # every `import dcp` would pay for `typing`
+TYPE_CHECKING = False  # `typing` would slow down every `import dcp`
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -61,13 +61,13 @@ def names_of(module: str) -> Callable[[str], object]:
 
 
 def find_modules() -> None:
-    """Let ``import dcp._nested_dict`` and the like give torch's module. Asked last of all finders."""
+    """Make imports such as ``import dcp._nested_dict`` return torch's module. The last finder asked."""
     if not any(isinstance(finder, _TorchModules) for finder in sys.meta_path):
         sys.meta_path.append(_TorchModules())
 
 
 class _TorchModules:
-    """Finds and loads them."""
+    """Finder and loader of `MODULES`."""
 
     def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")

@@ -1,6 +1,6 @@
-"""Common parts of the commands: options, answers as text or JSON, errors as lines, exit statuses.
+"""Common parts of the commands: options, output as text or JSON, errors as lines, exit statuses.
 
-Commands import numpy users inside functions, to keep help and usage errors fast.
+Commands import modules with numpy inside functions, to keep help and usage errors fast.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class Answer:
 
 @dataclass(slots=True)
 class Call:
-    """One call of a command; ``has_failed`` after an error at one of several places."""
+    """One call of a command. ``has_failed`` is set after an error for one of several checkpoints."""
 
     json: bool
     debug: bool
     has_failed: bool = False
 
     def each(self, places: Iterable[T], work: Callable[[T], R], show: Callable[[R], object]) -> list[R]:
-        """Return the results of ``work`` for all places, shown unless --json is given.
+        """Return the results of ``work`` for all ``places``; show each unless --json is given.
 
-        Errors are printed, and the remaining places follow.
+        Errors are printed, and the command continues with the remaining places.
         """
         found = []
         for place in places:
@@ -183,7 +183,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and has_no_reader():
-            raise  # as with `| head`, and nothing to report
+            raise  # the pipe was closed, as by `| head`: no error
         if debug:
             traceback.print_exception(error)
         else:
@@ -207,7 +207,7 @@ def _extra_with(module: str | None) -> str | None:
 
     package = (module or "").partition(".")[0].replace("_", "-")
     pattern = re.compile(rf"{re.escape(package)}(?![\w.-]).*extra == [\"'](?P<extra>[\w-]+)")
-    with contextlib.suppress(PackageNotFoundError):  # of a checkout that is not installed
+    with contextlib.suppress(PackageNotFoundError):  # a checkout that is not installed has no metadata
         return next(
             (found["extra"] for one in requires("dcphub") or () if (found := pattern.match(one))), None
         )
@@ -219,14 +219,16 @@ def has_no_reader() -> bool:
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), select.POLLOUT)
-    except io.UnsupportedOperation:  # no file
+    except io.UnsupportedOperation:  # standard output is not a file
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager
 def unwinding_on_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block by an exception, as SIGINT does: processes end, and files are cleared up."""
+    """Convert SIGTERM to an exception in this block, as for SIGINT, so that processes and files are cleaned
+    up.
+    """
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(128 + number)

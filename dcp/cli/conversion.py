@@ -58,7 +58,7 @@ def _target_formats() -> list[str]:
 
 
 def _target_format(name: str) -> str:
-    """Validate a writable format; built-in formats need no look at installed packages."""
+    """Validate a writable format; installed packages are searched only for formats that are not built in."""
     from dcp.storage.formats.registry import target_named
 
     try:
@@ -83,7 +83,7 @@ def _size(text: str | None) -> int | None:
 
 
 def _pairs(values: Strings, separator: str, what: str) -> dict[str, str]:
-    """Return ``left<separator>right`` of each value."""
+    """Split each value into ``left`` and ``right`` at the separator."""
     found = {}
     for value in values or ():
         left, separated, right = value.partition(separator)
@@ -117,7 +117,7 @@ def _map_options(
     ),
     sizes: Strings = Option(None, "--set", metavar="NAME=NUMBER", help="A size, as num_attention_heads=32."),
 ) -> dict[str, Any]:
-    """Return a function that reads maps by name or file."""
+    """Return the options of ``--map``, with sizes as integers."""
     given: dict[str, Any] = dict(locals())
     numbers = _pairs(sizes, "=", "NAME=NUMBER")
     if not all(number.isdecimal() and len(number) <= 20 for number in numbers.values()):
@@ -134,7 +134,7 @@ def _map_of(name: str, how: dict[str, Any]) -> WeightMap:
 
 
 def _maps_of(names: list[str], how: dict[str, Any]) -> WeightMap | list[WeightMap | None] | None:
-    """Return maps as `dcp.merge` takes them; a usage error for options about a map where none is."""
+    """Return maps as `dcp.merge` takes them. A usage error for map options without a map."""
     if not names and any(how.values()):
         raise typer.BadParameter("--inverse, --below, --config and --set require --map")
     maps = [None if name == _NO_MAP else _map_of(name, how) for name in names]
@@ -217,7 +217,7 @@ class ConvertCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help as of any command."""
-        with suppress(typer.BadParameter):  # help is there for whom a broken package is in the way, too
+        with suppress(typer.BadParameter):  # help must work even if the package of a format is broken
             known = "|".join(_target_formats())
             for option in self.params:
                 if option.name == "to":
@@ -267,7 +267,7 @@ def merge(
     options: str | None = STORAGE,
     target_options: str | None = _TARGET_STORAGE,
 ) -> Answer:
-    """Add up checkpoints of any format and sharding, each times a weight, in constant memory.
+    """Merge checkpoints of any format and sharding: the weighted sum, in constant memory.
 
     Repeat the command to resume a killed merge.
     """

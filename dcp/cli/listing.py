@@ -34,7 +34,7 @@ def ls(
     given = storage_options(uri, options)
     listing = list_below if recursive else list_checkpoints
     found = listing(uri, quick=quick, storage_options=given)
-    # of an object store that is a listing of everything in the checkpoints once more
+    # a search for runs in an object store would list all objects of the checkpoints again
     is_looked_for = not found or "://" not in uri
     runs = list_runs(uri, storage_options=given) if is_looked_for and not recursive else []
     return Answer([*found, *runs], lambda: _print_list(uri, found, runs))
@@ -139,7 +139,7 @@ def show(
 def _print_header(header: checkpoints.CheckpointHeader) -> None:
     from dcp.storage.formats.registry import is_of_files
 
-    of_files = is_of_files(header.format)  # without a commit: time of the last change
+    of_files = is_of_files(header.format)  # files without a commit have the time of their last change
     versions = (("dcphub", header.dcphub_version), ("torch", header.torch_version))
     chunks, size = counted(header.chunks, "chunk"), printing.size(header.bytes)
     facts = (

@@ -55,7 +55,7 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
     plain = _jsonable(value)
     try:
         print(json.dumps(plain, indent=indent, ensure_ascii=False, allow_nan=False), flush=indent is None)
-    except UnicodeEncodeError:  # of names with halves of surrogate pairs, or on a terminal of few characters
+    except UnicodeEncodeError:  # unpaired surrogates in names, or a terminal without Unicode
         print(json.dumps(plain, indent=indent, allow_nan=False), flush=indent is None)
 
 
@@ -70,7 +70,7 @@ def _jsonable(value: Any) -> Any:
         return [_jsonable(item) for item in value]
     if dataclasses.is_dataclass(value):
         return {item.name: _jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if hasattr(value, "tolist") and value.size <= MAX_JSON_ELEMENTS:  # of numpy
+    if hasattr(value, "tolist") and value.size <= MAX_JSON_ELEMENTS:  # arrays and scalars of numpy
         return _jsonable(value.tolist())
     from dcp.storage.formats.torch.python_values import value_text
 
@@ -165,7 +165,7 @@ def table(
     shown = [*islice(rows, top), *(() if total is None else [total])]
     columns = {
         name: [printable("-" if cell is None else str(cell)) for cell in column]
-        for name, *column in zip(header, *shown, strict=True)  # a column of each name
+        for name, *column in zip(header, *shown, strict=True)  # one column for each name
     }
     columns = {name.removeprefix(">"): cells for name, cells in columns.items()}
     widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
@@ -249,7 +249,7 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
         def show(done: int, total: int) -> None:
             nonlocal shown_seconds
             now = time.monotonic()
-            if now - shown_seconds > _UPDATE_SECONDS:  # small blocks come faster than the bar can be drawn
+            if now - shown_seconds > _UPDATE_SECONDS:  # limits the rate of updates
                 shown_seconds = now
                 update(completed=done, total=total)
 

@@ -1,4 +1,6 @@
-"""Commands that free space: ``rm``, ``prune`` for parts, ``gc`` for leftovers of killed saves."""
+"""Commands that free space: ``rm`` for checkpoints, ``prune`` for parts, ``gc`` for leftovers of killed
+saves.
+"""
 
 from __future__ import annotations
 

@@ -156,8 +156,8 @@ def worker(
 
 
 def _watch_input(stop: threading.Event) -> None:
-    # Nothing is sent; end of file means that the other process has ended, even if killed.
-    # Read the descriptor: a thread waiting in sys.stdin would hold a lock at exit.
+    # The other process sends no data; end of file means that it has ended, even if killed. Read the
+    # descriptor: a thread waiting in sys.stdin would hold a lock at exit.
     while os.read(sys.stdin.fileno(), 4096):
         continue
     stop.set()

@@ -369,7 +369,7 @@ def _renaming(found: Difference) -> str:
     added = [tensor.fqn for tensor in found.tensors if tensor.kind == "added"]
     groups: dict[str, list[str]] = {}
     for name in (tensor.fqn for tensor in found.tensors if added and tensor.kind == "removed"):
-        for depth in (1, 2):  # the model's, beside those of an optimizer
+        for depth in (1, 2):  # prefixes of models have one level, those in optimizers two
             groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
     best, most = "", 0
     for names in groups.values():

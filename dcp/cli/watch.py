@@ -1,4 +1,4 @@
-"""``dcp watch``: the committed steps of a run as they come, each once for a consumer."""
+"""``dcp watch``: print or process the committed steps of a run as they appear, each once for a consumer."""
 
 from __future__ import annotations
 

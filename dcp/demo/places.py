@@ -1,6 +1,6 @@
-"""Places of the demo's checkpoints, local folders or prefixes on an S3 server, and the training processes.
+"""Places of the demo's checkpoints (local folders, or prefixes on an S3 server), and its training processes.
 
-Both kinds share the code of stores, except for remains of killed saves. Waits are bounded, and all
+Both kinds of places use the same stores, except for leftovers of killed saves. Waits are bounded, and all
 processes are ended.
 """
 
@@ -189,7 +189,7 @@ class DemoError(Exception):
 
 @dataclass
 class JobOutcome:
-    """Results of a training job: exit status, losses by step, and each rank's fleeting values by step."""
+    """Results of a training job: exit status, losses by step, and each rank's random probes by step."""
 
     exit_code: int | None
     results: Path
@@ -211,7 +211,7 @@ def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in foreign and not name.startswith(("TORCHELASTIC_", "PET_"))
     }
-    # One thread per rank: two cores, and sums in an order independent of the machine.
+    # One thread per rank: the machine has few cores, and sums must not depend on their number.
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     given = [part for part in kept.get("PYTHONPATH", "").split(os.pathsep) if part]
     kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *given])

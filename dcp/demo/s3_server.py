@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 
 _START_ATTEMPTS: Final = 5
 _READY_SECONDS: Final = 90.0  # 4 on an idle machine
-_GRACE_SECONDS: Final = 0.5  # an orderly end takes 15 s, for data that is deleted anyway
+_GRACE_SECONDS: Final = 0.5  # a clean shutdown takes 15 s, and the data is deleted anyway
 _SHOWN_LOG_LINES: Final = 20
 _REGION: Final = "us-east-1"
 _PORT_RANGE: Final = range(15000, 32000)
@@ -34,8 +34,8 @@ _ARGUMENTS: Final = """
 """
 _PORTS: Final = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
 
-# Runs in the new process before the program does: whoever started it may be killed at any time, and must not
-# leave a server behind. The signal survives exec. The check is for a death before the call.
+# Runs in the new process before exec, so that a killed parent leaves no server behind. The signal setting
+# survives exec. The check is for a parent that died before the call.
 _TIED_TO_PARENT: Final = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -160,7 +160,7 @@ class S3Server:
         if self._starter is not None:
             self._starter.shutdown()
         for name, port in self._ports.items():
-            # their place is fixed in the program, which was given no time to remove them
+            # SeaweedFS fixes these paths, and a killed server does not remove them
             Path(f"/tmp/seaweedfs-{name.replace('.', '-')}-{port}.sock").unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -218,7 +218,7 @@ class S3Server:
             known = client.exceptions
             while self._process is not None and self._process.poll() is None:
                 try:
-                    # an existing bucket comes from a request whose answer was late
+                    # the bucket exists if the response to an earlier request was late
                     for bucket in filter(None, (self.public_bucket, self.bucket)):
                         with contextlib.suppress(known.BucketAlreadyOwnedByYou, known.BucketAlreadyExists):
                             client.create_bucket(Bucket=bucket)

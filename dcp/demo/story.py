@@ -174,7 +174,7 @@ class Story:
         self.narrator.chapter(f"Resume from step {self.last_step} on 1 and on 3 ranks")
         jobs = {}
         for ranks, where in ((1, "on-1-rank"), (3, "on-3-ranks")):
-            # the manager takes the newest step of a job's own folder
+            # the manager resumes from the newest step of the job's folder
             self.place.copy("run", self.last_step, where)
             jobs[ranks] = job = self._train(f"resumed-on-{ranks}", ranks, checkpoints=where)
             self._check_loaded(ranks, killed, job)
@@ -258,7 +258,7 @@ class Story:
             self.narrator.chapter("Skip the catalog")
             self.narrator.say("The catalog needs more packages: pip install 'dcphub[server]'")
             return
-        from dcp.demo.catalog import CatalogAct  # only here: training is shown without these packages, too
+        from dcp.demo.catalog import CatalogAct  # imported here, because the demo runs without these packages
 
         digests, saved = resumed[2].digests(f"saved-{self.steps}"), range(0, self.steps + 1, self.save_every)
         act = CatalogAct(self.root, self.place, self.narrator, saved[1:])
@@ -291,7 +291,7 @@ class Story:
         """Compare the loaded state of the ranks with the saved state of the killed job."""
         step = self.last_step
         saved, loaded = killed.digests(f"saved-{step}"), job.digests(f"loaded-{step}")
-        # a rank's generator has a meaning only on as many ranks
+        # a rank's generator is comparable only for the same number of ranks
         difference = compare_digests(saved, loaded, without="" if ranks == 2 else "rng.")
         what = "model, AdamW state, step" + (" and both random generators" if ranks == 2 else "")
         on = _ranks_text(ranks)

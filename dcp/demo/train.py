@@ -100,7 +100,7 @@ class Training:
     """Model, optimizer and step as a `Stateful` for `dcp.save`."""
 
     def __init__(self) -> None:
-        torch.manual_seed(20)  # equal values whatever the number of ranks
+        torch.manual_seed(20)  # equal initial values for any number of ranks
         self.model = Transformer()
         for block in self.model.blocks:
             fully_shard(block)
@@ -110,7 +110,7 @@ class Training:
         groups = [{"params": rest, "lr": 2e-3}, {"params": [self.model.pair.weight], "lr": 0.1}]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01, fused=True)
         self.step = 0
-        # each rank's own: which window it looks at in passing
+        # draws the probe window, separately on each rank
         self.generator = torch.Generator().manual_seed(1000 + dist.get_rank())
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,18 +129,16 @@ class Training:
         self.step = state_dict["step"]
 
     def train_step(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """Train one step; return the log entry with the loss over all ranks and each rank's fleeting
-        values.
-        """
+        """Train one step; return the log entry with the loss over all ranks and each rank's random probe."""
         self.step += 1
         world_size = dist.get_world_size()
-        # A function of the step alone: neither the number of ranks nor what ran before has any influence, so
-        # that a resumed run on another number of ranks reads the same text.
+        # The seed depends only on the step, so that a run resumed on another number of ranks reads the same
+        # text.
         of_step = torch.Generator().manual_seed(1_000_003 * self.step + 17)
         end = len(tokens) - _CONTEXT - 1
         starts = torch.randint(0, end, (_WINDOWS,), generator=of_step).chunk(world_size)[dist.get_rank()]
-        # One more window, drawn by the rank's generator and not trained on. It shows whether
-        # the generator came back too.
+        # A probe window, drawn by the rank's generator and not trained on. It shows whether the generator was
+        # restored.
         look = torch.randint(0, end, (1,), generator=self.generator)
         positions = torch.cat([starts, look])[:, None] + torch.arange(_CONTEXT)
         inputs, targets = tokens[positions], tokens[positions + 1]
@@ -186,7 +184,7 @@ class Checkpoints:
             _note_digests(training, job, f"saved-{training.step}.json")
         stops = job.stop == (training.step, "staged")
         if stops:
-            self.manager.wait()  # the claim is on the next save alone
+            self.manager.wait()  # the demo kills the job while only the next save is running
         state = {"app": training, "rng": PerRank(training.generator.get_state())}
         self.manager.save(training.step, state, metrics={"loss": loss})
         if stops:
@@ -196,7 +194,7 @@ class Checkpoints:
         """Load the newest valid checkpoint of any number of ranks into this rank's shards."""
         training = self._training
         own = PerRank(torch.empty_like(training.generator.get_state()))
-        # Generators belong to ranks: with other ranks than before they start anew.
+        # Generators belong to ranks: on another number of ranks they start from their seeds.
         restored = self.manager.restore({"app": training, "rng": own}, per_rank="keep")
         if restored is None:
             return
@@ -213,7 +211,7 @@ def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
     state = {"app": training.state_dict(), "rng": PerRank(training.generator.get_state())}
     for fqn, value in flatten(state, rank=rank).values.items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
-        if full is value or rank == 0:  # what was gathered is the same on all ranks
+        if full is value or rank == 0:  # gathered tensors are equal on all ranks
             own[fqn] = digest_of(full)
     found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, own)

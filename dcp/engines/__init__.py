@@ -1,4 +1,4 @@
-"""Engines of saves and loads: choice between columns and torch's protocol, and execution.
+"""Engines of saves and loads: selection of an engine, and torch's protocol.
 
 dcp's planners and storages work on columns (`dcp.saving`, `dcp.loading`). A planner or storage that overrides
 a step receives torch's plan objects and the documented calls.

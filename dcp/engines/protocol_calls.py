@@ -1,4 +1,4 @@
-"""Calls of other packages' planners and storages, and their objects on the way between ranks."""
+"""Calls of planners and storages of other packages, and their objects as messages between ranks."""
 
 from __future__ import annotations
 

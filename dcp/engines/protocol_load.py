@@ -75,7 +75,7 @@ class ProtocolLoad(LoadEngine):
                 sent=PICKLED,
                 reply=PICKLED,
             )
-            if storage is not None:  # other packages' readers have no fingerprint of a checkpoint
+            if storage is not None:  # readers of other packages have no fingerprint of a checkpoint
                 check_same_checkpoint(ranks, places, lambda: _fingerprint(storage) if self._together else b"")
             if self.call is not None:
                 findings = partial(self.features.packed, "findings", is_shared=self._together)

@@ -69,7 +69,7 @@ class ProtocolSave(Save):
         if self.storage is not None:
             self.storage.said = self.options.user_metadata, self.provenance()
         plan = planner.create_local_plan()
-        if ranks.is_coordinator:  # as the feature of saves on columns does
+        if ranks.is_coordinator:  # the same warning as the feature ForeignValues of saves on columns
             values = planner.state_dict if hasattr(planner, "state_dict") else state
             names = (item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO)
             known = [name for name in names if name in values]
@@ -93,7 +93,7 @@ class ProtocolSave(Save):
             raise PlanError("the save was not planned")
         try:
             self.writer.finish(metadata=self._made, results=outcomes)
-        except CheckpointError as error:  # from a storage with work after its publication
+        except CheckpointError as error:  # raised by work of a storage after the publication
             if self.storage is not None and self.storage.index is not None:
                 error.committed = True
             raise

@@ -164,7 +164,7 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
         return ColumnSave(**common, storage=storage, planner=ours, kinds=features)
     for option in filter(None, (kind.option for kind in features)):
         is_given = getattr(options, option, None) or getattr(writer, option, None)
-        if is_given and (option != "apart" or options.step is None):  # a manager's parts are a wish
+        if is_given and (option != "apart" or options.step is None):  # a manager's parts are optional
             raise _needs_columns(option, planner, writer)
     return ProtocolSave(**common, storage=storage, planner=planner, ours=ours)
 
@@ -182,7 +182,7 @@ def refused_save(
         "serial": serial,
         "planner": planner,
     }
-    if on_columns:  # no feature is asked
+    if on_columns:  # features are not called
         return ColumnSave(**common)
     return ProtocolSave(**common, ours=planner)
 

@@ -1,1 +1,1 @@
-"""Features of saves and loads beside moving tensors, a file each; the core imports none."""
+"""Features of saves and loads, one module each. The core, which moves tensors, does not import them."""

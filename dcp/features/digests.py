@@ -66,7 +66,7 @@ class _Sums(Observer):
     def see(self, row: int, position: int, data: memoryview) -> None:
         """Add bytes to a row's value."""
         size = self._sizes[row]
-        if self._simple[row] and len(data) == size:  # without an object for each of many small tensors
+        if self._simple[row] and len(data) == size:  # fast path for many small tensors
             value = run_value(data)
         else:
             if position == 0:
@@ -99,8 +99,8 @@ def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
     order = np.argsort(held.item_sources, kind="stable")
     first = np.searchsorted(held.item_sources[order], columns.sources, "left")
     count = np.searchsorted(held.item_sources[order], columns.sources, "right") - first
-    items = order[first]  # the held box that each row is, or is a part of
-    for row in np.flatnonzero(count > 1).tolist():  # a local tensor of several boxes
+    items = order[first]  # the held box that contains each row
+    for row in np.flatnonzero(count > 1).tolist():  # for a local tensor of several boxes
         several = order[first[row] : first[row] + count[row]].tolist()
         items[row] = next(item for item in several if _is_part(held, item, columns, row))
     offsets, inner = (

@@ -1,10 +1,9 @@
-"""Entries that a load takes, leaves or refuses.
+"""Selection of entries in a load: which entries are loaded, skipped or refused.
 
-Covers older names, values that need trust, subclasses, tuples stored as separate entries, and strictness.
-
-A strict load refuses stored entries inside a dict or object of the state dict if no rank takes them: for
-example optimizer state without a destination, or a removed layer. Top-level keys missing in the state dict
-are not requested and not refused.
+Covers older names, values that need trust, tensor subclasses, tuples stored as separate entries, and
+strictness. A strict load refuses stored entries inside a dict or object of the state dict if no rank takes
+them: for example optimizer state without a destination, or a removed layer. Top-level keys missing in the
+state dict are not requested and not refused.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ _MAX_REFUSED = 20
 _GLOB = re.compile(r"[*?[]")
 _OPENED = (tuple, deque)
 _NESTED = 16
-"""Levels down to which state dicts of optimizers are looked for; a dict may hold itself."""
+"""Depth of the search for optimizer state dicts; dicts can be recursive."""
 
 
 class LegacyKeys(LoadFeature):
-    """Finds the keys of torch before 2.4, which opened mappings by the rule of lists only."""
+    """Finds entries under the keys of torch before 2.4, which flattened mappings like lists."""
 
     name = "legacy_keys"
 
     def names(self, index: CheckpointIndex) -> None:
-        """Use old keys where the checkpoint has them instead of the current keys."""
+        """Use old keys for entries that the checkpoint has only under old keys."""
         call, tensors, values = self.call, index.position, index.objects.position
         if not call.flattens:
             return
@@ -106,7 +105,7 @@ class TrustedValues(LoadFeature):
 
 
 class Subclasses(LoadFeature):
-    """Compares the facts of tensor subclasses made of other tensors; their parts are entries as any."""
+    """Compares tensor subclasses with inner tensors; the inner tensors are normal entries."""
 
     name = "subclasses"
 
@@ -136,7 +135,7 @@ class OpenedTuples(LoadFeature):
         return not set(_OPENED).isdisjoint(map(type, self.call.flat.values.values()))
 
     def entries(self, index: CheckpointIndex) -> None:
-        """Leave out values stored in parts."""
+        """Skip values stored in parts."""
         call, values = self.call, index.objects.position
         pairs = [(fqn, call.stored(fqn)) for fqn, value in call.values.items() if type(value) in _OPENED]
         absent = [(fqn, name) for fqn, name in pairs if name not in values and name not in index.position]
@@ -149,12 +148,12 @@ class OpenedTuples(LoadFeature):
             call.values = {fqn: value for fqn, value in call.values.items() if fqn not in self.made}
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Leave out the elements."""
+        """Skip the parts."""
         within = tuple(f"{name}." for _, name, _ in self._found)
         return tuple(name for name in names if not name.startswith(within))
 
     def loaded(self, read_whole: ReadWhole) -> None:
-        """Put the values together."""
+        """Assemble the values from their parts."""
         if self._found:
             state, _ = read_whole([_GLOB.sub(r"[\g<0>]", name) for _, name, _ in self._found])
             values = [reduce(lambda part, key: part[key], path, state) for _, _, path in self._found]
@@ -162,17 +161,17 @@ class OpenedTuples(LoadFeature):
 
 
 class Strictness(LoadFeature):
-    """Find stored names that this rank leaves, and names it should have a place for."""
+    """Refuse stored entries that no rank loads."""
 
     name = "strictness"
     _lost: Sequence[str] = ()
 
     def agreed(self) -> dict[str, Any]:
-        """Return the rule for them."""
+        """Return the rule for unexpected entries, which must be equal on all ranks."""
         return {"unexpected": self.options.unexpected}
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return these names.
+        """Return stored names without a place in this rank's state dict.
 
         Raises UnexpectedKeyError for parameter state missing in an optimizer's dict of this rank, whatever
         other ranks take.
@@ -181,7 +180,7 @@ class Strictness(LoadFeature):
         if names and call.flattens and call.options.unexpected == "error":
             self._lost = _names_within(names, call.root, call.flat.paths, call.renamed)
         below = _prefixes_without_state(call.root) if self._lost and call.world_size > 1 else ()
-        if below and call.renamed is None:  # otherwise the error about all ranks names the entry
+        if below and call.renamed is None:  # otherwise the error for all ranks names the entry
             own = [name for name in self._lost if name.startswith(below)]
             if own:
                 raise _unexpected_keys(_names_of(call.index), own)
@@ -196,12 +195,12 @@ class Strictness(LoadFeature):
         lost = [*self._lost, *(view.lost(call.unexpected) if view is not None else ())]
         if call.scales:
             lost = [name for name in lost if name not in call.scales]
-        names = sorted(_names_of(call.index))  # other packages' readers may order them by rank
+        names = sorted(_names_of(call.index))  # readers of other packages may order names by rank
         mark = blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest()
         found = [*(_packed(names, set(those)) for those in (call.unexpected, lost)), mark]
         if is_shared:
             return found
-        self.judge([found])  # an index of this rank alone
+        self.judge([found])  # this rank has a separate index
         return None
 
     def judge(self, found: Sequence[Any]) -> None:
@@ -209,7 +208,8 @@ class Strictness(LoadFeature):
         lost = [column for own in found if own is not None and len(column := own[1])]
         if not lost or any(own is None for own in found):
             return
-        if len({own[2] for own in found}) > 1:  # another package's reader gave ranks other metadata
+        # a reader of another package returned different metadata on the ranks
+        if len({own[2] for own in found}) > 1:
             return
         left = np.bitwise_and.reduce([own[0] for own in found]) & np.bitwise_or.reduce(lost)
         names, view = _names_of(self.call.index), self.call.view
@@ -234,7 +234,7 @@ def _names_of(index: CheckpointIndex) -> list[str]:
 
 
 def _packed(names: Sequence[str], those: set[str]) -> Any:
-    """Return a bit for each name in ``those``; no bits if empty."""
+    """Return a bit for each name: set if in ``those``. No bits if ``those`` is empty."""
     if not those:
         return np.zeros(0, np.uint8)
     return np.packbits(np.fromiter(map(those.__contains__, names), np.bool_, len(names)))
@@ -263,8 +263,8 @@ def _names_within(
         for fqn, path in paths.items():
             if str(path[0]) in tops:
                 prefixes.add(_renamed_top(fqn.removeprefix(f"{path[0]}."), renamed(fqn)))
-        prefixes.discard("")  # the checkpoint's own top level, which has whatever it has
-    begins: list[str] = []  # without names below another name
+        prefixes.discard("")  # the top level of the checkpoint may have any other entries
+    begins: list[str] = []  # omit prefixes below another prefix
     for prefix in sorted(prefixes):
         if not begins or not prefix.startswith(begins[-1]):
             begins.append(prefix)

@@ -36,7 +36,7 @@ from dcp.storage.torch_storage.destinations import refuse_shared
 _MAX_LISTED = 10
 _MOST_BOXES = 4096
 _MOST_PAIRS = 1000
-"""Of more all destinations are taken to share memory, which costs a copy of each."""
+"""Above this number, all destinations count as shared, which costs a copy of each."""
 
 
 class MetaTensors(LoadFeature):
@@ -52,7 +52,7 @@ class MetaTensors(LoadFeature):
             return
         names = []
         for fqn, value in list(chosen.items()):
-            if self._may_be_kept(fqn):  # and must not become whatever is in new memory
+            if self._may_be_kept(fqn):  # a kept value must not be replaced by uninitialized memory
                 continue
             real = _materialise(value)
             if real is not value:
@@ -82,7 +82,7 @@ class MetaTensors(LoadFeature):
 
 
 def _is_meta(value: Any) -> bool:
-    if isinstance(value, ShardedTensor):  # reading its attributes logs deprecation warnings
+    if isinstance(value, ShardedTensor):  # reading attributes of this class logs deprecation warnings
         return any(shard.tensor.is_meta for shard in value.local_shards())
     return isinstance(value, torch.Tensor) and value.is_meta
 
@@ -218,9 +218,10 @@ class SharedMemory(LoadFeature):
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Compared instead of numbers, because a NaN equals nothing."""
+    """Return the elements as bytes, because NaN is not equal to itself."""
     dense = as_copied(tensor).resolve_conj().resolve_neg().cpu().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # of one element any stride is dense
+    # any stride is valid for a single element
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _boxes(pieces: Pieces, rows: Int64) -> list[_FilledBox]:

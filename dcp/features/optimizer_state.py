@@ -1,9 +1,9 @@
 """State of new optimizers to load into.
 
-As torch's state dict helpers do (`torch.distributed.checkpoint.state_dict._init_optim_state`), a step runs
-with zero gradients and learning rates. Parameters, gradients, groups, hooks and the optimizer's state are
-restored afterwards; only the state dict keeps the new state. If the step fails, as for LBFGS, the state is
-made in the stored form.
+Like torch's state dict helpers (`torch.distributed.checkpoint.state_dict._init_optim_state`), this module
+runs a step with zero gradients and learning rates. Parameters, gradients, groups, hooks and the optimizer's
+state are restored afterwards; only the state dict keeps the new state. If the step fails, as for LBFGS, the
+state is created in the stored form.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _collect(holder: Any, depth: int, found: dict[int, Optimizer], seen: set[int
         values = holder
     else:
         attributes = getattr(holder, "__dict__", {})
-        # What is in these are parameters: many, and no optimizers.
+        # these attributes contain many parameters and no optimizers
         own = {"state", "param_groups", "defaults"} if isinstance(holder, Optimizer) else set()
         values = [value for name, value in list(attributes.items()) if name not in own]
     for inner in list(islice(values, _LOOKED_AT)):
@@ -146,7 +146,7 @@ def _with_state(optimizer: Optimizer) -> Iterator[None]:
     parameters = _without_state(optimizer)
     state = optimizer.state
     known = set(state)
-    # The state outlives the load: made in the caller's inference mode it could not be trained with.
+    # create the state outside of the caller's inference mode, otherwise it could not be trained
     inference = any(parameter.is_inference() for parameter in parameters)
     try:
         with torch.inference_mode(inference):
@@ -158,11 +158,11 @@ def _with_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Take a step for ``parameters`` with gradients of zero, of which only the new state remains."""
+    """Run a step for ``parameters`` with zero gradients, which only creates the state."""
     chosen = set(map(id, parameters))
     attributes = dict(vars(optimizer))
     gradients = [parameter.grad for parameter in parameters]
-    # Weight decay, or a denominator of zero, may change a parameter whatever gradient and rate are.
+    # weight decay, or a zero denominator, can change a parameter despite zero gradient and rate
     values = [parameter.detach().clone() for parameter in parameters]
     try:
         for parameter in parameters:
@@ -194,7 +194,7 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
 
 
 def _stand_in(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
-    """Return a copy of a parameter group to make a step of no size with."""
+    """Return a copy of a parameter group with zero learning rate."""
     made: dict[str, Any] = {}
     for name, value in group.items():
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""`PerRank` and `Rescale` values of a load: kept, loaded as they are, or made of the states of all ranks."""
+"""`PerRank` and `Rescale` values in a load: kept, loaded, or computed from the states of all ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PerRankValues(LoadFeature):
         for fqn, name in self.call.flat.owners.items():
             value = values.get(fqn)
             if (self._may_be_kept or name in rules) and isinstance(value, torch.Tensor):
-                # what lies outside of the boxes of a CheckpointableTensor is kept as well
+                # keeps elements outside of the boxes of a CheckpointableTensor, too
                 apart[fqn] = with_claim(value.detach().clone(), claim_of(value))
                 copies.append((fqn, value, apart[fqn]))
         self.later = [fqn for fqn, _, _ in copies]
@@ -123,7 +123,7 @@ class PerRankValues(LoadFeature):
                 tensor.copy_(loaded)
 
     def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
-        """Report kept and computed values, and warn of values that do not continue."""
+        """Report kept and computed values, and warn of values that restart."""
         report.kept_per_rank, report.rescaled = list(self.kept), [*self.rescaled]
         saved_by = report.world_size
         kept, left = listed(self.kept, most=_MAX_LISTED), listed(self.left, most=_MAX_LISTED)

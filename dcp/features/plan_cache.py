@@ -1,13 +1,12 @@
-"""Plan cache for repeated saves: a wrapper around planning.
-
-The plan of the previous save is reused while no rank's part changes.
+"""Plan cache for repeated saves: the plan of the previous save is reused while no rank's part changes.
 
 The cache belongs to the owner of repeated saves (a manager's session, a writer instance), with an instance on
 each rank. A rank with an unchanged structure sends the number of its plan. If all ranks have the
-coordinator's plan, the plan is reused without any transfer. Values are not part of the structure. Replicas
-are compared without a digest for each: a full plan groups rows (boxes and objects) held by the same ranks
-into sets. Each rank folds the digests of a set, in a common order, into 64 bits of BLAKE2b. Different folds
-cause a full plan, which names the rows.
+coordinator's plan, the plan is reused without any transfer. Values are not part of the structure.
+
+Replicas are compared without sending a digest for each: a full plan groups rows (boxes and objects) held by
+the same ranks into sets. Each rank folds the digests of a set, in a common order, into 64 bits of BLAKE2b.
+Different folds cause a full plan, which names the rows.
 
 A plan is used only after its save is committed, and forgotten on any failure.
 """
@@ -126,7 +125,8 @@ class PlanCache:
 
     def receive(self, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
         """Take a new plan: ``extra`` is this rank's result of `planned`. Used after `commit`."""
-        (plan, numbers), self._planned = self._planned, (None, [])  # another rank may plan the next save
+        # on the next save, another rank may be the coordinator
+        (plan, numbers), self._planned = self._planned, (None, [])
         self._kept = self._next = None
         if extra and self._offered is not None:
             sets = RankSets(*unpack(extra[_ID_BYTES:]))

@@ -1,4 +1,4 @@
-"""Saves through a weight map (``map=``): boxes of another model definition's tensors, of a rank's memory."""
+"""Saves through a weight map (``map=``): a rank's memory as boxes of another model definition's tensors."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class SavedMap(SaveFeature):
         return cast("WeightMap", self.options.map)
 
     def agreed(self) -> dict[str, Any]:
-        """Return the map, in few characters."""
+        """Return the map as a short text."""
         return {"map": self._map.mark}
 
     def held(self, local: RankState, at: SavingRank) -> RankState:
         """Return boxes of the other model definition."""
-        is_part = at.world_size > 1 and self.options.use_collectives  # only then gaps are looked for
+        is_part = at.world_size > 1 and self.options.use_collectives  # search for gaps only in this case
         return mapped_state(local, self._map, is_part=is_part, must_invert=self.options.map_must_invert)
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:

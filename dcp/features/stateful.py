@@ -1,4 +1,5 @@
-"""`Stateful` objects in a state dict: read their state before a load, and return it afterwards.
+"""`Stateful` objects in a state dict: their state is read before a load, and passed to load_state_dict()
+afterwards.
 
 A new object may have less state than the saved one: an empty dict or list, or None for a tensor.
 ``load_state_dict()`` expects the saved form, so the object's state is first changed to the stored form
@@ -42,7 +43,7 @@ _KINDS = {MAPPING: "a dict", LIST: "a list"}
 
 
 class StatefulObjects(LoadFeature):
-    """Fills the states of objects, and not the objects."""
+    """Replaces `Stateful` objects by their states."""
 
     name = "stateful"
 
@@ -69,7 +70,7 @@ class _Objects(Target):
         super().__init__(state_dict)
         self._selection = selection = Selection.of(options.only, options.exclude)
         self._renamed = renamer(options.rename)
-        # all ranks in one order, because state_dict() may run collectives
+        # the same order on all ranks, because state_dict() may run collectives
         self._keys: list[Any] = sorted(state_dict, key=str)
         if selection is not None:  # a tensor has no entries below it
             kept = {
@@ -145,7 +146,7 @@ class _Objects(Target):
     def give_back(self, call: LoadCall | None) -> None:
         """As in `Target`."""
         if not self._stateful and type(self.state_dict) is dict:
-            self.state_dict.update(self._plain)  # and additions of a planner
+            self.state_dict.update(self._plain)  # includes entries added by a planner
             return
         untouched, new = frozenset[str](), list[str]()
         if call is not None and self._stateful:

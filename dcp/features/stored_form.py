@@ -1,7 +1,7 @@
-"""States of objects in the stored form, for `Stateful` objects with less state than saved.
+"""Stored form of states, for `Stateful` objects with less state than the saved ones.
 
-Missing containers and tensors of the stored shape are created. Parameter names of models and optimizers stay
-unchanged.
+Missing containers and tensors are created with the stored shapes. Parameter names of models and optimizers
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StoredForm:
             return state
         index, top = self.index, str(key)
         known = index.planner_data if isinstance(index.planner_data, Mapping) else {}
-        paths = {  # in the order of the state that was saved
+        paths = {  # keep the order of the saved state
             name: path
             for name, path in known.items()
             if isinstance(path, tuple)
@@ -103,7 +103,7 @@ class StoredForm:
         if stored.shape is None:
             is_value = kind == OTHER or (kind == LIST and is_closed(fresh))
             return fresh if is_value or kind == PER_RANK or _names_parameters_inside(fresh) else None
-        if type(fresh) is torch.Tensor and not fresh.is_meta:  # a longer list, such as a history
+        if type(fresh) is torch.Tensor and not fresh.is_meta:  # for example a history that has grown
             if fresh.shape == stored.shape:
                 return fresh
             self.made.add(stored.name)
@@ -113,7 +113,7 @@ class StoredForm:
         return fresh
 
     def _fit_own(self, fresh: Any, stored: Any, name: str) -> Any:
-        """Return a `PerRank` value, of which this rank's part counts."""
+        """Return a `PerRank` value; only this rank's part is adapted."""
         key = rank_key(self.rank)
         if not isinstance(stored, Mapping) or key not in stored:
             return fresh
@@ -140,7 +140,7 @@ class StoredForm:
         added = {}
         for key, twin in {} if fixed else stored.items():
             if str(key) not in own and (made := self._new(twin, f"{name}.{key}")) is not _NOTHING:
-                # torch's own checkpoints have the strings of keys only
+                # checkpoints of stock torch have only the strings of keys
                 is_number = has_numbers and type(key) is str and key.lstrip("-").isdecimal()
                 added[int(key) if is_number else key] = made
         if not added and len(children) == len(fresh) and all(children[key] is fresh[key] for key in children):
@@ -212,7 +212,7 @@ def _with_entries(mapping: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Any
         return dict(entries)
     made = copy.copy(mapping)
     made.clear()
-    for key, value in entries.items():  # not update(), by which a Counter counts
+    for key, value in entries.items():  # update() of a Counter would add counts
         made[key] = value
     return made
 

@@ -1,4 +1,4 @@
-"""Loads through a weight map: stored elements, and their places in local tensors."""
+"""Loads through a weight map: positions of stored elements in local tensors."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class LoadedMap(LoadFeature):
         return self.options.map
 
     def agreed(self) -> dict[str, Any]:
-        """Return the map, in few characters."""
+        """Return the map as a short text."""
         return {"map": self._weights.mark}
 
     def beside(self, reader: FileSystemReader) -> str:
-        """Return a config.json beside the weights, which has sizes."""
+        """Return the config.json beside the weights, which has the sizes."""
         if reader.place.file is None and saved_by_rank(reader.store):
             raise OptionError(
                 f"{reader.store.url}: map= needs one index for all ranks, but this checkpoint has one index "
@@ -110,7 +110,7 @@ class MappedView(View):
 
 
 def _filled(stored: StoredPiece, box: Box, view: torch.Tensor) -> Filled:
-    """``view`` has the elements of ``box``."""
+    """Test whether ``view`` contains the elements of ``box``."""
     piece, steps = stored.piece, view.stride()
     axes = zip(stored.strides, piece.lengths, piece.target.strides(steps), strict=True)
     ordered = sorted((axis for axis in axes if axis[1] != 1), key=lambda axis: -axis[0])

@@ -1,4 +1,4 @@
-"""Checkpoints of a folder, and entries of a checkpoint, from indexes alone.
+"""Checkpoints in a folder, and entries of a checkpoint, from indexes only.
 
 No tensor is read, and torch is not needed. Functions return data classes for the command line and the
 service.
@@ -167,7 +167,7 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
         found = [] if info is None else [_weight_file(store, info, quick=quick)]
         return [one for one in found if one is not None]
     files = store.list()
-    own = _save(store, files, quick=quick)  # no row for a place that cannot be listed itself
+    own = _save(store, files, quick=quick)  # the folder itself is not listed if it is unreadable
     root = open_parent_folder(checkpoint_id, open_store=opener)
     if own is None and not root.place.exists():
         raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
@@ -254,7 +254,7 @@ def _opened(
     """Return the summary of the checkpoint at ``url`` with the index of ``read``, or None."""
     try:
         index = read()
-    except CheckpointNotFoundError:  # files with the names of one, which are a checkpoint each
+    except CheckpointNotFoundError:  # each weight file is a separate checkpoint
         return None
     except CheckpointError as error:
         return _unreadable(url, error)
@@ -279,7 +279,7 @@ def header_of(
     listing = {file.name: file for file in (store.list() if files is None else files)}
     provenance = index.provenance
     committed = provenance.get("time")
-    if committed is None:  # by the commit object; of files without one, by the last of them
+    if committed is None:  # time of the commit object; without one, of the newest file
         commits = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
         dated = index.files if is_of_files(index.format) else commits
         times = [listing[name].modified_seconds for name in dated if name in listing]
@@ -419,7 +419,7 @@ def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
     for one in by_precedence(formats()):
         belongs = one.is_in_folder if one.names_suffice else one.marks_folder
         found = [file for file in shown if belongs(file.name)]
-        if one.suffixes:  # an index of shards holds no weights
+        if one.suffixes:  # an index of shards contains no weights itself
             found = [file for file in found if one.has_suffix(file.name)]
         if found:
             return found
@@ -433,7 +433,7 @@ def _is_weight_file(store: Store, file: FileInfo) -> bool:
     try:
         begin, _ = store.read_start(file.name, BEGIN_BYTES)
         return any(one.begins_so(begin) for one in formats())
-    except CheckpointError:  # the error shows when it is opened
+    except CheckpointError:  # opening the file raises the error
         return True
 
 
@@ -533,7 +533,8 @@ def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) ->
         for first in range(0, len(places), _BLOBS_AT_ONCE):
             some = places[first : first + _BLOBS_AT_ONCE]
             for place, blob in zip(some, engine.read_blobs(some), strict=True):
-                with contextlib.suppress(CheckpointFormatError):  # it is not harmless, or no torch.save blob
+                # not harmless, or not an object of torch.save
+                with contextlib.suppress(CheckpointFormatError):
                     found[place] = ObjectBlob(blob).value()
     return found
 

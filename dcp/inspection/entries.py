@@ -275,7 +275,7 @@ def _paths(
 
 
 def _renamed(path: Path, new: str) -> Path:
-    """Return the path of a renamed entry: unchanged containers stay, the rest is one key."""
+    """Return the path of a renamed entry: unchanged containers stay, the remaining name is one key."""
     kept, prefix = 0, ""
     for part in path[:-1]:
         longer = f"{prefix}{part}."
@@ -294,7 +294,7 @@ def _renamed(path: Path, new: str) -> Path:
 def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
     """Return for each of ``rows`` the first tensor with the same bytes of the same files."""
     if len(index.payload_offsets) < len(index.chunk_files):
-        return rows  # their places are not known
+        return rows  # chunks without a known position
     stored = np.flatnonzero(np.diff(index.chunk_start) > 0)
     chunks = index.chunk_start[stored]
     offsets = index.payload_offsets[chunks]
@@ -305,7 +305,7 @@ def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
     same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
     if not same.any():
         return rows
-    tied = set(stored[order][same[1:] | same[:-1]].tolist())  # if all of their bytes are the same
+    tied = set(stored[order][same[1:] | same[:-1]].tolist())  # only if all bytes are the same
     firsts: dict[tuple[Any, ...], int] = {}
     return [firsts.setdefault(_identity(index, row), row) if row in tied else row for row in rows]
 

@@ -85,7 +85,7 @@ SPAN_BYTES: Final = 8 << 20
 """Neighbouring parts are read together up to this size, one buffer for each thread."""
 
 _GAP_BYTES: Final = 64 << 10
-"""Reading over a gap of this size is cheaper than a second request."""
+"""Gaps up to this size are read, because a second request is slower."""
 
 _THREADS: Final = 2
 
@@ -238,7 +238,7 @@ def verify_place(
         try:
             with TensorReader(store, index, verify="full", name=place.url) as reader:
                 report.digest = _check_digests(reader, sums.sums, other, report, is_all=with_digest)
-        except CorruptCheckpointError as error:  # also of tensors of which a part is nowhere
+        except CorruptCheckpointError as error:  # including tensors with missing parts
             report.findings.append(Finding(kind_of(error, "index"), str(error), fqn=error.fqn or None))
     is_same = True
     if report.findings:  # a missing or damaged checkpoint was not replaced
@@ -336,7 +336,7 @@ def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
         low = index.chunk_offsets[flat].reshape(-1, ndim)
         boxes = BoxSet(index.chunk_tensors[rows], low, low + index.chunk_sizes[flat].reshape(-1, ndim))
         try:
-            _, parts = cut_overlaps(boxes, *overlapping_pairs(boxes))  # some foreign checkpoints have such
+            _, parts = cut_overlaps(boxes, *overlapping_pairs(boxes))  # possible in some foreign checkpoints
         except PlanError as error:
             yield Finding("index", f"{error}")
             return
@@ -424,7 +424,7 @@ def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
     _, number, count = np.unique(stored, axis=1, return_inverse=True, return_counts=True)
     known[filled] &= count[number.reshape(-1)] == 1
     known[[*index.payload_strides]] = False
-    if is_of_files(index.format):  # whole storages are read there
+    if is_of_files(index.format):  # whole storages are read in this case
         known &= index.payload_lengths == index.record_lengths
     return known
 
@@ -481,7 +481,7 @@ class _CheckedRange:
 
 
 class PayloadChecks:
-    """Compare all payloads, records and objects; a lock protects findings, counts and progress."""
+    """Compare all payloads, records and objects. A lock protects findings, counts and progress."""
 
     def __init__(
         self,
@@ -499,7 +499,7 @@ class PayloadChecks:
         self._done_bytes = self._total_bytes = 0
 
     def run(self, threads: int | None) -> None:
-        """Check everything by as many threads; None is as many as the store likes."""
+        """Check everything in ``threads`` threads; None: as many as the store recommends."""
         profile = self._store.read_profile
         gap_bytes = max(_GAP_BYTES, profile.gap_bytes)
         spans = coalesce(self._parts(), gap_bytes=gap_bytes, limit_bytes=SPAN_BYTES)
@@ -530,7 +530,7 @@ class PayloadChecks:
             if len(span) == 1:
                 self._found("unreadable", f"{size_bytes} bytes cannot be read: {error}", span[0])
                 return
-            for part in span:  # find out which of them it is
+            for part in span:  # retries failed as well: the service is unavailable, not a single sector
                 self._check(source, [part])
             return
         for part in span:

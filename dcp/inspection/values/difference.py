@@ -1,11 +1,12 @@
-"""Differences between two checkpoints of any formats and shardings. Torch-free.
+"""Differences between two checkpoints of any formats and shardings. Does not import torch.
 
 Digests are compared first, then checksums of equal boxes or of consecutive parts (whose CRCs are combined).
-Tensors with equal ones are never read. All others are read in blocks and compared element by element.
+Tensors with equal digests or checksums are not read. All others are read in blocks and compared element by
+element.
 
 Values are compared by their encodings, without executing pickles. Harmless values are compared by value and
 exact type (1 and 1.0 differ, NaN equals itself bit by bit), other and large values by their pickles;
-different pickles may mean one value.
+different pickles may have equal values.
 """
 
 from __future__ import annotations
@@ -287,7 +288,7 @@ def _pairs_of_chunks(a: TensorReader, b: TensorReader, rows: _Rows) -> list[tupl
 
 
 def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
-    """Return the chunks by their boxes; None if they lie over each other."""
+    """Return the chunks by their boxes; None if chunks overlap."""
     parts = reader.parts(row)
     if any(reader.index.box(chunk) != box for chunk, box in parts):
         return None
@@ -295,7 +296,7 @@ def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
 
 
 def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) -> bool | None:
-    """Return None where checksums do not tell."""
+    """Compare payloads by checksums; return None if these do not decide."""
     blocks = a.index.block_crcs(chunk_a), b.index.block_crcs(chunk_b)
     if len(blocks[0]) and len(blocks[1]):
         return bool((blocks[0] == blocks[1]).all())
@@ -305,7 +306,7 @@ def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) 
     whole = a.payload_crc(chunk_a), b.payload_crc(chunk_b)
     if None in whole:
         return None
-    # Of a payload in another order there may be bytes between the elements, which need not be the same.
+    # non-dense payloads may have different bytes between the elements
     return True if whole[0] == whole[1] else False if layout is None else None
 
 
@@ -491,7 +492,7 @@ def _compare_objects(
 
 
 def _are_same(a: _Values, b: _Values, first: str, second: str, *, values: bool) -> bool | None:
-    """Return None where the indexes do not tell, and nothing is to be read or was decoded."""
+    """Compare two values; return None if the indexes do not decide and reading is not allowed."""
     (value, stamp), (other_value, other_stamp) = a.noted(first), b.noted(second)
     if value is not None and other_value is not None:
         return value == other_value

@@ -1,6 +1,6 @@
 """Digests of a checkpoint's tensors in any format and sharding, stored or computed.
 
-`docs/reference/format.md`, section 10, defines digests. Torch-free, in bounded memory.
+`docs/reference/format.md`, section 10, defines digests. Does not import torch; memory is bounded.
 """
 
 from __future__ import annotations

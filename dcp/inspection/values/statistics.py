@@ -36,13 +36,13 @@ _STEP: Final = 1 << 15
 """Elements processed at a time, within the cache."""
 
 _COUNTED: Final = 1 << 15
-"""From as many elements on counting codes of 16 bits is cheaper than calculating with values."""
+"""Number of elements from which counting 16-bit codes is faster than computing with values."""
 
 _WIDE_SPAN: Final = 15
 """Powers of two below the largest magnitude that a histogram separates from zero."""
 
 _LINEAR: Final = 512
-"""Bins of linear counts at most, while they are counted."""
+"""Maximum number of bins of linear counts while counting."""
 
 _LOWEST: Final = 1100
 """Offset from an exponent to a position: doubles have exponents from -1074 to 1023."""
@@ -371,7 +371,7 @@ class LinearCounts:
         exponent = self._width(low, high)
         self._cover(exponent, _bin_of(low, exponent), _bin_of(high, exponent))
         exponent = self._exponent
-        with np.errstate(under="ignore"):  # far below a bin's width
+        with np.errstate(under="ignore"):  # negligible in relation to a bin's width
             scaled = values * 2.0**-exponent if abs(exponent) < 1000 else np.ldexp(values, -exponent)
         places = np.floor(scaled)
         places -= self._first
@@ -407,7 +407,7 @@ class LinearCounts:
 
     def _width(self, low: float, high: float) -> int:
         """Return the width exponent for all earlier values and for ``low`` to ``high``."""
-        half = high / 2 - low / 2  # the whole may be more than a float holds
+        half = high / 2 - low / 2  # the sum may exceed the range of a float
         largest = math.frexp(max(abs(low), abs(high)))[1]
         exponent = max(math.frexp(half)[1] + 2 - _LINEAR.bit_length(), largest - 52, -1074)
         return max(exponent, self._exponent) if len(self._counts) else exponent
@@ -469,5 +469,5 @@ def _values_of_codes(dtype: Dtype) -> npt.NDArray[np.float64]:
     """Return the values of all codes of an 8-bit or 16-bit type; two for each code of packed types."""
     codes = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}")
     values = codes != 0 if dtype.name == "bool" else decode(codes.view(stored_dtype(dtype)), dtype)
-    with np.errstate(invalid="ignore"):  # what a signalling NaN makes of a conversion
+    with np.errstate(invalid="ignore"):  # a conversion changes the bits of a signalling NaN
         return values.astype(np.float64).reshape(-1)

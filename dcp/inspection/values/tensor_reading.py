@@ -46,11 +46,11 @@ _RESOLVED_TENSORS: Final = 1000
 """Records of foreign checkpoints are opened together, for as many tensors."""
 
 _SKIPPED_BYTES: Final = 64 << 10
-"""Rows of a strided slice farther apart than this are separate requests."""
+"""Rows of a strided slice with larger gaps are requested separately."""
 _MAX_SKIPS: Final = 1 << 16
 
 _OPENED_BYTES: Final = 1 << 20
-"""Smaller payloads are read completely where requests are expensive, instead of opening the record."""
+"""Payloads up to this size are read completely if requests are expensive, instead of opening the record."""
 
 
 # -- selections ----------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class TensorReader(Closable):
         self._engine = ReadEngine(store, index, verify=verify, threads=threads)
         self._running = threading.Lock()
         self.other_bytes = 0
-        """Bytes of the checkpoint that were read by other means, for `bytes_read`."""
+        """Bytes of the checkpoint read by other means, added to `bytes_read`."""
 
     def close(self) -> None:
         """Close the files."""
@@ -469,7 +469,7 @@ class TensorReader(Closable):
         return select(self.index.shape(tensor_row), slices, self.index.fqns[tensor_row])
 
     def _read(self, tensor_row: int, selection: StridedSelection) -> Array:
-        parts = self.parts(tensor_row)  # first, because no memory is taken on the word of a shape alone
+        parts = self.parts(tensor_row)  # before allocating memory of the shape, which may be wrong
         dtype = stored_dtype(self.index.dtype(tensor_row))
         result = np.empty([*map(len, selection.ranges)], dtype)
         steps = [abs(one.step) for one in selection.ranges]
