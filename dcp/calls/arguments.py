@@ -1,4 +1,4 @@
-"""Arguments of public functions: checkpoint id or storage, a state dict with `Stateful` objects, and ranks."""
+"""Arguments of public functions: checkpoint id or storage, a state dict with `Stateful` objects, ranks."""
 
 from __future__ import annotations
 

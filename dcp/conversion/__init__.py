@@ -1,4 +1,5 @@
-"""Converting checkpoints between formats: an index, a target layout, copies of ranges. Imports no torch.
+"""Conversion of checkpoints between formats: read an index, lay out the target, copy byte ranges. Imports no
+torch.
 
-`dcp.conversion.run.convert` is the way in (`dcp.convert`).
+`dcp.conversion.run.convert` is the entry point (`dcp.convert`).
 """

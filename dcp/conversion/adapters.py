@@ -33,14 +33,14 @@ _CHARACTERS: Final = re.compile(
 )
 """One character, or any of a class."""
 _OFTEN: Final = re.compile(r"(?:([*+?])|\{(\d{1,4})(,(\d{0,4}))?\})\??")
-"""Lazy repetitions, equivalent here to greedy ones."""
+"""Suffixes of repetitions; lazy ones are equivalent here to greedy ones."""
 _COUNTS: Final = {"*": (0, _MAX_LENGTH), "+": (1, _MAX_LENGTH), "?": (0, 1)}
 
 _Ends = frozenset[int]
-"""Places in a name where a match may be."""
+"""Positions in a name where a match may end."""
 
 _Matcher = Callable[[str, _Ends], _Ends]
-"""A function from possible begins of a match to possible ends."""
+"""A function from possible starts of a match to its possible ends."""
 
 
 class ModulePattern:
@@ -65,7 +65,7 @@ class ModulePattern:
         return len(name) in self._matcher(name, begins)
 
     def _refused(self, at: int | None = None) -> OptionError:
-        """Return the error for the text at a place, by default this."""
+        """Return the error for the text at a position, by default the current one."""
         rest = self._text[self._at if at is None else at :]
         return OptionError(f"unsupported {rest[:40]!r} in the pattern {self._text!r:.80}")
 

@@ -1,4 +1,4 @@
-"""With which weights checkpoints are added: given, by a formula, or of averages over the steps of a run."""
+"""Weights of merged checkpoints: given as numbers, by a formula, or by an average over the steps of a run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[f
 def _number(given: Any) -> float | None:
     """Return the nearest float64, or None if not a finite number."""
     if getattr(given, "shape", None) == () and callable(getattr(given, "item", None)):
-        given = given.item()  # a scalar of numpy, or a tensor without dimensions
+        given = given.item()  # a numpy scalar, or a tensor without dimensions
     if not isinstance(given, Real) or isinstance(given, bool):
         return None
     try:
@@ -160,7 +160,7 @@ def _linear(node: ast.expr) -> _Linear:
     """Return the factors of an expression. ValueError if not linear."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return {"": Fraction(repr(float(number)))}  # as it is written: 0.4 are two fifths
+            return {"": Fraction(repr(float(number)))}  # exact decimal value: 0.4 is 2/5
         case ast.Name(id=name):
             return {name: Fraction(1)}
         case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=operand):
@@ -177,6 +177,6 @@ def _linear(node: ast.expr) -> _Linear:
 
 
 def _added(left: _Linear, right: _Linear, factor: Fraction | int) -> _Linear:
-    """Return ``left`` and ``factor`` times ``right``."""
+    """Return the factors of ``left`` plus ``factor`` times ``right``."""
     none = Fraction(0)
     return {name: left.get(name, none) + factor * right.get(name, none) for name in {**left, **right}}

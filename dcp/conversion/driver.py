@@ -79,7 +79,7 @@ BATCH_BYTES: Final = 512 << 20
 """Bytes written by one batch of a job, large enough to hide the start of a process."""
 
 _OF_A_RUN: Final = ("time", "dcphub_version")
-"""In the provenance of a ``dcp`` target: they differ each time."""
+"""Fields of the provenance of a ``dcp`` target that differ between equal conversions."""
 
 _ATTEMPT: Final = re.compile("[0-9a-f]{16}")
 
@@ -156,9 +156,9 @@ class Conversion(Closable):
 
     def __exit__(self, *exc: object) -> None:
         error, publisher = exc[1], self._publisher
-        # Whatever was read wrong, and when: nothing of it may be believed the next time.
+        # After these errors nothing read so far can be trusted by a later run.
         is_wrong = isinstance(error, CorruptCheckpointError | SourceChangedError | FaultySumsError)
-        # Files in a store, which are whole, stay: another conversion could be writing them, too.
+        # Completed files in a store stay, because another conversion may be writing the same files.
         is_useless = self.place.path is not None and not (self._resumes and self._has_progress)
         try:
             is_given_up = error is not None and (is_wrong or is_useless)
@@ -197,13 +197,14 @@ class Conversion(Closable):
             inode=publisher.inode,
         )
         self._checks = ResultChecks(engine, layout.copies)
-        left = dict(enumerate(batches))  # by their numbers
+        left = dict(enumerate(batches))  # batches by number
         for result in done:
             left.pop(result.number, None)
-            self._checks.take(replace(result, bytes_read=0))  # by another run
+            self._checks.take(replace(result, bytes_read=0))  # read by an earlier run
         self._has_progress = bool(done)
         if left and self.place.path is not None and not publisher.overwrite:
-            self.place.refuse_existing()  # unfinished work: the target is not of an earlier run
+            # with unfinished work, an existing target is not the result of an earlier run
+            self.place.refuse_existing()
         return planned, list(left.values())
 
     def _plan(self, save_id: str) -> tuple[Planned, npt.NDArray[np.uint8], SourceColumns, TermColumns | None]:
@@ -250,7 +251,9 @@ class Conversion(Closable):
         """
         is_shared = self._engine.store.capabilities.is_shared and self.place.store.capabilities.is_shared
         if not is_shared or (executor == "processes" and workers is None and len(batches) < 2):
-            executor = "inline"  # stores of this process alone; a process costs more than one task
+            # the stores exist only in this process; or a single task, for which a process costs more than it
+            # saves
+            executor = "inline"
         settings, publisher, checks = self._settings(source_mark), self._publisher, self._checks
         engine = self._engine if executor == "inline" else None
         total = sum(map(attrgetter("size_bytes"), batches))
@@ -289,7 +292,7 @@ class Conversion(Closable):
         """
         engine, publisher, layout, checks = self._engine, self._publisher, prepared.layout, self._checks
         settings = self._settings(prepared.source_mark)
-        if checks is None:  # it was planned by another process
+        if checks is None:  # another process made the plan
             settings.refuse_changed(engine, self._source.name)
             engine.resolve(prepared.chunks)
             checks = ResultChecks(engine, layout.copies)
@@ -298,7 +301,7 @@ class Conversion(Closable):
         checks.finish(prepared.chunks if engine.verify != "none" else ())
         checks.check_complete()
         if engine.verify == "none" or checks.stats.blocks_unverified:
-            # What has no checksums must not have been replaced: files of both might be mixed.
+            # Without checksums, check that files were not replaced: the result could mix two versions.
             settings.refuse_changed(engine, self._source.name)
         publisher.publish(layout, checks, prepared.inode)
         publisher.clear(prepared.batch_count)
@@ -324,7 +327,7 @@ class Conversion(Closable):
             return None
         tasks = make_tasks(engine.index, layout, codes, sources, terms, by_file=True)
         checks = ResultChecks(engine, layout.copies)
-        # Existing files are compared.
+        # Files that exist are compared, not written.
         settings = replace(self._settings(""), output=place.store, in_place=False)
         for batch in make_batches(tasks, 0):
             try:

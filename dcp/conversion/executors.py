@@ -90,7 +90,7 @@ def _open_executor(executor: str | Executor, workers: int | None) -> Iterator[tu
         pool = LocalProcesses(count)
         try:
             yield pool, count + 1
-        except BaseException:  # a task of an object store's may have hours to go
+        except BaseException:  # do not wait for running tasks, which may take hours on an object store
             pool.shutdown(cancel_futures=True)
             raise
         pool.shutdown()
@@ -200,7 +200,7 @@ class LocalProcesses(Executor):
             connection, theirs = Pipe()
             # -I would lose the paths of an editable installation, and the user's own.
             command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
-            # What a library prints goes to stderr: stdout may be for the result of a command.
+            # Output of libraries goes to stderr: stdout may carry the result of a command.
             with theirs:
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
@@ -215,7 +215,7 @@ class LocalProcesses(Executor):
             connection.send_bytes(order)
             answer = connection.recv_bytes()
         except (EOFError, OSError) as error:
-            process.terminate()  # the connection is lost, so a living process is of no use
+            process.terminate()  # the connection is broken, so the process is useless even if alive
             code = process.wait()
             raise CheckpointError(
                 f"a conversion process ended with exit code {code} (negative: killed by this signal; -9 "
@@ -227,7 +227,8 @@ class LocalProcesses(Executor):
         """End a process after its current call."""
         if process is not None:
             with suppress(OSError):  # it has ended already
-                self._processes[process].send_bytes(b"")  # a fork of this process may hold it open
+                # an end marker, because a fork of this process may hold the connection open
+                self._processes[process].send_bytes(b"")
             self._processes[process].close()
             process.wait()
             with self._lock:
@@ -256,7 +257,7 @@ def serve(descriptor: int) -> None:
         is_busy.clear()
         try:
             connection.send_bytes(pickle.dumps(answer, protocol=5))
-        except OSError:  # the parent is gone
+        except OSError:  # the parent has ended
             return
 
 
@@ -266,7 +267,7 @@ def _listen(connection: Connection, calls: queue.SimpleQueue[bytes], is_busy: th
     while call:
         try:
             call = connection.recv_bytes()
-        except (EOFError, OSError, MemoryError):  # without an end the process would wait for ever
+        except (EOFError, OSError, MemoryError):  # otherwise the process would wait forever
             call = b""
         calls.put(call)
     if is_busy.is_set():
@@ -274,5 +275,6 @@ def _listen(connection: Connection, calls: queue.SimpleQueue[bytes], is_busy: th
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: not in the midst of taking back what was written
+    # only once, so that the cleanup of written files is not interrupted
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(128 + signal.SIGTERM)

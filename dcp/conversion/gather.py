@@ -188,8 +188,9 @@ class RangeReader:
                     yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
 
     def _strided(self, want: Wanted, source: SourcePart, box: _Box) -> Iterator[_Read]:
-        # Of a large transposed tensor each window has a little of everything. Reading all between, again for
-        # every window, would be quadratic; such payloads are compared apart.
+        # Each window of a large transposed tensor needs bytes of the whole payload. Reading everything
+        # between, again for every window, would be quadratic. Checksums of such payloads are verified
+        # separately.
         itemsize, (first, target, lengths, strides, target_strides) = want.itemsize, box
         run_bytes = lengths[-1] * itemsize if strides[-1] == itemsize else itemsize
         gap_bytes = max(_RUN_COST_BYTES, (_SPARSE - 1) * run_bytes)
@@ -198,7 +199,7 @@ class RangeReader:
         for part in box_parts(first, lengths, strides, itemsize, **limits):
             begin, end = part.begin, part.end
             if self._verify and chunk != NO_CHUNK and end - begin != math.prod(part.lengths) * itemsize:
-                # Other tasks read the bytes beside; only whole blocks can be verified here.
+                # Other tasks read the adjacent bytes, so only whole blocks can be verified here.
                 begin = begin // BLOCK_BYTES * BLOCK_BYTES
                 end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, source.payload_bytes)
             to = target + sum(map(mul, part.offsets, target_strides))
@@ -279,7 +280,7 @@ def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: 
             lengths.append(n)
             sources.append(s)
             targets.append(t)
-    if run > itemsize or not lengths:  # the innermost run is a dimension of its own again
+    if run > itemsize or not lengths:  # the innermost run becomes a separate dimension again
         lengths.insert(0, run // itemsize)
         sources.insert(0, itemsize)
         targets.insert(0, itemsize)

@@ -48,7 +48,9 @@ _OTHER_WEIGHTS: Final = (
     *(".onnx", ".onnx_data", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".tflite", ".mlmodel", ".npz"),
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".engine"),
 )
-"""Copied if they are named in full: weights of other formats would be the template's, not the result's."""
+"""Suffixes of other weight formats. Such files are copied only if named in full, because they hold the
+template's weights, not the result.
+"""
 
 _MAX_FILES: Final = 1000
 _MAX_FILE_BYTES: Final = 64 << 20
@@ -138,11 +140,11 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
             shown = f"larger than {_MAX_FILE_BYTES} bytes: {', '.join(large[:10])}"
         raise OptionError(f"hf: {store.url} cannot be a template: {shown}", path=store.url)
     files = {path: own.read(info.name, limit_bytes=_MAX_FILE_BYTES) for path, own, info in found}
-    index = None  # of its weights, to compare names with; a template needs none
+    index = None  # index of the template's weights, for a comparison of names; may be missing
     with suppress(CheckpointError):
         index = index_of_folder(store)
     folder = HfFolder(store.url, files, frozenset(index.fqns if index is not None else ()))
-    _ = folder.config  # which is looked at before anything is written
+    _ = folder.config  # sizes are checked before anything is written
     return folder
 
 
@@ -181,7 +183,7 @@ def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
         try:
             store = parent.store(name)
         except CheckpointFormatError:
-            continue  # called as nothing that is served
+            continue  # the name is not valid in this store
         yield from _wanted(store, name, store.list() if listing is None else listing, also)
 
 
@@ -193,7 +195,7 @@ def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequen
     globs = [glob for glob in also if not is_own or glob.partition("/")[0] == folder]
     for info in listing:
         path = f"{folder}/{info.name}" if folder else info.name
-        # Otherwise a separate checkpoint, or weights.
+        # Files of a separate checkpoint, or weights, are excluded.
         may_be = not info.name.startswith(".") and not _is_of_checkpoint(info.name)
         if info.name.lower().endswith(_OTHER_WEIGHTS):
             is_asked_for = may_be and path in globs
@@ -215,7 +217,7 @@ def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:
         known = [pattern for one in sorted(HF_NAMES) for pattern in (one, f"*/{one}")]
         wanted = [*known, f"{_CHAT_TEMPLATES}/*.jinja", *also]
         found = hub.snapshot_download(name, revision=revision, allow_patterns=wanted)
-    except (OSError, ValueError) as error:  # also of no connection, and of a name that none can have
+    except (OSError, ValueError) as error:  # includes a failed connection and invalid names
         raise CheckpointNotFoundError(
             f"hf: neither a folder {name} nor a model of this name on the hub was found: {error}", path=name
         ) from error

@@ -1,4 +1,4 @@
-"""Layout of a conversion's target, known before any data moves: files, literal bytes, copied boxes.
+"""Layout of a conversion's target, known before any data is copied: files, literal bytes, copied boxes.
 
 Literals (headers, pickles, directories) and copies tile each output file exactly. A copy is one box of one
 source tensor in C order, possibly cast. CRC-32s of copied bytes in a zip are `Holes` in the literals, filled
@@ -96,7 +96,7 @@ class Copies:
         offsets: Sequence[int] | Int64,
         size_bytes: Sequence[int] | Int64,
     ) -> Copies:
-        """Return whole tensors: rows of ``index``, and where each gets to."""
+        """Return copies of whole tensors: rows of ``index``, and their positions in the target."""
         rows, *columns = np.array((tensors, dtype_codes, files, offsets, size_bytes), np.int64)
         box_sizes = gather_rows(index.shape_values, index.shape_start, rows)
         box_start = starts(index.ndims[rows])
@@ -361,7 +361,8 @@ class TaskCopies:
         for row, terms in zip(rows, self.terms.terms(first, last, self.sources), strict=True):
             copy, only = TaskCopy._make((*row, (), terms)), terms[0]
             if len(terms) == 1 and only.weight == 1.0 and not only.rank and only.codes[0] == copy.target_code:
-                copy = copy._replace(sources=only.gathers[0], terms=())  # nothing is computed
+                # a single term with weight 1 is copied without computing
+                copy = copy._replace(sources=only.gathers[0], terms=())
             yield copy
 
 
@@ -435,7 +436,7 @@ def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> 
     box_start = starts(copies.box_start[boxes + 1] - copies.box_start[boxes])
     for right in (0, 1):
         factors = np.flatnonzero((ranks[term_of] > 0) & (is_right == right))
-        inner = box_start[factors] + 1 - right  # the dimension that is added up
+        inner = box_start[factors] + 1 - right  # the inner dimension of the product
         offsets[inner], sizes[inner] = 0, ranks[term_of[factors]]
         flat = box_start[factors[terms.turned[own][term_of[factors]]]]
         for column in (offsets, sizes):

@@ -1,4 +1,4 @@
-"""Publish on a local file system: build in a folder beside the target, then rename.
+"""Publisher for a local file system: build in a folder beside the target, then rename.
 
 A native checkpoint that replaces another, or joins unrelated files, is committed as a save. Other folders are
 exchanged.
@@ -51,7 +51,7 @@ _ATTEMPTS: Final = 100
 """Attempts to lock a file that its last holder may have removed."""
 
 _NOTES: Final = ("notes.msgpack", LOCK_NAME)
-"""Beside the commit objects of a checkpoint."""
+"""Files beside the commit objects of a checkpoint."""
 
 _RENAME_EXCHANGE: Final = 2
 _AT_FDCWD: Final = -100
@@ -119,7 +119,8 @@ class LocalPublisher(Publisher):
             os.lseek(self._descriptor, end, os.SEEK_SET)
             output = self._folder / f"output-{save_id}"
             if output.is_dir() and (own := output.stat().st_ino) != inode:
-                # A restored copy of the folder: the recorded inode may belong to another folder now.
+                # A restored copy of the folder has another inode, and the recorded one may belong to another
+                # folder.
                 self._forget()
                 inode = own
                 self._note(header(fingerprint, save_id, inode) + b"".join(map(framed, done)))
@@ -172,7 +173,8 @@ class LocalPublisher(Publisher):
         """Release the lock; the entries stay."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with suppress(OSError):  # closed all the same; entries that are lost cost work, not correctness
+            # the descriptor is closed despite an error; lost entries cost work, not correctness
+            with suppress(OSError):
                 os.close(descriptor)
 
     def clear(self, batches: int = 0) -> None:
@@ -180,7 +182,7 @@ class LocalPublisher(Publisher):
         announce("remove", self._folder)
         with suppress(OSError, CheckpointError):
             self._empty()
-            self._ledger.unlink()  # last: while the file exists, no other process begins
+            self._ledger.unlink()  # last: while the file exists, no other process can begin
         self.close()
         with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
             self._folder.rmdir()
@@ -191,7 +193,7 @@ class LocalPublisher(Publisher):
         """Remove files beside the ledger, except for the only copy of replaced data."""
         settle(self._folder)
         # Not `shutil.rmtree`, which refuses folders whose inode numbers change.
-        for path in sorted(self._folder.rglob("*"), reverse=True):  # folders after their contents
+        for path in sorted(self._folder.rglob("*"), reverse=True):  # contents before their folders
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
             elif path != self._ledger:
@@ -206,7 +208,7 @@ class LocalPublisher(Publisher):
         noted = self.lock(fingerprint)
         try:
             if layout.index is not None and self.overwrite and place.exists():
-                # What the commit compares with is taken before anything is written.
+                # Read the previous state before writing: the commit compares with it.
                 self._previous = commit.previous_state(place.store, commit.Names())
         except BaseException:
             if noted is None:
@@ -272,7 +274,7 @@ class LocalPublisher(Publisher):
         fill_holes(output, layout, checks)
         with step(None, "list", output):
             half_written = list(output.rglob(f"{TEMPORARY_PREFIX}*"))
-        for path in half_written:  # at which an earlier run was killed: the target would have them, too
+        for path in half_written:  # leftovers of a killed run, which would become part of the target
             if path.is_file():
                 path.unlink()
         for name, data in layout.last_files.items():
@@ -298,11 +300,11 @@ class LocalPublisher(Publisher):
                 rename(output / self.place.file_name, target, overwrite=self.overwrite)
             elif self.overwrite and target.is_dir() and any(target.iterdir()):
                 keep_others(output, target, layout)
-                self._forget()  # a resumed run would take the old files for its own
-                self.has_begun = False  # what is aside from now on may be the only copy: the next run looks
+                self._forget()  # a resumed run would take the old files for new ones
+                self.has_begun = False  # the moved files may be the only copy: the next run must check first
                 move_late(exchange(output, target), target, layout)
             else:
-                output.rename(target)  # also over an empty folder
+                output.rename(target)  # also replaces an empty folder
         except StorageError:
             raise
         except OSError as error:
@@ -482,7 +484,7 @@ def _is_replaced(name: str) -> bool:
 
 def _keep(entry: Path, kept: Path) -> None:
     """Give a file a second name, by a hard link or a durable copy."""
-    kept.unlink(missing_ok=True)  # of a run that was killed here
+    kept.unlink(missing_ok=True)  # leftover of a killed run
     try:
         os.link(entry, kept)
     except OSError:
@@ -499,7 +501,7 @@ def exchange(folder: Path, target: Path) -> Path:
 
     One step where the file system supports this, else two steps, which `settle` can complete or undo.
     """
-    new = folder.with_name(_NEW)  # a name that no ledger goes by
+    new = folder.with_name(_NEW)  # a name that does not appear in a ledger
     folder.rename(new)
     announce("exchange", target)
     if _is_exchanged(new, target):
@@ -507,7 +509,8 @@ def exchange(folder: Path, target: Path) -> Path:
     else:
         old = new.with_name(_ASIDE) / target.name
         old.parent.mkdir()
-        for durable in (old.parent, new.parent, target.parent):  # the way to where it is moved
+        # make the path to the destination durable first
+        for durable in (old.parent, new.parent, target.parent):
             PosixStore(durable).sync()
         try:
             announce("move aside", target)
@@ -518,7 +521,7 @@ def exchange(folder: Path, target: Path) -> Path:
             settle(new.parent)
             if new.exists() or not isinstance(error, OSError):
                 raise
-            old = new.with_name(_OUTDATED) / target.name  # it was done all the same
+            old = new.with_name(_OUTDATED) / target.name  # the rename succeeded despite the error
     announce("exchanged", target)
     return old
 
@@ -531,7 +534,7 @@ def _is_exchanged(one: Path, other: Path) -> bool:
     if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
-    if number not in NO_EXCHANGE:  # after any other failure they may have been exchanged
+    if number not in NO_EXCHANGE:  # after other errors the folders may have been exchanged
         raise OSError(number, os.strerror(number), str(other))
     return False
 

@@ -104,8 +104,8 @@ def open_joined(members: Sequence[Callable[[], Source]]) -> Source:
         found = list(pool.map(_opened, members))
     fqns = found[0].index.fqns
     for number, member in enumerate(found[1:], 1):
-        # Names are shared where they are the same, of which there may be very many. The nesting of the state
-        # is that of the first alone.
+        # Share equal names, of which there may be very many, to save memory. The nesting of the state comes
+        # from the first source.
         own = member.index.fqns
         shared = replace(member.index, fqns=fqns if own == fqns else own, planner_data=None)
         found[number] = replace(member, index=shared)
@@ -143,7 +143,7 @@ class _JoinedNames(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return (f"{number}/{name}" for number, names in enumerate(self._members) for name in names)
 
-    def __getitem__(self, row: Any) -> Any:  # of a row, which is all that is asked for
+    def __getitem__(self, row: Any) -> Any:  # by row, the only supported index
         return f"{bisect_right(self._begins, row) - 1}/{self.own_name(row)}"
 
     def own_name(self, row: int) -> str:
@@ -240,7 +240,7 @@ def merge_entries(
         made = [tensor for number, one in enumerate(chosen) for tensor in _made(number, *one)]
     first = _untied(own[0], own[1:], terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
-    first = replace(first, index=replace(first.index, user=user, digests=()))  # sums have none
+    first = replace(first, index=replace(first.index, user=user, digests=()))  # sums have no digests
     return first, terms, made, tuple(sorted(merging.unmerged))
 
 

@@ -75,14 +75,14 @@ def parse(data: bytes, fingerprint: str | None) -> tuple[str, int | None, list[b
     while position + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, position)
         entry = data[position + _HEAD.size : position + _HEAD.size + size]
-        if not size or len(entry) != size or crc32(entry) != crc:  # zeros are what a power cut leaves
+        if not size or len(entry) != size or crc32(entry) != crc:  # zeros are left by a power failure
             break
         found.append(entry)
         position += _HEAD.size + size
     match _unpacked(found[0]) if found else None:
         case {"version": version, "fingerprint": of, "save_id": str(save_id), "inode": inode}:
             is_own = version == _VERSION and (fingerprint is None or of == fingerprint)
-            if is_own and _SAVE_ID.fullmatch(save_id):  # it becomes a file name
+            if is_own and _SAVE_ID.fullmatch(save_id):  # the id becomes part of a file name
                 return save_id, inode, found[1:], position
     return None
 
@@ -139,7 +139,7 @@ class Publisher(ABC):
         """Record a finished batch in the ledger."""
 
     def close(self) -> None:  # noqa: B027 - nothing is held of objects
-        """Let go of the ledger."""
+        """Release the ledger."""
 
     @abstractmethod
     def clear(self, batches: int) -> None:
@@ -161,7 +161,7 @@ class Publisher(ABC):
                 self._publish(layout, checks, index)
             except (CheckpointError, OSError) as error:
                 is_committed = isinstance(error, CheckpointError) and error.committed
-                if is_committed or not self.is_published(layout, inode):  # by a quicker attempt
+                if is_committed or not self.is_published(layout, inode):  # a faster attempt has published
                     raise
 
     @abstractmethod
@@ -371,7 +371,7 @@ class StoredPublisher(Publisher):
         self._write(ledger, header("", self.save_id) + framed(msgpack.packb([b"", dict(files)])))
 
     def _version(self, file: str) -> str:
-        if file.endswith(DATA_SUFFIX):  # they have the save id in their names
+        if file.endswith(DATA_SUFFIX):  # data files have the save id in their names
             return ""
         version = self._store.version(file)
         return "" if version is None else version.token
@@ -391,7 +391,7 @@ class StoredPublisher(Publisher):
     def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         for path, data in layout.last_files.items():
             holder, name = self.place.holder(path)
-            if self.overwrite or not _holds(holder, name, data):  # of a run that was killed here
+            if self.overwrite or not _holds(holder, name, data):  # leftover of a killed run
                 announce("publish", path)
                 holder.make_root()
                 holder.publish(name, data, durable=True, expected=ANY if self.overwrite else None)
@@ -404,7 +404,8 @@ class StoredPublisher(Publisher):
     def clear(self, batches: int) -> None:
         """As `Publisher.clear`."""
         place, store = self.place, self._store
-        if not place.attempt or store.stat(place.ledger_name) is None:  # else of a conversion to be resumed
+        # otherwise the ledger belongs to a conversion that can be resumed
+        if not place.attempt or store.stat(place.ledger_name) is None:
             # Unfinished uploads belong to killed or slower attempts.
             commit.abort_uploads(store, lambda name: is_written_under({place.ledger_name}, name))
         announce("remove", place.ledger_name)

@@ -1,4 +1,4 @@
-"""Tasks of a conversion: ranges of target files, made of parts of the source by any process.
+"""Tasks of a conversion: ranges of target files, made from parts of the source by any process.
 
 Tasks are independent and repeatable: they write equal bytes to equal places. Checksums consist of fragments,
 which may arrive in any order, from any task, and repeatedly. Once fragments cover a block, source blocks are
@@ -51,7 +51,7 @@ from dcp.version import __version__
 
 TASK_BYTES: Final = 64 << 20
 TASK_COPIES: Final = 5_000
-"""Of very small tensors the columns take more memory than the bytes."""
+"""Number of copies of a task at most: for very small tensors the columns take more memory than the bytes."""
 
 _MAX_BATCHES: Final = 512
 _MAX_LISTED: Final = 10
@@ -171,7 +171,7 @@ class SourceChecks:
     def __init__(self, engine: ReadEngine) -> None:
         self._engine = engine
         self._blocks = Fragments()
-        self._seen: set[int] = set()  # numbers of chunk and block, of which there may be millions
+        self._seen: set[int] = set()  # by numbers of chunk and block; there may be millions
         self._lock = threading.Lock()
         self.stats = ReadStats()
 
@@ -354,12 +354,12 @@ class ComparedFile(WriteHandle):
         self._position += len(data)
 
     def finish(self) -> int:
-        """Close the file, which was the same."""
+        """Close the file, which had equal bytes."""
         self._there.close()
         return self._position
 
     def abort(self) -> None:
-        """Close the file, which stays."""
+        """Close and keep the file."""
         self._there.close()
 
     def _require(self, is_same: bool) -> None:
@@ -436,7 +436,7 @@ class TaskReader(Closable):
         read."""
         size, out = dtypes.BY_CODE[copy.source_code].itemsize, dtypes.BY_CODE[copy.target_code].itemsize
         is_even = not low % out and not high % out
-        # An element across two windows: then all of the copy is read for each, which is small.
+        # If an element spans two windows, the whole copy is read for both; such copies are small.
         first, last = (low // out, high // out) if is_even else (0, copy.size_bytes // out)
         if copy.is_padded:
             place[:] = bytes(len(place))
@@ -475,7 +475,7 @@ class TaskReader(Closable):
                     raise CheckpointError("a copy was not written in order; please report this bug of dcphub")
                 crc, position = crc32_combine(crc, fragment.crc, fragment.end - position), fragment.end
             data = crc.to_bytes(4, "little")
-            low, high = max(begin, hole.offset), min(end, hole.offset + 4)  # it may be in two windows
+            low, high = max(begin, hole.offset), min(end, hole.offset + 4)  # a hole may span two windows
             buffer[low - begin : high - begin] = data[low - hole.offset : high - hole.offset]
 
 
@@ -494,7 +494,7 @@ def _run_task(
     """
     with sink, TaskReader(store, task, verify=verify) as reader:
         own = memoryview(b"")
-        if not isinstance(sink, ReservedRange):  # which lends memory, to write it without a copy
+        if not isinstance(sink, ReservedRange):  # a ReservedRange lends memory, which avoids a copy
             own = memoryview(bytearray(min(WINDOW_BYTES, task.end - task.begin)))
         while (begin := reader.position) < task.end:
             last = task.copies.end_of(begin, _WINDOW_COPIES) or task.end
@@ -612,7 +612,7 @@ def _comparison(batch: TaskBatch, engine: ReadEngine) -> Callable[[TaskResult], 
     def check(result: TaskResult) -> None:
         if verifies:
             checks.add(result.sources)
-        if batch.is_all:  # no other batch reads the rest of a block, or makes the rest of the target
+        if batch.is_all:  # no other batch completes these blocks
             if verifies:
                 checks.finish(chunks.tolist())
             if result.faults:

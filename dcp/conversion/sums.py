@@ -1,7 +1,8 @@
-"""Weighted sums for copies: read a few MiB at a time and add block by block in the cache.
+"""Weighted sums of copies: read a few MiB at a time, and add block by block in the CPU cache.
 
-Each element is computed separately, with the same operations in the same order. Windows, tasks and executors
-never change a bit. Matrix products are added rank by rank, because the order of additions inside BLAS varies.
+Each element is computed separately, with the same operations in the same order, so that results are bit for
+bit equal for any windows, tasks and executors. Matrix products are added rank by rank, because the order of
+additions inside BLAS varies.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Sums:
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _want(self, copy: TaskCopy, number: int, first: int, last: int) -> list[_Array]:
-        """Return memory to read the elements ``first`` to ``last`` of a term into."""
+        """Return memory for the elements ``first`` to ``last`` of a term, and request their read."""
         term = copy.terms[number]
         if not term.rank:
             found = self._gather(term, 0, first, last)
@@ -93,7 +94,7 @@ class Sums:
             return [found]
         rows = self._gather(term, 0, first // term.width * term.rank, -(-last // term.width) * term.rank)
         key = copy.copy, number
-        if key not in self._rights:  # for all windows of the copy
+        if key not in self._rights:  # shared by all windows of the copy
             self._rights[key] = self._gather(term, 1, 0, term.rank * term.width)
         return [rows, self._rights[key]]
 
@@ -101,7 +102,7 @@ class Sums:
         kind = stored_dtype(term.codes[side])
         size = (last - first) * kind.itemsize
         begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if side or begin + size > len(self._memory):  # a right factor is kept
+        if side or begin + size > len(self._memory):  # a right factor is kept in separate memory
             found: _Array = np.empty(last - first, kind)
         else:
             found = self._memory[begin : begin + size].view(kind)
@@ -115,7 +116,7 @@ class Sums:
     def _carry_out(
         self, copy: TaskCopy, first: int, last: int, place: memoryview, skip: int, read: list[_Array]
     ) -> None:
-        """Add up elements ``first`` to ``last``, and put all their bytes but the first ``skip`` in place."""
+        """Sum elements ``first`` to ``last``, and store their bytes except the first ``skip``."""
         size = dtypes.BY_CODE[copy.target_code].itemsize
         target = np.frombuffer(place, np.uint8)
         for begin in range(0, last - first, _BLOCK):

@@ -36,7 +36,7 @@ PRIVATE_ATTRIBUTES: Final = (
 """Private attributes of `Accelerator` for prepared and registered objects."""
 
 _ENDED: Final = "ended_epoch"
-_OF_ACCELERATE: Final = "random_states_*.pkl"  # in each checkpoint of Accelerate
+_OF_ACCELERATE: Final = "random_states_*.pkl"  # present in each checkpoint of Accelerate
 
 
 def use(
@@ -116,9 +116,9 @@ class AcceleratorCheckpoints:
             place = os.fspath(output_dir)
             save = partial(self._paths.begin, path=place)
         models, hooks = accelerator._models, accelerator._save_model_state_pre_hook.values()
-        project.iteration += 1  # alike on all ranks, whatever one raises now
+        project.iteration += 1  # on all ranks, even if one raises below
         with shared.refused_by_all(save):
-            # Hooks may write files of their own, and take away weights that they have written.
+            # Hooks may write additional files, and remove weights that they have written.
             if hooks and "://" not in place:
                 Path(place).mkdir(parents=True, exist_ok=True)
             for hook in hooks:
@@ -133,7 +133,7 @@ class AcceleratorCheckpoints:
             options = {
                 "name": "checkpoint_{step}",
                 "keep": dcp.Retention(last=limit) if limit else None,
-                "handle_sigterm": False,  # the loop does not ask whether to stop
+                "handle_sigterm": False,  # the training loop does not check stop_requested
                 "on_failure": "raise",
             }
             self._manager = dcp.CheckpointManager(self._root(), **options | self._options)
@@ -206,12 +206,12 @@ class AcceleratorCheckpoints:
         accelerator, loaders, models = self._accelerator, self._accelerator._dataloaders, self._models()
         state: dict[str, Any] = {name: shared.TrainedModel(model, saving) for name, model in models.items()}
         if accelerator._optimizers:
-            # The models as one, because an optimizer may have parameters of several.
+            # One holder for all models, because an optimizer may have parameters of several.
             trained = models["model"] if len(models) == 1 else nn.ModuleDict(models)
             optimizers = [one.optimizer for one in accelerator._optimizers]
             state["optimizer"] = shared.TrainedOptimizers(trained, optimizers)
         state["random"] = RandomState().state_dict()
-        # Asking a loader for its state begins an epoch.
+        # Requesting a loader's state would start an epoch.
         positions = [_position(loader) for loader in self._loaders()] if saving else None
         state["dataloaders"] = dcp.PerRank((positions,))
         custom = {str(number): one.state_dict() for number, one in enumerate(accelerator._custom_objects)}
@@ -223,7 +223,7 @@ class AcceleratorCheckpoints:
             "loaders": [_place_of(loader) for loader in loaders],
             "custom": {number: one for number, one in custom.items() if number not in state["custom"]},
         }
-        if accelerator.is_main_process or not saving:  # the main process's values are for all
+        if accelerator.is_main_process or not saving:  # rank 0 saves the values for all ranks
             state["accelerator"] = (values,)  # a tuple is stored as one value, loadable without a template
         return state
 
@@ -282,7 +282,7 @@ def _is_dcps(place: str) -> bool:
     if has_checkpoint(open_store(place)):
         return True
     if "://" not in place and (not Path(place).is_dir() or any(Path(place).glob(_OF_ACCELERATE))):
-        return False  # Accelerate's own, or its error
+        return False  # a folder of Accelerate, or Accelerate's error
     newest = "".join(f"; the newest beside it is {one}" for one in shared.committed_beside(place)[:1])
     raise dcp.CheckpointNotFoundError(f"{place} holds no checkpoint: no save was completed{newest}")
 

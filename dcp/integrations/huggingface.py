@@ -173,10 +173,12 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
 
     def _to_save(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": shared.TrainedModel(self.model, saving=True)}
-        if self.is_world_process_zero():  # the ranks' log histories differ, in times for one
+        # only rank 0, because log histories contain times that differ between ranks
+        if self.is_world_process_zero():
             callbacks = [*self.callback_handler.callbacks, self.control]
             exportable: Any = [callback for callback in callbacks if isinstance(callback, ExportableState)]
-            now = dataclasses.replace(self.state, stateful_callbacks=exportable)  # with their states of now
+            # with the present states of callbacks
+            now = dataclasses.replace(self.state, stateful_callbacks=exportable)
             state["trainer"] = json.dumps(dataclasses.asdict(now))
         if not self.args.save_only_model:
             state |= self._state_of_training((self._tr_loss.item(), self._globalstep_last_logged))
@@ -242,7 +244,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
         if self._dcp_source is None:
             super()._load_rng_state(checkpoint)
         elif "random" in self._dcp_rest:
-            # After batches have been skipped, which draws as well.
+            # after batches have been skipped, because this draws random numbers
             RandomState().load_state_dict(self._dcp_rest.pop("random"))
 
     def _load_best_model(self) -> None:
@@ -253,7 +255,7 @@ class DcpTrainerMixin(_Base):  # type: ignore[misc]
             super()._load_best_model()
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
-        self._manager.wait()  # the Trainer loads and deletes folders now
+        self._manager.wait()  # the Trainer now loads and deletes folders
         return super()._finalize_training(trial, num_train_samples, start_time)
 
 
@@ -270,12 +272,12 @@ class _Callback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the sums of losses, which the Trainer has reset."""
         trainer, rest = self._trainer, self._trainer._dcp_rest
-        if "folder" in rest and not args.auto_find_batch_size:  # a killed training would leave it
+        if "folder" in rest and not args.auto_find_batch_size:  # left by a killed training
             shutil.rmtree(rest.pop("folder"), ignore_errors=True)
         if "losses" in rest and (losses := rest["losses"].value[0]) is not None:
             running, trainer._globalstep_last_logged = losses
             trainer._tr_loss.fill_(running)
-            trainer._total_loss_scalar = -running  # its mean at the end is of this call's steps
+            trainer._total_loss_scalar = -running  # the Trainer averages over the steps of this call
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop on all ranks after SIGTERM on any rank, without evaluation."""

@@ -36,17 +36,17 @@ with shared.package_of("lightning"):
     from lightning.pytorch.strategies import ModelParallelStrategy
     from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
-# Names in Lightning's files and folders, which are not documented; a test compares them with its version:
-LAST: Final = "last"  # the beginning of names that ``ckpt_path="last"`` finds
-BEFORE_REQUEUE: Final = "hpc_ckpt_"  # that of checkpoints right before SLURM ends the job
-VERSION: Final = "pytorch-lightning_version"  # the key that every checkpoint has
+# Undocumented names in Lightning's files and folders; a test compares them with Lightning:
+LAST: Final = "last"  # prefix of names that ``ckpt_path="last"`` finds
+BEFORE_REQUEUE: Final = "hpc_ckpt_"  # prefix of checkpoints written right before SLURM ends the job
+VERSION: Final = "pytorch-lightning_version"  # a key of every checkpoint
 SHARDS: Final = "meta.pt"  # the file that marks Lightning's sharded checkpoints
 
 _BYPASSED: Final = (
     "ModelParallelStrategy and FSDPStrategy never ask a CheckpointIO for sharded checkpoints: "
     "DcpCheckpointIO does nothing here. Use Trainer(strategy=DcpModelParallelStrategy(...)) instead"
 )
-_FORM: Final = "dcp_form"  # the key of a note of containers that are no plain dicts and lists
+_FORM: Final = "dcp_form"  # key of a record of containers other than dict and list
 _Path = str | os.PathLike[str]
 _State = dict[str, Any]
 
@@ -315,7 +315,9 @@ def _is_shuffled(trainer: Any) -> bool:
 
 
 class _NothingYet(dict[str, Any]):
-    """Checkpoint of a run killed in its first save: falsy, so that the Trainer restores nothing."""
+    """Stands for the checkpoint of a run killed in its first save: falsy, so that the Trainer restores
+    nothing.
+    """
 
     def __bool__(self) -> bool:
         return False

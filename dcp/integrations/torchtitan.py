@@ -1,10 +1,10 @@
-"""torchtitan saves and resumes through dcp: a checkpoint manager in the place of its own.
+"""torchtitan: a checkpoint manager that saves and resumes through dcp.
 
     checkpoint=DcpCheckpointManager.Config(enable=True, interval=500)  # in a config of torchtitan 0.3
 
-Before 0.3 it takes the place of ``torchtitan.components.checkpoint.CheckpointManager`` where the trainer
-makes one, with the same arguments. Checkpoints have torchtitan's names and folders, so both managers read
-those of the other.
+Before 0.3, use this class instead of ``torchtitan.components.checkpoint.CheckpointManager`` in the trainer,
+with the same arguments. Checkpoints have torchtitan's names and folders, so both managers read those of the
+other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dcp.state_dict_saver import save
 if TYPE_CHECKING:
     from dcp.background.writers import SaveFuture
 
-    _Base: Any  # which has no types
+    _Base: Any  # torchtitan has no type annotations
 else:
     with package_of("torchtitan", own_only=True):
         try:
@@ -88,7 +88,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
             raise OptionError("DcpCheckpointManager does not support torchft: use torchtitan's own manager")
         if given.async_mode not in _MODES:
             raise OptionError(f"async_mode must be one of {', '.join(_MODES)}, not {given.async_mode!r}")
-        # its own threads and groups would have nothing to do
+        # disables torchtitan's own threads and groups
         super().__init__(**{name: replace(given, async_mode="disabled", keep_latest_k=0)}, **parts)
         self._manager: Manager | None = None
         if not self.enable:
@@ -101,7 +101,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
             name="step-{step}",
             keep=Retention(last=given.keep_latest_k) if given.keep_latest_k else None,
             on_failure="raise",
-            handle_sigterm=False,  # the trainer's loop has no way to end early
+            handle_sigterm=False,  # the trainer's loop cannot end early
             catalog=catalog or getattr(given, "catalog", None),
         )
 
@@ -136,7 +136,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         unknown = sorted(set(self.exclude_from_loading) - set(self.states))
         if unknown:
             raise OptionError(f"exclude_from_loading: {unknown[0]!r} is not one of {', '.join(self.states)}")
-        model_only = newest == 0  # a seed
+        model_only = newest == 0  # a seed checkpoint
         state = self._model() if model_only else self._all_states(self.exclude_from_loading)
         try:
             self._manager.restore(state, step=None if step == -1 else step, per_rank="keep")
@@ -160,7 +160,7 @@ class DcpCheckpointManager(_Base):  # type: ignore[misc]
         if manager is not None:
             manager.__exit__(*sys.exc_info())
 
-    # hooks of torchtitan 0.3, which its own methods call
+    # names of these hooks in torchtitan 0.3
     _save, _load, _maybe_wait_for_staging, _close = save, load, maybe_wait_for_staging, close
 
     def _wait_for_saving(self) -> None:

@@ -62,7 +62,7 @@ class TrainedModel:
         adapters = {name for module in modules for name in getattr(module, "peft_config", None) or ()}
         if not adapters:
             return state
-        # Tied weights are there under each of their names.
+        # Tied weights are listed under each of their names.
         named = self.model.named_parameters(remove_duplicate=False)
         frozen = {_plain(name) for name, parameter in named if not parameter.requires_grad}
         return {
@@ -169,7 +169,7 @@ def gathered(own: Any) -> list[Any]:
 
     def packed() -> bytes:
         file = io.BytesIO()
-        torch.save(own, file)  # pickle itself has no way for some tensors
+        torch.save(own, file)  # pickle alone cannot encode some tensors
         return file.getvalue()
 
     states = _ranks().all_gather("gather", packed)
@@ -261,7 +261,8 @@ class PathSaves:
         self._mode = mode
         self._no_dist = no_dist
         self._asked = CatalogRegistration(catalog) if isinstance(catalog, str) else catalog
-        self._catalog = registration_of(self._asked) if no_dist else None  # else ranks cannot talk yet
+        # with several ranks `agree` does so, when ranks can communicate
+        self._catalog = registration_of(self._asked) if no_dist else None
         self._timeout_seconds: float | None = None
         # Held during a deletion: a save to the same path waits.
         self._changed = threading.Condition()
@@ -289,7 +290,7 @@ class PathSaves:
         """Save ``state``; return when it may change. Raises the error of an earlier save."""
         self._timeout_seconds = None
         if not self._no_dist:
-            self.wait()  # only then do all ranks know of a failure
+            self.wait()  # a failure is known to all ranks only after the wait
         self._raise_failure()
         self._is_first = self._no_dist or dist.get_rank() == 0
         name = os.fspath(path)
@@ -313,7 +314,8 @@ class PathSaves:
         future = async_save(state, async_checkpointer_type=AsyncCheckpointerType(self._mode), **options)
         with self._changed:
             self._pending.append(future)
-        future.add_done_callback(partial(self._ended, name, step, future))  # at once, here, if it has ended
+        # called at once if the save has already ended
+        future.add_done_callback(partial(self._ended, name, step, future))
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint after pending saves; keep it if one failed."""
@@ -353,7 +355,7 @@ class PathSaves:
             self._changed.notify_all()
             if error is not None:
                 self._failures.append(error)
-                self._to_remove.clear()  # what was to be replaced is still the newest
+                self._to_remove.clear()  # the checkpoint to be replaced is still the newest
             elif self._is_first:
                 self._note(path, step)
             self._remove_if_committed()

@@ -243,7 +243,7 @@ class LoadCall:
 
     @property
     def untouched_keys(self) -> frozenset[str]:
-        """Keys of the top level of which nothing was loaded, though they have entries."""
+        """Top-level keys with entries of which none was loaded."""
         if self.values is self.flat.values:
             return frozenset()
         tops = self.flat.paths
@@ -275,9 +275,9 @@ class LoadCall:
 
 # -- values from their torch.save bytes ----------------------------------------------------------------------
 #
-# Harmless ones that torch refuses are decoded without running a pickle. `torch.serialization.safe_globals`
-# would do for some of those, but it is global to the process, so that other threads would load with it too,
-# and numpy's functions believe their arguments.
+# Harmless values that torch refuses are decoded without running a pickle. `torch.serialization.safe_globals`
+# would allow some of them, but it is global to the process: other threads would load with it too, and numpy's
+# functions do not check their arguments.
 
 
 def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> Any:
@@ -304,9 +304,9 @@ def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> An
                 raise refused from error
         raise refused from error
     except Exception as error:
-        if not weights_only:  # an error of the checkpoint's own classes
+        if not weights_only:  # an error raised by classes of the checkpoint
             raise
-        # Damaged bytes make torch's unpickler raise whatever its steps do: ValueError, IndexError, KeyError.
+        # Damaged bytes can raise any error in torch's unpickler, such as ValueError, IndexError and KeyError.
         text = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointFormatError(f"object {fqn!r} is damaged: {text}", fqn=fqn) from error
 

@@ -1,4 +1,4 @@
-"""Features of a load: methods called by the steps of a load.
+"""Features of a load: classes with methods that the steps of a load call.
 
 The steps (`dcp.loading.load`, `dcp.loading.call`) call each method of all features, in the order of
 `dcp.features.registry`. The core imports no feature.
@@ -31,7 +31,7 @@ _SHORT = Repr()
 _SHORT.maxlist = _SHORT.maxdict = 12
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlevel = 4
-"""Limits of the report's repr; a checkpoint may have a million unexpected names."""
+"""Limits of the report's repr, because a checkpoint may have a million unexpected names."""
 
 ReadWhole = Callable[[Sequence[str]], tuple[Any, Mapping[str, Path]]]
 """Function that reads the entries below some names, complete: a nested state and the paths of its entries."""
@@ -163,16 +163,16 @@ class LoadFeature(Feature):
         return True
 
     def state(self) -> None:
-        """Put other values into the state dict, before anything is known of the checkpoint."""
+        """Replace values of the state dict, before the checkpoint is read."""
 
     def names(self, index: CheckpointIndex) -> None:
-        """Take other flat keys."""
+        """Replace flat keys."""
 
     def entries(self, index: CheckpointIndex) -> None:
-        """Remove or refuse entries."""
+        """Remove or refuse entries of the load."""
 
     def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``values``, some of them in other memory."""
+        """Return ``values``, some with replaced memory."""
         return values
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ class LoadEngine(ABC):
     """
 
     defers_values = False
-    """Values wait for the whole load to succeed."""
+    """True to keep values until the whole load has succeeded."""
     call: LoadCall | None = None
     report: LoadReport
     _has_given_back = False
@@ -115,7 +115,7 @@ class LoadEngine(ABC):
             return self.report
 
     def _attempt(self, target: Target, filled: set[str], attempts: int) -> bool:
-        """Return False where another attempt may end better."""
+        """Make one attempt; return False if another attempt may succeed."""
         self.report, self.call = LoadReport(attempts=attempts), None
         planner, ranks, storage = self.planner, self.ranks, self.storage
         must_fill = frozenset(filled)
@@ -190,7 +190,7 @@ class LoadEngine(ABC):
         return self.features.agreed(found)
 
     def fit(self, target: Target, plan: Callable[[], object]) -> None:
-        """Call ``plan`` until it succeeds or ``target`` has no other state."""
+        """Call ``plan`` until it succeeds or ``target`` has no further state to try."""
         while True:
             try:
                 plan()
@@ -246,7 +246,8 @@ class ColumnLoad(LoadEngine):
         if options.only is not None or options.exclude is not None:
             ranks.reduce_alike("select", self._select, _agree_on_patterns)
         self.fit(target, partial(ranks.reduce_alike, "plan", self._make_plan, self.judge))
-        self._manifest = b""  # many tensors' manifest is large, and the read needs memory
+        # frees the manifest, which is large for many tensors, because the read needs memory
+        self._manifest = b""
         have_objects = any(ranks.all_gather("read", self._read))
         if storage.may_be_mixed:
             ranks.broadcast("compare", self._compare)
@@ -302,7 +303,7 @@ class ColumnLoad(LoadEngine):
     def _make_plan(self) -> bytes:
         begun = time.perf_counter()
         call, view = self._set_up()
-        self._ready = None  # objects are asked for their state once a plan
+        self._ready = None  # each plan asks objects for their state again
         plan, _, memory = call.plan(view.index)
         self._planned = call, view, plan, memory
         self.report.seconds["plan"] = time.perf_counter() - begun
@@ -414,7 +415,8 @@ class Whole(Target):
 def _gaps(entries: Entries, structure: Mapping[str, Any] | None) -> dict[str, Path]:
     """Return placeholder entries for list positions left out, so that other positions stay."""
     noted = notes_by_path(structure)
-    most = entries.index.tensor_count + len(entries.index.objects) + len(noted)  # a stranger's may be endless
+    # an untrusted checkpoint may contain any number
+    most = entries.index.tensor_count + len(entries.index.objects) + len(noted)
     chosen: dict[Path, set[int]] = {}
     for path in entries.paths.values():
         for depth, part in enumerate(path):

@@ -101,7 +101,8 @@ def _boxes(entries: Entries, number: int, files: int, chunks: Chunks) -> list[Bo
     index, shape, volume = entries.index, entries.shapes[number], int(entries.elements[number])
     if chunks == "keep":
         found = dict.fromkeys(index.box(chunk) for chunk in index.chunks(entries.tensors[number].tensor))
-        if found and sum(box.volume for box in found) == volume:  # that all is covered is checked elsewhere
+        # the read engine checks that chunks cover the tensor
+        if found and sum(box.volume for box in found) == volume:
             return list(found)
     elif shape and files > 1 and entries.size_bytes[number] >= _SPLIT_ABOVE_BYTES:
         rows, (extent, *rest) = -(-shape[0] // files), shape

@@ -2,7 +2,7 @@
 
 A writable format is a function from a `LayoutJob` to a `Planned` target, named by its
 `dcp.storage.formats.format.Target`. The function describes files and positions of tensor bytes; the bytes are
-moved later.
+copied later.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
     if store.capabilities.is_local:
         try:
             return _local_place(text, Path(store.url), store, is_file=is_file)
-        except OSError as error:  # name too long, or no access to the folder
+        except OSError as error:  # the name is too long, or the folder is not accessible
             raise storage_error(error, "stat", store.url) from error
     if not is_file:
         return TargetPlace(store.url, store, None, None, open_store=open_store)

@@ -37,7 +37,7 @@ _FOLDER: Final = "archive"
 """Folder name that torch.save uses for streams; readers accept any name."""
 
 _OTHER_ENTRIES: Final = 5
-"""Of the zip, beside the storages."""
+"""Number of zip entries besides the storages."""
 
 
 def lay_out(job: LayoutJob) -> Planned:
