@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
-from dcp.inspection.checkpoints import header_of
+from dcp.inspection.checkpoints import header_of, metrics_of, number_of
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -505,12 +505,11 @@ class StepFolders:
         if save_id is None:
             commit = read_commit(store)
             save_id = commit.save_id if commit is not None else ""
-        metrics, partial = index.user.get("metrics"), partial_of(index.user)
-        numbers = {name: _number(value) for name, value in metrics.items()} if type(metrics) is dict else {}
+        partial = partial_of(index.user)
         return StepState(
             step,
-            _number(header_of(store, index, list(objects.values())).committed_seconds),
-            {name: value for name, value in numbers.items() if type(name) is str and value is not None},
+            number_of(header_of(store, index, list(objects.values())).committed_seconds),
+            metrics_of(index.user),
             "partial" if partial else "good",
             dropped=frozenset(glob for part in dropped_from(index.provenance) for glob in part.patterns),
             save_id=save_id,
@@ -544,9 +543,3 @@ class StepFolders:
         if all(began_seconds - info.modified_seconds > _RACY_SECONDS for info in files.values()):
             self._known[step, read.__name__] = files, value
         return value
-
-
-def _number(value: Any) -> float | None:
-    if type(value) is float:
-        return value
-    return float(value) if type(value) is int and abs(value) < 1 << 1023 else None

@@ -28,7 +28,7 @@ def ls(
     quick: bool = Option(False, "--quick", help="Open no checkpoint: faster, with fewer columns."),
     options: str | None = STORAGE,
 ) -> Answer:
-    """List the checkpoints in a folder (step, time, format, size, state) and the runs below."""
+    """List the checkpoints in a folder (step, time, format, size, state, metrics) and the runs below."""
     from dcp.inspection.checkpoints import list_below, list_checkpoints, list_runs
 
     given = storage_options(uri, options)
@@ -47,12 +47,15 @@ def _print_list(uri: str, found: list[CheckpointSummary], runs: list[CheckpointS
     printing.line(f"{uri}: {', '.join(_sums(found, runs))}")
     if found:
         print()
-        header = ("name", ">step", _time_of(found), "format", ">tensors", ">size", ">ranks", "state")
+        header = ["name", ">step", _time_of(found), "format", ">tensors", ">size", ">ranks", "state"]
+        header += ["metrics"] if any(one.metrics for one in found) else []
         rows: list[tuple[object, ...]] = []
         for one in found:
             facts = one.format, one.tensors, printing.size(one.bytes), one.world_size, one.state
-            rows.append((one.name, one.step, _time(one), *facts))
-        printing.table(header, rows, narrow=("ranks", "format", "name:24", "tensors", "name:10"))
+            metrics = " ".join(f"{name}={value:.6g}" for name, value in one.metrics.items()) or None
+            rows.append((one.name, one.step, _time(one), *facts, metrics)[: len(header)])
+        narrow = ("ranks", "format", "metrics:24", "name:24", "tensors", "name:10", "metrics")
+        printing.table(header, rows, narrow=narrow)
     if runs:
         print()
         rows = [(one.name, one.checkpoints, one.step, _time(one)) for one in runs]

@@ -54,6 +54,7 @@ class CheckpointSummary:
         step: Number at the end of the name.
         bytes: Size of the referenced files.
         checkpoints: Number of checkpoints of a run.
+        metrics: Metrics stored by `CheckpointManager.save`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class CheckpointSummary:
     world_size: int | None = None
     problem: str | None = None
     checkpoints: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +264,23 @@ def _opened(
         return None
     header, (name, step) = header_of(store, index, files, url=url), name_and_step(url)
     facts = header.committed_seconds, header.format, header.tensors, header.file_bytes, header.world_size
-    return CheckpointSummary(name, url, state, step, *facts)
+    return CheckpointSummary(name, url, state, step, *facts, metrics=metrics_of(index.user))
+
+
+def metrics_of(user: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics in the user metadata of a checkpoint, without values that are not numbers."""
+    metrics = user.get("metrics")
+    if type(metrics) is not dict:
+        return {}
+    numbers = {name: number_of(value) for name, value in metrics.items() if type(name) is str}
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def number_of(value: Any) -> float | None:
+    """Return ``value`` of a manifest as a float; None for other types and too large integers."""
+    if type(value) is float:
+        return value
+    return float(value) if type(value) is int and abs(value) < 1 << 1023 else None
 
 
 def header_of(

@@ -29,7 +29,7 @@ from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.coordination import Grace, Notices, StepCoordinator
 from dcp.manager.events import EventCallback, Events
 from dcp.manager.restore import Restored, Restoring
-from dcp.manager.retention import Retention
+from dcp.manager.retention import Best, Retention, why_no_best
 from dcp.manager.saving import (
     LoopSession,
     Metrics,
@@ -574,6 +574,32 @@ class CheckpointManager:
             StorageError: The storage cannot be listed.
         """
         return next(self._newest_first(), None)
+
+    @plain_errors
+    def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
+        """Return the committed step with the best ``metric``, without steps that are damaged, partial or
+        saved without this metric.
+
+        Args:
+            metric: Name of a metric given to `save`.
+            mode: "min" or "max". Of equal values, the newer step is better.
+
+        Returns:
+            The step; None without such a checkpoint.
+
+        Raises:
+            OptionError: No checkpoint has a finite value of ``metric``, or ``mode`` is invalid.
+            StorageError: The storage cannot be listed.
+
+        Examples:
+            >>> dcp.load(state, checkpoint_id=manager.checkpoint_id(manager.best_step("val_loss")))
+        """
+        rule, going = Best(metric, mode=mode), self._going()
+        states = [state for state in self._folders.survey() if state.step not in going]
+        whole = [state for state in states if state.health == "good"]
+        if whole and not rule.pick(whole):
+            raise OptionError(f"{self._folders.root.url} has no best step: {why_no_best(rule, whole)}")
+        return next(iter(rule.pick(whole)), None)
 
     def _newest_first(self) -> Iterator[int]:
         return self._folders.newest_first(self._going())

@@ -279,16 +279,19 @@ def _apply(
 
 
 def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
-    names = sorted({name for state in good for name in state.metrics})
+    return f"the best steps are unknown, so all steps are kept: {why_no_best(rule, good)}"
+
+
+def why_no_best(rule: Best, steps: Sequence[StepState]) -> str:
+    """Return why ``rule`` picks none of ``steps``, with similar names of metrics."""
+    names = sorted({name for state in steps for name in state.metrics})
     near = close_to(rule.metric, names, most=1)
     if rule.metric in names:
-        why = f"the metric {rule.metric!r} is NaN or infinite in every step"
-    elif near:
-        why = f"no step has the metric {rule.metric!r}; did you mean {near[0]!r}?"
-    else:
-        known = f"; they have {', '.join(map(repr, names[:8]))}" if names else ""
-        why = f"no step has the metric {rule.metric!r}{known}"
-    return f"the best steps are unknown, so all steps are kept: {why}"
+        return f"the metric {rule.metric!r} is NaN or infinite in every step"
+    if near:
+        return f"no step has the metric {rule.metric!r}; did you mean {near[0]!r}?"
+    known = f"; they have {', '.join(map(repr, names[:8]))}" if names else ""
+    return f"no step has the metric {rule.metric!r}{known}"
 
 
 def _check_count(name: str, value: object) -> None:

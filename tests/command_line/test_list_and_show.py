@@ -58,6 +58,20 @@ def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> Non
     assert (listed.status, "step-11: " in listed.err) == (0, True)
 
 
+def test_ls_shows_metrics(tmp_path: Path) -> None:
+    """Of each checkpoint that has some; without any there is no such column."""
+    for step, metrics in (("step-1", {"loss": 0.25, "lr": 3e-4}), ("step-2", {"loss": float("nan")})):
+        state = {"w": torch.ones(3)}
+        dcp.save(state, checkpoint_id=tmp_path / step, no_dist=True, user_metadata={"metrics": metrics})
+    save_ours(tmp_path / "step-3")
+    header, *lines = run("ls", tmp_path).out.splitlines()[2:]
+    assert header.split()[-2:] == ["state", "metrics"]
+    shown = [line.partition("  committed  ")[2] for line in lines]
+    assert shown == ["loss=0.25 lr=0.0003", "loss=nan", "-"]
+    rows = run("ls", tmp_path, "--json").json
+    assert [row["metrics"] for row in rows] == [{"loss": 0.25, "lr": 3e-4}, {"loss": "nan"}, {}]
+
+
 def test_ls_json_has_the_facts_as_numbers(tmp_path: Path) -> None:
     """Sizes are bytes, times are seconds since the epoch, unknown values are null."""
     before = time.time()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import dcp
-from dcp.errors import CorruptCheckpointError
+from dcp.errors import CorruptCheckpointError, OptionError
 from tests.support.command import run as command
 from tests.support.manager_runs import (
     MODES,
@@ -154,6 +154,21 @@ def test_a_misspelt_metric_deletes_nothing(tmp_path: Path, caplog: pytest.LogCap
         assert manager.all_steps() == [1, 2, 3, 4, 5]
     (message,) = [text for text in caplog.messages if "val_loss" in text]
     assert "did you mean 'valloss'" in message and "all steps are kept" in message
+
+
+def test_the_best_step_is_named(tmp_path: Path) -> None:
+    """By a metric, of good steps that have it; a misspelt metric is an error with the near name."""
+    with manager_of(tmp_path, mode="sync") as manager:
+        assert manager.best_step("val_loss") is None
+        for step, loss in enumerate([0.5, 0.1, 0.3, float("nan"), 0.3]):
+            manager.save(step, state_at(step), metrics={"val_loss": loss, "accuracy": 1 - loss})
+        manager.save(5, state_at(5))
+        assert manager.wait(240)
+        assert (manager.best_step("val_loss"), manager.best_step("accuracy", "max")) == (1, 1)
+        (tmp_path / "step-00000001" / "manifest.msgpack").write_bytes(b"damaged")
+        assert manager.best_step("val_loss") == 4  # of equal values the newer
+        with pytest.raises(OptionError, match="did you mean 'val_loss'"):
+            manager.best_step("valloss")
 
 
 def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
