@@ -373,9 +373,9 @@ def _renaming(found: Difference) -> str:
             groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
     best, most = "", 0
     for names in groups.values():
-        rules, count = rename_for_missing(names, added, found.equal)
-        if rules and len(rules) == 1 and count > most:
-            best, most = "{}=>{}".format(*next(iter(rules.items()))), count
+        rules, renamed = rename_for_missing(names, added, found.equal)
+        if rules and len(rules) == 1 and len(renamed) > most:
+            best, most = "{}=>{}".format(*next(iter(rules.items()))), len(renamed)
     return best and shlex.quote(best)
 
 

@@ -23,7 +23,7 @@ from dcp.planners.layout.local_tensor import OBJECT, PLAIN, flatten_sharded, ten
 from dcp.planners.load.plan import LoadPlan, plan_load
 from dcp.planners.load.selection import LoadOptions, Matches, Selection, renamer
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.errors import CheckpointFormatError, PlanError, UnsafeObjectError
+from dcp.storage.errors import CheckpointFormatError, PlanError, UnexpectedKeyError, UnsafeObjectError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import CheckpointIndex
@@ -157,8 +157,10 @@ class LoadCall:
                 allow_missing=bool(self.options.allow_partial_load),
                 cast=self.options.dtype == "cast",
                 per_rank=self.flat.owners,
+                lost=self._also_lost,
             )
-            self._note(plan)
+            self._note(plan.missing, plan.cast, plan.unexpected)
+            self._refuse_stale(plan.missing)
             self._waiting = set()
             if self._defers_values:
                 later = map(attrgetter("later"), self.features.all)
@@ -166,10 +168,21 @@ class LoadCall:
                 memory = self.features.through("boxes", LocalMemory, memory, plan.pieces, index, held)
             return plan, held, memory
 
-    def _note(self, plan: LoadPlan) -> None:
+    def _also_lost(self, unexpected: tuple[str, ...]) -> str:
+        """Return what a strict load says of ``unexpected`` names, for an error about other problems; ""
+        without an error."""
+        try:
+            self._note((), (), unexpected)
+            self.features.packed("findings", is_shared=False)
+        except UnexpectedKeyError as error:
+            unless = "unless other ranks take them, " if self.world_size > 1 else ""
+            return f"Also, {unless}{error}."
+        return ""
+
+    def _note(self, missing: Sequence[str], cast: Sequence[str], unexpected: tuple[str, ...]) -> None:
         """Record entries that the plan skips, except those left out by patterns or features."""
         flat, names, selection = self.flat.values, self.names, self.selection
-        self.missing, self.cast, unexpected = plan.missing, plan.cast, plan.unexpected
+        self.missing, self.cast = missing, cast
         if self.values is not flat:
             left = (fqn for fqn in flat if fqn not in self.values)
             others = set(left) if names is None else {names[fqn] for fqn in left}
@@ -177,10 +190,13 @@ class LoadCall:
             unexpected = tuple(name for name in unexpected if name not in others and selects(name))
         self.unexpected = self.features.through("unexpected", tuple, unexpected)
         if names is not None:
-            found = self.values.keys() - plan.missing
+            found = self.values.keys() - missing
             self.renamed_names = {fqn: name for fqn, name in names.items() if name != fqn and fqn in found}
+
+    def _refuse_stale(self, missing: Sequence[str]) -> None:
+        """Raise PlanError for entries that a failed load may have changed and this one does not fill."""
         must_fill = self._must_fill
-        stale = sorted(must_fill.intersection(plan.missing) | (must_fill - self.values.keys()))
+        stale = sorted(must_fill.intersection(missing) | (must_fill - self.values.keys()))
         if stale:
             raise PlanError(
                 f"a failed load may have filled {listed(stale, most=_MAX_LISTED)} from another checkpoint, "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, repeat
-from typing import Final, NoReturn
+from itertools import compress, repeat, starmap
+from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -73,12 +73,13 @@ def plan_load(
     allow_missing: bool,
     cast: bool,
     per_rank: Collection[str],
+    lost: Callable[[tuple[str, ...]], str] = lambda _: "",
 ) -> LoadPlan:
     """Plan reading ``wanted`` boxes and the objects ``object_fqns`` from a checkpoint.
 
     Every wanted element is read exactly once, even if stored chunks overlap. ``names`` are stored names
     where different; several may be equal. ``per_rank`` are names of `PerRank` values, with different advice
-    in errors.
+    in errors. ``lost`` describes unexpected names in an error about other problems.
 
     Raises:
         MissingKeyError: For missing keys, unless ``allow_missing``.
@@ -112,7 +113,11 @@ def plan_load(
     every = [*index.fqns, *index.objects.fqns]
     unexpected = tuple(map(every.__getitem__, np.flatnonzero(unwanted).tolist()))
     if problems.texts:
-        problems.raise_all(lambda: _hint(index, stored, unexpected, is_renamed=names is not None), per_rank)
+        hint = Hint("")
+        if MissingKeyError in problems.texts:
+            hint = _hint(index, wanted, stored, unexpected, is_renamed=names is not None)
+        left = tuple(name for name in unexpected if name not in hint.names)
+        problems.raise_all(hint.text, per_rank, lost(left))
     object_fqns = list(compress(object_fqns, found.tolist()))
     return LoadPlan(pieces, object_rows[found], object_fqns, missing, unexpected, cast_fqns)
 
@@ -270,16 +275,16 @@ class LoadProblems:
         name = self.names.get(fqn, fqn)
         return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
 
-    def raise_all(self, hint: Callable[[], str] = str, per_rank: Collection[str] = ()) -> NoReturn:
+    def raise_all(self, hint: str = "", per_rank: Collection[str] = (), lost: str = "") -> NoReturn:
         """Raise one error for all problems: of their class if all are of one kind, else a PlanError.
-        ``hint`` concerns missing names.
+        ``hint`` concerns missing names, ``lost`` unexpected ones.
         """
         found = {kind: self.texts[kind] for kind in _KINDS if kind in self.texts}
         each = [(kind, fqn, text) for kind, texts in found.items() for fqn, text in texts.items()]
         lines = [_line(kind, list(texts.values())) for kind, texts in found.items()]
         missing = found.get(MissingKeyError, {})
-        if missing and (said := hint()):
-            lines.insert(1, said)
+        if missing and hint:
+            lines.insert(1, hint)
         if len(found) > 1:
             lines.insert(0, f"the checkpoint does not fit the state dict, {len(each)} problems:")
         advice = [_ADVICE[kind] for kind in found if kind in _ADVICE]
@@ -289,6 +294,8 @@ class LoadProblems:
             advice.append(_PER_RANK_ADVICE)
         if advice:
             lines.append(" ".join(advice))
+        if lost:
+            lines.append(lost)
         raise (next(iter(found)) if len(found) == 1 else PlanError)(
             "\n".join(lines),
             problems=[
@@ -332,10 +339,44 @@ OTHER_GROUPS: Final = (
 Rules = Mapping[str, str]
 
 
+class Hint(NamedTuple):
+    """Advice about missing names, and the ``names`` of the checkpoint that it proposes for them."""
+
+    text: str
+    names: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes by name: ``own`` of missing names, ``saved`` of names of the checkpoint. None is no tensor."""
+
+    own: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    saved: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+
+    def fit(self, name: str, other: str) -> bool:
+        """Return False for different shapes; unknown shapes fit."""
+        return name not in self.own or other not in self.saved or self.own[name] == self.saved[other]
+
+    def shown(self, name: str, other: str) -> str:
+        """Return ``other`` for a message, with both shapes if they differ."""
+        if self.fit(name, other):
+            return repr(other)
+        saved, own = ("no tensor" if one is None else one for one in (self.saved[other], self.own[name]))
+        return f"{other!r} (saved {saved}, current {own})"
+
+
+_UNKNOWN: Final = Shapes()
+
+
 def _hint(
-    index: CheckpointIndex, stored: Sequence[str], unexpected: Sequence[str], *, is_renamed: bool
-) -> str:
-    """Return advice about missing names among the ``stored`` names."""
+    index: CheckpointIndex,
+    wanted: HeldBoxes,
+    stored: Sequence[str],
+    unexpected: Sequence[str],
+    *,
+    is_renamed: bool,
+) -> Hint:
+    """Return advice about missing names among the ``stored`` names, those of ``wanted`` tensors first."""
     absent: list[str] = []
     present: list[str] = []
     for name in stored:
@@ -348,36 +389,60 @@ def _hint(
             dropped.append(str(part))
     if dropped:
         advice = "load the rest (exclude=...), or load a step that still has the entry"
-        return f"{'; '.join(dropped)}, to free space: {advice}."
-    return hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
+        return Hint(f"{'; '.join(dropped)}, to free space: {advice}.")
+    own: dict[str, tuple[int, ...] | None] = dict.fromkeys(absent)
+    for row, name in enumerate(stored[: len(wanted.fqns)]):
+        if name in own:
+            begin, end = wanted.shape_start[row : row + 2]
+            own[name] = tuple(wanted.shape_values[begin:end].tolist())
+    shapes = Shapes(own, shapes_of(index, unexpected))
+    return hint_for_missing(list(own), unexpected, present, is_renamed=is_renamed, shapes=shapes)
+
+
+def shapes_of(index: CheckpointIndex, names: Iterable[str]) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of ``names``, None for values that are no tensors."""
+    rows = {name: index.position.get(name) for name in names}
+    return {name: None if row is None else index.shape(row) for name, row in rows.items()}
 
 
 def hint_for_missing(
-    missing: Sequence[str], unused: Sequence[str], found: Collection[str], *, is_renamed: bool
-) -> str:
+    missing: Sequence[str],
+    unused: Sequence[str],
+    found: Collection[str],
+    *,
+    is_renamed: bool,
+    shapes: Shapes = _UNKNOWN,
+) -> Hint:
     """Return advice for ``missing`` names (at least one).
 
     ``unused``: names of the checkpoint that are not loaded; ``found``: names loaded unchanged, which no
-    renaming may affect. ``is_renamed``: names come from ``rename=``.
+    renaming may affect. ``is_renamed``: names come from ``rename=``. Names with the same shape come first.
     """
-    rules, count = rename_for_missing(missing, unused, found)
+    rules, pairs = rename_for_missing(missing, unused, found, shapes)
     if rules:
+        count = len(pairs)
         shown = ", ".join(f"{_raw(regex)}: {_raw(text)}" for regex, text in rules.items())
         which = (
             "it" if len(missing) == 1 else "all of them" if count == len(missing) else f"{count:,} of them"
         )
         how = f"add {{{shown}}} to rename" if is_renamed else f"pass rename={{{shown}}}"
-        return f"The checkpoint has {which} under other names: {how}."
-    suggested = {name: near_names(name, unused) for name in missing[:_SUGGESTED]}
-    close = {name: names for name, names in suggested.items() if names}
-    if len(missing) == 1 and close:
-        (names,) = close.values()
-        return f"Did you mean {' or '.join(map(repr, names))}?"
-    if close:
-        shown = ", ".join(f"{names[0]!r} for {name!r}" for name, names in close.items())
-        return f"Did you mean {shown}?"
+        text = f"The checkpoint has {which} under other names: {how}."
+        if odd := [shapes.shown(*pair) for pair in pairs.items() if not shapes.fit(*pair)]:
+            text += f" With another shape: {listed(odd, show=str)}."
+        return Hint(text, {other for name, other in pairs.items() if shapes.fit(name, other)})
+    texts, proposed = [], set[str]()
+    for name in missing[:_SUGGESTED]:
+        same = [other for other in unused if shapes.fit(name, other)]
+        near = near_names(name, same) or near_names(name, unused)
+        near = near if len(missing) == 1 else near[:1]
+        if near:
+            shown = " or ".join(shapes.shown(name, other) for other in near)
+            texts.append(shown if len(missing) == 1 else f"{shown} for {name!r}")
+            proposed.update(other for other in near if shapes.fit(name, other))
+    if texts:
+        return Hint(f"Did you mean {', '.join(texts)}?", proposed)
     if any(map(is_group, missing)) and any(map(is_group, found)):
-        return f"{OTHER_GROUPS}."
+        return Hint(f"{OTHER_GROUPS}.")
     counts = Counter(name.partition(".")[0] for name in unused)
     several = {name.partition(".")[0] for name in unused if "." in name}
     tops = [f"{top}.* ({count:,})" if top in several else repr(top) for top, count in counts.items()]
@@ -387,7 +452,7 @@ def hint_for_missing(
         if unused
         else ""
     )
-    return f"{there}Set allow_partial_load=True to leave missing entries unchanged."
+    return Hint(f"{there}Set allow_partial_load=True to leave missing entries unchanged.")
 
 
 def is_group(name: str) -> bool:
@@ -396,21 +461,24 @@ def is_group(name: str) -> bool:
 
 
 def rename_for_missing(
-    missing: Sequence[str], unused: Sequence[str], found: Collection[str]
-) -> tuple[Rules | None, int]:
-    """Return the renaming that finds most of ``missing`` (at least half), and the number found; None
-    without one. Arguments as in `hint_for_missing`.
+    missing: Sequence[str], unused: Sequence[str], found: Collection[str], shapes: Shapes = _UNKNOWN
+) -> tuple[Rules | None, Mapping[str, str]]:
+    """Return the renaming that finds most of ``missing`` (at least half) with the same shape, and the names
+    found by missing name; None without one. Arguments as in `hint_for_missing`.
     """
     there = frozenset(unused)
-    best: tuple[Rules | None, int] = None, 0
+    best: tuple[Rules | None, Mapping[str, str]] = None, {}
+    most = 0, 0
     for rules in _candidates(missing, unused):
         renamed = renamer(rules) or str
-        count = sum(renamed(name) in there for name in missing)
-        if count > best[1] and all(renamed(name) == name for name in found):
-            best = rules, count
-            if count == len(missing):
-                break
-    return best if best[1] * 2 >= len(missing) else (None, 0)
+        pairs = {name: other for name in missing if (other := renamed(name)) in there}
+        score = sum(starmap(shapes.fit, pairs.items())), len(pairs)
+        if len(pairs) * 2 < len(missing) or score <= most or any(renamed(name) != name for name in found):
+            continue
+        best, most = (rules, pairs), score
+        if score[0] == len(missing):
+            break
+    return best
 
 
 def _candidates(missing: Sequence[str], unused: Sequence[str]) -> Iterator[Rules]:

@@ -60,6 +60,28 @@ def test_the_renaming_that_finds_all_works_as_it_is_told(wanted: str, stored: st
     assert not any(tensor.item() for tensor in state.values())
 
 
+def test_names_with_the_same_shape_come_first(tmp_path: Path) -> None:
+    """Of one key and of a renaming; what has another shape is proposed last, with both shapes."""
+    small = ("encoder.up.weight", "encoder.down.weight")
+    stored = {name: torch.zeros(1, 4) for name in small} | {
+        name.replace("encoder", "decoder"): torch.zeros(4, 4) for name in small
+    }
+    dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
+
+    def said(*wanted: str, shape: tuple[int, ...] = (4, 4)) -> str:
+        with pytest.raises(dcp.MissingKeyError) as caught:
+            dcp.load({name: torch.zeros(shape) for name in wanted}, checkpoint_id=tmp_path, no_dist=True)
+        return str(caught.value)
+
+    assert "Did you mean 'decoder.up.weight'?" in said("encode.up.weight")
+    assert "'encoder.up.weight' (saved (1, 4), current (3,))" in said("encode.up.weight", shape=(3,))
+    assert 'pass rename={"^": "decoder."}.' in said("up.weight", "down.weight")
+    odd = said("up.weight", "down.weight", shape=(3,))
+    assert (
+        'pass rename={"^": "encoder."}. With another shape:' in odd and "(saved (1, 4), current (3,))" in odd
+    )
+
+
 def test_where_rename_is_given_the_rule_is_to_be_added(tmp_path: Path) -> None:
     """With rename= given the suggestion is a rule to add to it."""
     said = hint(tmp_path, [f"module.{name}" for name in LAYERS], LAYERS, rename={"^nothing": ""})

@@ -52,6 +52,27 @@ def test_what_nobody_takes_is_an_error_that_says_how_to_allow_it(tmp_path: Path,
         assert state["model"]["encoder"]["b"].all()
 
 
+@pytest.mark.parametrize("road", ROADS)
+def test_one_error_names_missing_and_unexpected_keys(tmp_path: Path, road: str) -> None:
+    """One error names both, as in torch's load_state_dict, without permitted names and suggested ones."""
+    save(tmp_path)
+    state = encoder()
+    state["model"]["new"] = torch.zeros(2)
+    with pytest.raises(MissingKeyError, match=r"'model\.new'(.|\n)*Also, the checkpoint has.*'model\.head'"):
+        load(state, tmp_path, road)
+    state["model"]["encoder"]["w"] = torch.zeros(5)
+    with pytest.raises(PlanError, match=r"'model\.new'(.|\n)*Size mismatch(.|\n)*'model\.head'"):
+        load(state, tmp_path, road)
+    for allowed in ({"unexpected": "ignore"}, {"exclude": "model.head"}):
+        with pytest.raises(PlanError) as caught:
+            load(state, tmp_path, road, **allowed)
+        assert "Also" not in str(caught.value)
+    head = {"n": 0, "weight": torch.zeros(3)}
+    with pytest.raises(MissingKeyError) as caught:
+        load({"model": encoder()["model"] | {"head": head}}, tmp_path, road)
+    assert "Did you mean 'model.head.w'" in str(caught.value) and "Also" not in str(caught.value)
+
+
 def test_keys_of_the_top_level_are_not_asked_for(tmp_path: Path) -> None:
     """Other keys at the top level are not unexpected, also in a flat checkpoint with dotted keys."""
     save(tmp_path / "nested")
@@ -138,7 +159,7 @@ def test_planners_bring_it_or_decide_themselves(tmp_path: Path) -> None:
         dcp.load(encoder(), checkpoint_id=tmp_path, planner=lenient, unexpected="error")
     with pytest.raises(PlanError, match="unexpected must be"):
         dcp.load(encoder(), checkpoint_id=tmp_path, unexpected="drop")  # type: ignore[arg-type]
-    with pytest.raises(MissingKeyError):  # reported first, for instance for an additional prefix
+    with pytest.raises(MissingKeyError):  # the class if keys are missing, as for an additional prefix
         dcp.load({"model": {"module": {"w": torch.zeros(2)}}}, checkpoint_id=tmp_path)
     dcp.load(states[1], checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())
     stock.load(states[2], storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())

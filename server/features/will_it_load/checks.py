@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
-from dcp.planners.load.plan import hint_for_missing, rename_for_missing
+from dcp.planners.load.plan import Shapes, hint_for_missing, rename_for_missing, shapes_of
 from dcp.planners.load.selection import renamer
 from dcp.server.catalog.inputs import clean_text
 from dcp.server.catalog.structures import TensorType
@@ -167,8 +167,11 @@ def _remedy(index: CheckpointIndex, state: StateNames) -> tuple[dict[str, str], 
     missing = [name for name in names if not is_there[name]]
     found = [name for name in names if is_there[name]]
     unused = [name for name in (*index.fqns, *index.objects.fqns) if name not in is_there]
-    rules, _ = rename_for_missing(missing, unused, found)
-    return dict(rules or {}), hint_for_missing(missing, unused, found, is_renamed=False)
+    own = {name: one.shape for name, one in state.tensors.items() if one.shape is not None}
+    shapes = Shapes(own, shapes_of(index, unused))
+    rules, _ = rename_for_missing(missing, unused, found, shapes)
+    hint = hint_for_missing(missing, unused, found, is_renamed=False, shapes=shapes)
+    return dict(rules or {}), hint.text
 
 
 def _findings(index: CheckpointIndex, state: StateNames, stored_name: Callable[[str], str]) -> LoadFindings:
