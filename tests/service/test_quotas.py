@@ -94,6 +94,19 @@ def test_a_quota_from_its_creation_to_its_end(catalog: Catalog) -> None:
     assert actions == ["quota.delete", "quota.change", "quota.create"]
 
 
+def test_sizes_are_given_as_in_the_settings(catalog: Catalog) -> None:
+    """Bytes, or a text with a unit; an error says so."""
+    made = limit(catalog, "root", "main", bytes_kept="400 MB", bytes_kept_warning="1KiB")
+    assert made["limits"] == {"bytes_kept": 400_000_000, "bytes_kept_warning": 1024}
+    url = f"{API}/quotas/{made['id']}"
+    changed = catalog.http.patch(url, json={"limits": {"download_bytes_per_second": "1.5 MB"}})
+    assert changed.json()["limits"] == {"download_bytes_per_second": 1_500_000}
+    for wrong in ("1 KB", "400 XB", "many", True):
+        refused = catalog.http.patch(url, json={"limits": {"download_bytes_per_second": wrong}})
+        assert refused.status_code == 422
+    assert "20 TB" in catalog.http.patch(url, json={"limits": {"bytes_kept": "many"}}).json()["detail"]
+
+
 @pytest.mark.parametrize(
     ("kind", "subject", "limits"),
     [

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, get_args
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 from sqlalchemy import Column, Connection, String, Text, select
 
 from dcp.server.core.allowances import Allowance, Allowances, LimitName, LimitSubject, SubjectKind
@@ -19,7 +20,7 @@ from dcp.server.database.engine import Database
 from dcp.server.database.mapping import JSON_DOCUMENT
 from dcp.server.database.tables import resource_table
 
-__all__ = ["LIMITS", "LIMITS_OF", "MOST", "QuotaAllowances", "RateText", "feature", "quotas"]
+__all__ = ["LIMITS", "LIMITS_OF", "MOST", "QuotaAllowances", "RateText", "feature", "quotas", "size_of"]
 
 MOST: Final = 2**53 - 1
 """Largest integer that every JSON parser reads exactly."""
@@ -50,6 +51,18 @@ RateText = Annotated[str, Field(max_length=64), AfterValidator(_checked_rate)]
 _Count = Annotated[int, Field(ge=0, le=1_000_000)]
 _Bytes = Annotated[ByteSize, Field(ge=0, le=MOST)]
 _Speed = Annotated[ByteSize, Field(ge=16 << 10, le=MOST)]
+_SIZE: Final[TypeAdapter[ByteSize]] = TypeAdapter(ByteSize)
+
+
+def size_of(text: str) -> int:
+    """Parse a size as in the settings: ``20 TB``, ``500 GiB``, or a number of bytes. Raises ValueError."""
+    try:
+        return int(_SIZE.validate_python(text))
+    except ValidationError:
+        problem = "Input should be a size such as 20 TB or 500 GiB, or a number of bytes"
+        raise PydanticCustomError("size", problem) from None
+
+
 _REQUESTS: Final = "Rate of requests in each API process, such as `1200/minute`."
 _WARNING: Final = "Bytes of committed checkpoints above which registrations return a warning."
 _KEPT: Final = "Bytes of committed checkpoints above which registrations are refused."

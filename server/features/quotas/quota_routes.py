@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, cast, get_args
 from fastapi import Query as InQuery
 from fastapi import Response
 from prometheus_client.core import GaugeMetricFamily, Metric
-from pydantic import ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 from sqlalchemy import Connection, Row
 
 from dcp.server.catalog.inputs import Query, Request, Text
@@ -33,7 +33,7 @@ from dcp.server.core.pages.formatting import bytes_text, count_text
 from dcp.server.core.problems import ConflictError, UnprocessableError
 from dcp.server.core.resource import Resource
 from dcp.server.database.mapping import record_of_row
-from dcp.server.features.quotas import LIMITS_OF, MOST, QuotaAllowances, RateText, feature, quotas
+from dcp.server.features.quotas import LIMITS_OF, MOST, QuotaAllowances, RateText, feature, quotas, size_of
 from dcp.server.features.quotas.usage import (
     TITLES,
     SubjectUse,
@@ -51,10 +51,24 @@ from dcp.server.records.lists import Items, Page
 _ADMIN: Final[dict[str, Any]] = {"tag": "quotas", "scope": "admin", "all_roots": True}
 _QUOTA: Final = "/quotas/{quota_id}"
 
-_Number = Annotated[int, Field(ge=0, le=MOST)]
 _Jobs = Annotated[int, Field(ge=1, le=1_000_000)]
 _Count = Annotated[int, Field(ge=0, le=1_000_000)]
-_Speed = Annotated[int, Field(ge=16 << 10, le=MOST)]
+_SLOWEST: Final = 16 << 10
+
+
+def _given_size(value: object) -> object:
+    return size_of(value) if isinstance(value, str) else value
+
+
+def _size_schema(least: int) -> WithJsonSchema:
+    number = {"type": "integer", "minimum": least, "maximum": MOST}
+    return WithJsonSchema({"anyOf": [number, {"type": "string", "maxLength": 64}, {"type": "null"}]})
+
+
+_Bytes = Annotated[Annotated[int, Field(ge=0, le=MOST)] | None, BeforeValidator(_given_size), _size_schema(0)]
+_Speed = Annotated[
+    Annotated[int, Field(ge=_SLOWEST, le=MOST)] | None, BeforeValidator(_given_size), _size_schema(_SLOWEST)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +103,15 @@ QUOTAS: Final = Resource(
 
 
 class QuotaLimits(Request):
-    """Limits by name: null removes a limit, and absent limits follow the defaults."""
+    """Limits by name: null removes a limit, and absent limits follow the defaults.
+
+    Sizes are bytes, or texts such as "20 TB".
+    """
 
     jobs_running: _Jobs | None = Field(default=None, description="Jobs at work at a time, of all workers.")
     jobs_queued: _Count | None = Field(default=None, description="Jobs in the queue.")
     downloads: _Count | None = Field(default=None, description="At a time, in each process of the API.")
-    download_bytes_per_second: _Speed | None = Field(
+    download_bytes_per_second: _Speed = Field(
         default=None, description="Bytes per second of all downloads in a process."
     )
     requests: RateText | None = Field(
@@ -102,11 +119,11 @@ class QuotaLimits(Request):
         description="For example 600/minute, in each process of the API.",
         examples=["600/minute"],
     )
-    bytes_kept_warning: _Number | None = Field(
-        default=None, description="Registrations warn above this limit."
-    )
-    bytes_kept: _Number | None = Field(
-        default=None, description="Bytes of committed checkpoints: registrations above are refused."
+    bytes_kept_warning: _Bytes = Field(default=None, description="Registrations warn above this limit.")
+    bytes_kept: _Bytes = Field(
+        default=None,
+        description="Bytes of committed checkpoints: registrations above are refused.",
+        examples=["20 TB", 500_000_000_000],
     )
 
     def given(self) -> dict[str, Any]:
@@ -386,15 +403,12 @@ def _value(name: LimitName, text: str) -> Any:
         return text
     plain = text.replace(",", "")
     try:
-        return int(_SIZE.validate_python(plain)) if name in _BYTES else int(plain)
+        return size_of(plain) if name in _BYTES else int(plain)
     except ValueError:
         example = "20 TB or 500 GiB" if name in _BYTES else "4"
         raise UnprocessableError(
             f"{TITLES[name]}: must be a number such as {example}, or none for no limit", field=name
         ) from None
-
-
-_SIZE: Final[TypeAdapter[ByteSize]] = TypeAdapter(ByteSize)
 
 
 def _store(connection: Connection, subject: LimitSubject, limits: dict[str, Any], ask: Ask) -> None:
