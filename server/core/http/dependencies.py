@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin
@@ -59,20 +60,34 @@ class Requires:
         if self.scope is None:
             return
         if not caller.may(self.scope):
-            raise ForbiddenError(_needed(caller, self.scope), scope=self.scope)
+            raise ForbiddenError(_needed(caller, self.scope, await _place_of(request)), scope=self.scope)
         if self.all_roots and not caller.may_everywhere(self.scope):
-            raise ForbiddenError(_needed(caller, self.scope, " for all roots"), scope=self.scope)
+            raise ForbiddenError(_needed(caller, self.scope, _ALL_ROOTS), scope=self.scope)
         request.state.principal = caller.having(self.scope)
 
 
-def _needed(caller: Principal, scope: Scope, where: str = "") -> str:
-    if caller.account_id is not None:
-        needed = f"a role with the scope {scope!r}{where} is required"
-        if caller.key_id is None:
-            return needed
+def _needed(caller: Principal, scope: Scope, where: str) -> str:
+    if caller.account_id is None:
+        return f"a key with the scope {scope!r}{where} is required"
+    needed = f"{caller.account} needs a role with the scope {scope!r}{where}"
+    if caller.key_id is not None:
         rights = "; ".join(f"{', '.join(held)} in {root}" for root, held in caller.scopes_by_root.items())
-        return f"{needed}, and a key with this scope; this key has {rights or 'no rights'}"
-    return f"a key{where or f' with the scope {scope!r}'} is required"
+        needed += f", and a key with this scope; this key has {rights or 'no rights'}"
+    place = f"on the page /people/{caller.account_id} or by POST /api/v1/grants"
+    return f"{needed}. An admin of {'all roots' if where == _ALL_ROOTS else 'the root'} grants roles {place}"
+
+
+_ALL_ROOTS: Final = " for all roots"
+
+
+async def _place_of(request: Request) -> str:
+    """Return the end of a sentence with the root that the request names; "" without one."""
+    root: object = request.path_params.get("root") or request.query_params.get("root")
+    if root is None and request.scope["route"].body_field is not None:
+        with suppress(ValueError):
+            body = await request.json()
+            root = body.get("root") if isinstance(body, dict) else None
+    return f" in root {root[:100]!r}" if isinstance(root, str) and root else ""
 
 
 @dataclass(frozen=True, slots=True)

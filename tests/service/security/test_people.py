@@ -453,8 +453,13 @@ def test_keys_of_accounts(catalog: Catalog, provider: Provider) -> None:
     made = catalog.http.post(f"{API}/keys", json=body).json()
     client = with_key(catalog.app, made["key"])
     assert (made["account"], catalog.status("GET", "/roots", client)) == ("service-account:ci", 403)
+    new = {"root": "main", "key": "run/step-1"}
+    refused = client.post(f"{API}/checkpoints", json=new).json()["detail"]
+    assert "service-account:ci needs a role with the scope 'write' in root 'main'" in refused
+    assert "An admin" in refused and f"/people/{ci['id']}" in refused
     role = grant(catalog, "viewer", "main", account_id=ci["id"])
     assert seen(catalog, client) == {"run/step-1"}
+    assert "read in main" in client.post(f"{API}/checkpoints", json=new).json()["detail"]
     place = f"/grants/{role.json()['id']}"
     assert catalog.status("PATCH", place, json={"role": "operator"}, headers={"If-Match": '"g9-1"'}) == 412
     assert catalog.status("PATCH", place, json={"role": "operator"}) == 200
