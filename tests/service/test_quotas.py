@@ -346,11 +346,12 @@ def test_the_form_of_a_quota(catalog: Catalog) -> None:
     assert browser.get("/quotas/edit?kind=account&subject=key%23999").status_code == 422
 
 
-@pytest.mark.parametrize("change", ["revoked", "role", "room"])
+@pytest.mark.parametrize("change", ["revoked", "role", "room", "template"])
 def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
     catalog: Catalog, change: str
 ) -> None:
-    """A queued job fails at its start if its key was revoked, or its account lost the role or has no room."""
+    """A queued job fails at its start if its key was revoked, its account lost the role or its template's
+    root, or has no room."""
     catalog.add("run/step-1")
     account = catalog.http.post(f"{API}/accounts", json={"name": "robots"}).json()["id"]
     grant = {"role": "operator", "root": "main", "account_id": account}
@@ -360,7 +361,11 @@ def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
     made = catalog.http.post(f"{API}/keys", json=key).json()
     client = catalog.app.client()
     client.headers["Authorization"] = f"Bearer {made['key']}"
-    job = {"checkpoint_id": 1, "to": "torch", "target_key": "out.pt"}
+    job: dict[str, Any] = {"checkpoint_id": 1, "to": "torch", "target_key": "out.pt"}
+    if change == "template":
+        grant |= {"role": "viewer", "root": "other"}
+        role = catalog.http.post(f"{API}/grants", json=grant).json()["id"]
+        job |= {"to": "safetensors", "target_key": "out", "hf_key": "model", "hf_root": "other"}
     number = client.post(f"{API}/jobs", json={"kind": "convert", "params": job}).json()["id"]
     if change == "revoked":
         assert catalog.status("DELETE", f"/keys/{made['id']}") == 200
@@ -370,6 +375,10 @@ def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
         less = {"role": "contributor"}
         assert catalog.status("PATCH", f"/grants/{role}", json=less, headers=tag) == 200
         said = ("ForbiddenError", "no longer has the scope 'convert' in root main")
+    elif change == "template":
+        assert catalog.status("DELETE", f"/grants/{role}") == 204
+        assert catalog.status("GET", f"/jobs/{number}", client) == 404
+        said = ("ForbiddenError", "may no longer read root other")
     else:
         limit(catalog, "account", f"account#{account}", bytes_kept=0)
         said = (

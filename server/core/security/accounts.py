@@ -129,23 +129,24 @@ def account_number(identity: str | None) -> int | None:
     return int(number) if kind == "account" else None
 
 
-def without_admin(
+def without_scope(
     connection: Connection,
     rows: Iterable[Row[Any]],
     roots_of: Callable[[Row[Any]], Iterable[str] | None],
     settings: RoleSettings,
+    scope: Scope = "admin",
 ) -> list[Row[Any]]:
-    """Return the rows whose ``maker`` no longer administers all of their roots (None: all roots)."""
+    """Return the rows whose ``maker`` no longer has the scope in all of their roots (None: all roots)."""
     makers = [(row, number) for row in rows if (number := account_number(row.maker)) is not None]
     found = accounts_of(connection, [number for _, number in makers])
     rights = rights_of(connection, list(found.values()), settings)
 
-    def is_admin(row: Row[Any], number: int) -> bool:
-        held, roots = rights[number].get("admin", NO_ROOTS), roots_of(row)
+    def may(row: Row[Any], number: int) -> bool:
+        held, roots = rights[number].get(scope, NO_ROOTS), roots_of(row)
         is_inside = held is None or (roots is not None and held.issuperset(roots))
         return found[number].disabled_seconds is None and is_inside
 
-    return [row for row, number in makers if not is_admin(row, number)]
+    return [row for row, number in makers if not may(row, number)]
 
 
 def bounded(rights: Rights, scopes: Iterable[str], roots: Iterable[str] | None) -> Rights:

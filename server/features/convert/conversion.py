@@ -98,17 +98,18 @@ class TargetKind(Kind[T]):
         if settings.roots[target_root].readonly:
             raise ForbiddenError(f"root {target_root} is read-only")
         check_key(params.target_key)
-        updates = {"target_root": target_root, **_template_place(params, subject.root, reader, settings)}
+        template = _template_place(params, subject.root, reader, settings)
         for one in subjects:
             if target_root == one.root and f"{params.target_key}/".startswith(f"{one.key}/"):
                 raise UnprocessableError("the target is inside the source", field="target_key")
         refuse_known(connection, target_root, params.target_key)
         return self.new_job(
-            params.model_copy(update=updates),
+            params.model_copy(update={"target_root": target_root, **template}),
             caller.name,
             root=target_root,
             checkpoint_id=subject.id,
             subjects=[one.id for one in subjects],
+            other_roots=list(template.values()),
         )
 
     def plan(self, context: JobContext, params: T) -> JobPlan:

@@ -31,6 +31,7 @@ from sqlalchemy import (
 from sqlalchemy import Text as LongText
 
 from dcp.manager.retention import Retention
+from dcp.server.catalog import audit
 from dcp.server.catalog.errors import CatalogError, InvalidQueryError
 from dcp.server.catalog.inputs import Finite, Name, Request, Text
 from dcp.server.catalog.labels import Change
@@ -50,11 +51,13 @@ from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.jobs.subjects import find_subject, open_database
 from dcp.server.core.problems import ForbiddenError
 from dcp.server.core.resource import Resource
+from dcp.server.core.security.accounts import without_scope
 from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import insert_missing
 from dcp.server.database.mapping import ID, JSON_DOCUMENT, record_of_row
 from dcp.server.database.tables import checkpoints, jobs, resource_table, roots, schedules
+from dcp.server.features import role_settings
 from dcp.server.features.retention.deletion import PruneKind, PruneParams, delete_softly, in_use
 from dcp.server.features.retention.planning import RetentionDecision, plan_run, runs_of
 from dcp.server.records.administration import Scope
@@ -69,6 +72,7 @@ retention_policies: Final = resource_table(
     Column("keep", JSON_DOCUMENT, nullable=False),  # the fields of `dcp.Retention`
     Column("grace_seconds", Float, nullable=False),
     Column("interval_seconds", Float, nullable=False),
+    Column("maker", String(256)),  # `Principal.answerable` of the last caller to change the policy
 )
 
 
@@ -203,6 +207,9 @@ _RUNS: Final = 100
 _MAX_LISTED: Final = 200
 _TRIED_AGAIN_SECONDS: Final = 86_400.0
 """Retry interval of a failed drop of a part."""
+
+_NO_SCOPE: Final = "the account that made it no longer has the scope 'delete' in its root"
+"""Reason for disabling a policy; a caller with this scope may enable it."""
 
 _COUNTED: Final = ("runs", "kept", "deleted", "bytes", "dropped", "dropped_bytes")
 
@@ -373,13 +380,25 @@ def submit_policies(context: ScheduleContext) -> None:
 
 
 def _submit(connection: Connection, context: ScheduleContext) -> None:
-    for policy in _active(connection, context):
+    policies, roles = _active(connection, context), role_settings(context.settings)
+    for policy in without_scope(connection, policies, lambda policy: [policy.root], roles, "delete"):
+        policies.remove(policy)
+        _disable(connection, policy, context.now)
+    for policy in policies:
         insert_missing(connection, schedules, [{"name": _schedule(policy), "due_seconds": context.now}])
         is_due = schedules.c.name == _schedule(policy), schedules.c.due_seconds <= context.now
         later = {"due_seconds": context.now + policy.interval_seconds}
         if connection.execute(update(schedules).where(*is_due).values(later)).rowcount == 1:
             spec = RetentionKind.new_job(RetentionParams(policy_id=policy.id), SYSTEM.name, root=policy.root)
             submit_or_join(connection, spec, context.now)
+
+
+def _disable(connection: Connection, policy: Policy, now: float) -> None:
+    values = {"is_enabled": False, "version": policy.version + 1, "updated_seconds": now}
+    connection.execute(update(POLICIES.table).where(POLICIES.table.c.id == policy.id).values(values))
+    detail = {"name": policy.name, "reason": _NO_SCOPE}
+    about = "retention.disable", f"retention:{policy.id}", detail
+    audit.record(connection, SYSTEM.name, *about, now=now, root=policy.root)
 
 
 def _active(connection: Connection, context: ScheduleContext) -> list[Policy]:

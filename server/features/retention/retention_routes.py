@@ -66,6 +66,7 @@ def create_retention_policy(body: PolicyRequest, ask: Ask) -> RetentionPolicy:
     values = body.model_dump(exclude={"root", "keep"}) | {
         "root_id": ask.find(root_id, body.root),
         "keep": body.keep.document(),
+        "maker": ask.caller.answerable,
     }
     if body.grace_seconds is None:
         values["grace_seconds"] = ask.settings.delete_grace_seconds
@@ -120,7 +121,8 @@ def change_retention_policy(
     """Change the given fields; a running job of the policy stops."""
     if body.run_glob is not None:
         check_pattern("run_glob", body.run_glob)
-    return POLICIES.change(ask, policy_id, match, body.model_dump(exclude_none=True))
+    values = body.model_dump(exclude_none=True) | {"maker": ask.caller.answerable}
+    return POLICIES.change(ask, policy_id, match, values)
 
 
 @feature.delete(_POLICY, tag="retention", scope="delete", status=204, errors=(404, 412))

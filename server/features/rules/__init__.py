@@ -24,7 +24,7 @@ from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.resource import Resource
-from dcp.server.core.security.accounts import NOT_ADMIN, without_admin
+from dcp.server.core.security.accounts import NOT_ADMIN, without_scope
 from dcp.server.core.security.principal import ALL_SCOPES, SYSTEM, Principal
 from dcp.server.database.mapping import JSON_DOCUMENT, record_of_row
 from dcp.server.database.tables import jobs, lineage, resource_table
@@ -194,7 +194,7 @@ def _expanded(template: str, fields: Mapping[str, object]) -> str:
 def apply_rules(connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
     """Submit the jobs of enabled rules for the events."""
     rules = RULES.rows(connection, is_enabled=True)
-    for rule in without_admin(connection, rules, _roots_of, role_settings(context.settings)):
+    for rule in without_scope(connection, rules, _roots_of, role_settings(context.settings)):
         rules.remove(rule)
         _disable(connection, rule, context.now)
     for event in events:

@@ -21,7 +21,7 @@ from dcp.server.catalog.cursors import read_page
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import CatalogEvent, emit, last_event_id
 from dcp.server.core.jobs.schedules import ScheduleContext
-from dcp.server.core.security.accounts import NOT_ADMIN, without_admin
+from dcp.server.core.security.accounts import NOT_ADMIN, without_scope
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.engine import insert_missing
 from dcp.server.database.tables import checkpoints, events, roots, runs
@@ -110,7 +110,7 @@ def queue_deliveries(
     """Make the deliveries of events to all enabled webhooks."""
     query = HOOKS.select.where(webhooks.c.is_enabled).order_by(webhooks.c.id)
     hooks = [*connection.execute(query.with_for_update(read=True))]  # none is deleted meanwhile
-    for hook in without_admin(connection, hooks, lambda hook: hook.roots, role_settings(context.settings)):
+    for hook in without_scope(connection, hooks, lambda hook: hook.roots, role_settings(context.settings)):
         hooks.remove(hook)
         _disable(connection, hook, NOT_ADMIN, context.now)
     rows = [

@@ -59,7 +59,8 @@ def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
 
 
 def test_what_an_account_made_ends_with_its_role(catalog: Catalog) -> None:
-    """A rule and a webhook end with the admin role of their account, until another admin enables them."""
+    """A rule, a webhook and a retention policy end with the role of their account, until another admin
+    enables them."""
     account = catalog.http.post(f"{API}/accounts", json={"name": "lead"}).json()["id"]
     role = {"account_id": account, "role": "admin", "root": "main"}
     grant = catalog.http.post(f"{API}/grants", json=role).json()["id"]
@@ -70,24 +71,27 @@ def test_what_an_account_made_ends_with_its_role(catalog: Catalog) -> None:
     assert catalog.status("POST", "/rules", lead, json=body) == 201
     body = {"url": "https://hooks.example.com/x", "roots": ["main"], "events": ["checkpoint.committed"]}
     assert catalog.status("POST", "/webhooks", lead, json=body) == 201
+    body = {"name": "p", "root": "main", "keep": {"last": 5}, "interval_seconds": 60}
+    assert catalog.status("POST", "/retention/policies", lead, json=body) == 201
     jobs = []
     for step in range(3):
         save(catalog, f"a/step-{step}")
         catalog.scan()
-        catalog.app.work(catalog.app.service.clock(), "events:automation", "events:webhooks")
+        catalog.app.work(catalog.app.service.clock(), "events:automation", "events:webhooks", "retention")
         jobs.append(len(made(catalog)))
-        hook, found = catalog.get("/webhooks/1"), catalog.get("/rules/1")
-        assert hook["is_enabled"] is found["is_enabled"] is (step != 1)
+        hook, *found = map(catalog.get, ("/webhooks/1", "/rules/1", "/retention/policies/1"))
+        assert hook["is_enabled"] is found[0]["is_enabled"] is found[1]["is_enabled"] is (step != 1)
         if step == 0:
             assert catalog.status("DELETE", f"/grants/{grant}") == 204
         elif step == 1:
             assert "no longer an admin" in hook["disabled_reason"]
-            for path in ("/webhooks/1", "/rules/1"):
+            for path in ("/webhooks/1", "/rules/1", "/retention/policies/1"):
                 assert catalog.status("PATCH", path, json={"is_enabled": True}) == 200
-    assert jobs == [1, 1, 2]
+    assert jobs == [2, 2, 3]
     assert len(catalog.get("/webhooks/1/deliveries")["items"]) == 2
     actions = [one["action"] for one in catalog.get("/audit")["items"]]
-    assert actions.count("rule.disable") == actions.count("webhook.disable") == 1
+    for noun in ("rule", "webhook", "retention"):
+        assert actions.count(f"{noun}.disable") == 1
 
 
 CONDITIONS: list[tuple[dict[str, Any], list[str]]] = [

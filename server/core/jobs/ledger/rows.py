@@ -55,9 +55,9 @@ class JobSpec:
 
     Limits count the account ``owner`` and the key ``key_id``; without an owner the job belongs to the
     service. ``root`` is the written root, or else the read one. ``checkpoint_id`` is the main checkpoint,
-    ``subjects`` are further ones: only keys that see all of their roots see the job. At most one unfinished
-    job has a given ``dedup_key``. ``result_key`` (default: ``dedup_key``) finds the last of jobs whose
-    results replace each other.
+    ``subjects`` are further ones, ``other_roots`` further read roots: only keys that see all of their roots
+    see the job. At most one unfinished job has a given ``dedup_key``. ``result_key`` (default: ``dedup_key``)
+    finds the last of jobs whose results replace each other.
     """
 
     kind: str
@@ -69,6 +69,7 @@ class JobSpec:
     root: str | None = None
     checkpoint_id: int | None = None
     subjects: Sequence[int] = ()
+    other_roots: Sequence[str] = ()
     dedup_key: str | None = None
     result_key: str | None = None
     max_attempts: int = 3

@@ -10,11 +10,11 @@ cancelled, because the outcome would be unknown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, func, insert, literal, null, select, update
+from sqlalchemy import ColumnElement, Connection, func, insert, literal, null, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -103,19 +103,20 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
             dialect.insert(jobs).values(**values).on_conflict_do_nothing().returning(jobs.c.id)
         ).scalar_one_or_none()
         if new is not None:
-            _note_roots(connection, new, root_id, {*spec.subjects, spec.checkpoint_id} - {None})
+            _note_roots(connection, new, root_id, spec)
             emit(connection, new, "submitted", now, kind=spec.kind, created_by=spec.created_by)
             return int(new), True
         if (joined := unfinished_job(connection, spec.dedup_key)) is not None:
             return joined, False
 
 
-def _note_roots(connection: Connection, job_id: int, root_id: int | None, named: Set[int | None]) -> None:
-    if not named:
+def _note_roots(connection: Connection, job_id: int, root_id: int | None, spec: JobSpec) -> None:
+    named = {*spec.subjects, spec.checkpoint_id} - {None}
+    if not named and not spec.other_roots:
         return
-    others = select(literal(job_id), checkpoints.c.root_id).distinct()
-    is_other = checkpoints.c.root_id.is_distinct_from(root_id)
-    others = others.where(checkpoints.c.id.in_(named), is_other)
+    within = select(checkpoints.c.root_id).where(checkpoints.c.id.in_(named))
+    is_named = or_(roots.c.id.in_(within), roots.c.name.in_(spec.other_roots))
+    others = select(literal(job_id), roots.c.id).where(is_named, roots.c.id.is_distinct_from(root_id))
     connection.execute(insert(job_roots).from_select(["job_id", "root_id"], others))
 
 
