@@ -110,7 +110,10 @@ class Worker:
         self._settings = settings
         self._kinds = load_kinds(kinds)
         self._limits = ClaimLimits(
-            by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds), allowances=allowances
+            by_kind=dict(settings.kind_concurrency),
+            only=frozenset(self._kinds),
+            allowances=allowances,
+            writers=frozenset(name for name, kind in self._kinds.items() if kind.scope == "convert"),
         )
         self._own_kinds = frozenset(name for name, kind in self._kinds.items() if kind.has_own_slot)
         self._backoff = backoff

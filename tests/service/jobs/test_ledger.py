@@ -188,6 +188,27 @@ def test_a_limit_of_running_jobs_holds_where_they_are_claimed(steps: Steps, kind
     assert steps.get_job(held).state == "queued"
 
 
+def test_conversions_at_once_do_not_share_the_room_of_a_limit(steps: Steps) -> None:
+    """A begun conversion reserves the bytes of its checkpoint: the next one without room beside it waits."""
+    source = add_checkpoint(steps.database, "run/a", bytes=50)
+    quotas = {"quotas": {"root": {"bytes_kept": 145}}}
+    allowances = QuotaAllowances(Settings(features=quotas))
+    limits = claims.ClaimLimits(allowances=allowances, writers=frozenset({"convert"}))
+    convert: Any = {"kind": "convert", "owner": "key#1", "root": "main", "checkpoint_id": source}
+    first, held = steps.add(**convert), steps.add(**convert)
+    verify = steps.add(root="main")
+
+    def taken() -> int | None:
+        made = steps.claim("w", NOW, HOUR, limits)
+        return None if made is None else made.job.id
+
+    assert [taken() for _ in range(3)] == [first, verify, None]
+    steps.complete_plan(Held(first, None, 1), {}, [], NOW)
+    assert [taken(), taken()] == [first, None]
+    steps.complete_publish(Held(first, None, 2), {}, NOW)
+    assert taken() == held
+
+
 # -- visibility ----------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, select, text, true, update
 
-from dcp.server.core.allowances import SERVICE, Allowances, LimitSubject, refusal, subjects_of
+from dcp.server.core.allowances import SERVICE, Allowances, LimitSubject, bytes_kept, refusal, subjects_of
 from dcp.server.core.jobs.ledger.rows import (
     Claim,
     Held,
@@ -25,7 +25,7 @@ from dcp.server.core.jobs.ledger.rows import (
     task_of_row,
 )
 from dcp.server.database.engine import lock_names
-from dcp.server.database.tables import jobs, roots, tasks
+from dcp.server.database.tables import checkpoints, jobs, roots, tasks
 from dcp.server.records.jobs import Job
 
 _WAIT_SECONDS: Final = 60
@@ -40,12 +40,14 @@ class ClaimLimits:
     """Limits of a claim.
 
     ``by_kind``: maximum running phases and tasks per kind over all workers. ``only``: kinds known to the
-    worker; None is all. ``allowances``: maximum running jobs of accounts, keys and roots.
+    worker; None is all. ``allowances``: limits of accounts, keys and roots for running jobs, and for bytes of
+    jobs of ``writers``, the kinds that make checkpoints.
     """
 
     by_kind: Mapping[str, int] = field(default_factory=dict)
     only: frozenset[str] | None = None
     allowances: Allowances | None = None
+    writers: frozenset[str] = frozenset()
 
 
 NO_LIMITS: Final = ClaimLimits()
@@ -146,6 +148,11 @@ def _next(
         beside = _may_run(connection, at_work, limits.allowances)
         if beside is not None:
             allowed = and_(allowed, beside)
+            found = _found(connection, now, allowed)
+    if limits.allowances is not None and any(one.phase == "plan" for one in found):
+        with_room = _may_write(connection, limits.writers, limits.allowances)
+        if with_room is not None:
+            allowed = and_(allowed, with_room)
             found = _found(connection, now, allowed)
     if len(found) < 2 and not (only_job is None and any(one.phase == "plan" for one in found)):
         best = found[0] if found else None
@@ -347,6 +354,30 @@ def _may_run(
         if allowance.jobs_running is not None and len(counted[subject]) >= allowance.jobs_running
     ]
     return or_(jobs.c.id.in_(sorted(limited)), not_(or_(*full))) if full else None
+
+
+def _may_write(
+    connection: Connection, writers: frozenset[str], allowances: Allowances
+) -> ColumnElement[bool] | None:
+    """Return the jobs that may be claimed beside begun jobs of ``writers``; None for all.
+
+    Until its end, a begun job reserves the bytes of its checkpoint in the limits of its account and root. A
+    job without enough room beside it waits. Claims take turns, so two jobs cannot begin in the same room.
+    """
+    of_job = select(checkpoints.c.bytes).where(checkpoints.c.id == jobs.c.checkpoint_id).scalar_subquery()
+    size = func.coalesce(of_job, 0)
+    query = select(jobs.c.owner, jobs.c.key_id, roots.c.name, size).outerjoin_from(jobs, roots)
+    query = query.where(jobs.c.state.in_(_AT_WORK), jobs.c.kind.in_(sorted(writers)))
+    reserved: Counter[LimitSubject] = Counter()
+    for owner, key_id, root, size_bytes in connection.execute(query):
+        reserved.update(dict.fromkeys(subjects_of(owner, key_id, root), size_bytes))
+    full = []
+    for subject, allowance in allowances.of(reserved, connection).items():
+        if allowance.bytes_kept is not None:
+            left = allowance.bytes_kept - bytes_kept(connection, subject) - reserved[subject]
+            full.append(and_(_jobs_of(subject), size > left))
+    is_begin = and_(jobs.c.state == "queued", jobs.c.kind.in_(sorted(writers)))
+    return not_(and_(is_begin, or_(*full))) if full else None
 
 
 # -- renewal ------------------------------------------------------------------------------------------------
