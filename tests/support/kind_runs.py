@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +65,9 @@ class KindRuns:
         now = time.time() + 3600.0  # later than any delay between attempts
         return self.database.transact(lambda connection: claims.claim(connection, "test", now, lease_seconds))
 
-    def carry_out(self, made: Claim) -> Any:
-        """Run a task like a subprocess: return the result or an exception."""
+    def carry_out(self, made: Claim, on_progress: Callable[[int], None] = lambda done_bytes: None) -> Any:
+        """Run a task like a subprocess: return the result or an exception. ``on_progress`` receives the bytes
+        done."""
         kind, job, task = kinds()[made.job.kind], made.job, made.task
         try:
             params = kind.params.model_validate(_json(job.params))
@@ -82,7 +83,7 @@ class KindRuns:
                     assert task is not None
                     with self.database.read() as connection:
                         payload = reading.payload_of(connection, task)
-                    return _json(kind.run_task(context, _json(payload), lambda done_bytes: None))
+                    return _json(kind.run_task(context, _json(payload), on_progress))
                 if made.phase == "publish":
                     with self.database.read() as connection:
                         results = reading.task_results(connection, job.id)

@@ -89,6 +89,31 @@ def test_a_verdict_on_replaced_content_changes_nothing(site: JobSite, tmp_path: 
     assert site.found("main", "run/step-1").verification == "unverified"
 
 
+@pytest.mark.parametrize("kind", ["diff", "drift"])
+def test_a_comparison_begins_again_if_a_checkpoint_is_replaced(
+    site: JobSite, tmp_path: Path, kind: str
+) -> None:
+    """Nothing of a mixture is reported: the task runs again, and compares the new content."""
+    one, two = (site.found("main", f"run/step-{step}") for step in (1, 2))
+    asked = {"a": one.id, "b": two.id} if kind == "diff" else {"run_id": one.run_id, "points": 2}
+    number = site.submit(kind, **asked)
+    site.step("plan")
+    made, seen = site.next("task"), list[int]()
+
+    def replace(done_bytes: int) -> None:
+        if not seen:
+            dcp.save(state(1), checkpoint_id=tmp_path / "main/run/step-2", no_dist=True)
+        seen.append(done_bytes)
+
+    answer = site.worker.carry_out(made, replace)
+    assert seen and isinstance(answer, Exception), answer
+    site.worker.complete(made, answer)
+    site.worker.drain()
+    job = site.job(number)
+    assert job.state == "succeeded", job.error
+    assert job.result["is_empty"] if kind == "diff" else job.result["steps"][0]["problem"] is None
+
+
 def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path) -> None:
     """Verdict and statistics of a newly registered checkpoint survive a scan, and end with a new save."""
     key, path = "run/one-9.safetensors", tmp_path / "main/run/one-9.safetensors"
