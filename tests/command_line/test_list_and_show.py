@@ -59,7 +59,7 @@ def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> Non
 
 
 def test_ls_shows_metrics(tmp_path: Path) -> None:
-    """Of each checkpoint that has some; without any there is no such column."""
+    """The table has a column of metrics if a checkpoint has some, and the JSON has them for each."""
     for step, metrics in (("step-1", {"loss": 0.25, "lr": 3e-4}), ("step-2", {"loss": float("nan")})):
         state = {"w": torch.ones(3)}
         dcp.save(state, checkpoint_id=tmp_path / step, no_dist=True, user_metadata={"metrics": metrics})

@@ -61,7 +61,7 @@ def test_the_renaming_that_finds_all_works_as_it_is_told(wanted: str, stored: st
 
 
 def test_names_with_the_same_shape_come_first(tmp_path: Path) -> None:
-    """Of one key and of a renaming; what has another shape is proposed last, with both shapes."""
+    """Suggestions for a key and for rename= prefer the same shape, and show both shapes if they differ."""
     small = ("encoder.up.weight", "encoder.down.weight")
     stored = {name: torch.zeros(1, 4) for name in small} | {
         name.replace("encoder", "decoder"): torch.zeros(4, 4) for name in small

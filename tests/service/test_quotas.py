@@ -95,7 +95,7 @@ def test_a_quota_from_its_creation_to_its_end(catalog: Catalog) -> None:
 
 
 def test_sizes_are_given_as_in_the_settings(catalog: Catalog) -> None:
-    """Bytes, or a text with a unit; an error says so."""
+    """Quotas take bytes, or a size with a unit; the error for other text has an example."""
     made = limit(catalog, "root", "main", bytes_kept="400 MB", bytes_kept_warning="1KiB")
     assert made["limits"] == {"bytes_kept": 400_000_000, "bytes_kept_warning": 1024}
     url = f"{API}/quotas/{made['id']}"

@@ -93,7 +93,7 @@ def test_a_verdict_on_replaced_content_changes_nothing(site: JobSite, tmp_path: 
 def test_a_comparison_begins_again_if_a_checkpoint_is_replaced(
     site: JobSite, tmp_path: Path, kind: str
 ) -> None:
-    """Nothing of a mixture is reported: the task runs again, and compares the new content."""
+    """The comparison fails in passing, and the next attempt compares the new content."""
     one, two = (site.found("main", f"run/step-{step}") for step in (1, 2))
     asked = {"a": one.id, "b": two.id} if kind == "diff" else {"run_id": one.run_id, "points": 2}
     number = site.submit(kind, **asked)
