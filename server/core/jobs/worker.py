@@ -151,6 +151,8 @@ class Worker:
         try:
             while not stop.is_set() and not self._has_tables():
                 self._wake.wait(_TABLES_SECONDS)
+            if stop.is_set():
+                return
             while not stop.is_set():
                 self._step(
                     self._note_offer, self._expire, self._scheduler.tick, self._look, self._settle, self._fill
