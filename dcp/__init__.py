@@ -117,7 +117,7 @@ __all__ = sorted(_HOMES)
 
 _find_modules()
 
-if not TYPE_CHECKING:  # a type checker that sees this function takes every misspelt name for a good one
+if not TYPE_CHECKING:  # with this function, a type checker accepts misspelt names
 
     def __getattr__(name: str) -> object:
         module = _HOMES.get(name, f"dcp.{name}")

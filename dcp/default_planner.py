@@ -155,7 +155,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         options, opens = LoadOptions().over(self), self.opens
         if opens is not None:
             options = self._given.over(self)  # a subclass may have set attributes
-        else:  # a load of torch's own
+        else:  # for a load run by torch
             world_size = self.world_size
             if world_size is None:
                 world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -170,7 +170,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         )
 
     def check_chosen(self) -> None:
-        """Raise PlanError where a subclass has planned without heeding which entries to load."""
+        """Raise PlanError if a subclass ignored the options that select entries."""
         call = self.call
         given = [name for name in ("only", "exclude", "rename") if getattr(call.options, name) is not None]
         given += ["per_rank"] if call.options.per_rank != "exact" else []

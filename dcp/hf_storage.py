@@ -1,6 +1,6 @@
-"""Names of ``torch.distributed.checkpoint.hf_storage``: our reader, and torch's writer.
+"""Names of ``torch.distributed.checkpoint.hf_storage``: dcp's reader, and torch's writer.
 
-`dcp.convert` writes safetensors as well, from any format and in constant memory.
+`dcp.convert` also writes safetensors, from any format and in constant memory.
 """
 
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

@@ -1,4 +1,4 @@
-"""Names of ``torch.distributed.checkpoint.planner``: torch's own interfaces, which our planners implement."""
+"""Names of ``torch.distributed.checkpoint.planner``: torch's interfaces, which dcp's planners implement."""
 
 from torch.distributed.checkpoint.planner import *  # noqa: F403 - each name of its users
 

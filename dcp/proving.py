@@ -1,7 +1,7 @@
-"""Compare a model with a checkpoint: names, dtypes, digests and values, on any mesh.
+"""Comparison of a model with a checkpoint: names, dtypes, digests and values, on any mesh.
 
-The coordinator compares the state with the checkpoint's index, and reads stored bytes only where the index
-has no digest. Nothing is written or changed.
+The coordinator compares the state with the checkpoint's index, and reads stored bytes only if the index has
+no digest. Nothing is written or changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Names of ``torch.distributed.checkpoint.quantized_hf_storage``: torch's reader, with truer metadata."""
+"""Names of ``torch.distributed.checkpoint.quantized_hf_storage``: torch's reader, with metadata of the
+dequantized tensors.
+"""
 
 from torch import Size
 from torch.distributed.checkpoint.metadata import (
@@ -26,7 +28,7 @@ class QuantizedHuggingFaceStorageReader(TorchQuantizedReader):
     """
 
     def read_metadata(self) -> Metadata:
-        """As torch's, with dtype and boxes of the weights as they are given out."""
+        """Return torch's metadata, with dtype and chunks of the dequantized weights."""
         metadata: Metadata = super().read_metadata()
         for fqn, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata) or not self._is_tensor_quantized(fqn):

@@ -48,8 +48,9 @@ PARTIAL: Final = "partial"
 """Key of the user metadata with the names of the entries of a partial checkpoint."""
 
 Health = Literal["good", "pending", "damaged", "partial"]
-"""Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
-before a deadline, and not the whole state."""
+"""Health of a committed step. "good": counts for retention; "pending": being verified or replaced; "damaged":
+cannot be loaded as committed; "partial": saved before a deadline, without the whole state.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,8 @@ def _decoded(data: bytes) -> Notes:
 def _noted(kind: type[_Value], fields: Any) -> _Value | None:
     if fields is None:
         return None
-    for name, wanted in kind.__annotations__.items():  # as text, by the import from __future__
+    # annotations are text, because of the import from __future__
+    for name, wanted in kind.__annotations__.items():
         wanted = wanted.partition("[")[0]
         if type(fields) is not dict or type(fields.get(name)).__name__ != wanted:
             raise CheckpointFormatError(f"{name} of the notes is missing, or not a {wanted}")
@@ -355,11 +357,11 @@ class StepFolders:
         return self.root.store(self.name(step)).url
 
     def store(self, step: int) -> Store:
-        """Return the step's folder; nothing is touched."""
+        """Return the store of the step's folder, without access to the storage."""
         return self.root.store(self.name(step))
 
     def check_run(self) -> None:
-        """Raise OptionError for a checkpoint in the place of a run, in which no step would ever be."""
+        """Raise OptionError if the root is a checkpoint instead of a run."""
         place = self.root.place
         if any(map(place.version, (MANIFEST_NAME, METADATA_NAME))) and not self.committed():
             raise OptionError(
@@ -389,8 +391,7 @@ class StepFolders:
         return {step: folders[step] for step, counts in self._of_each(self._counts, folders) if counts}
 
     def newest_first(self, without: Collection[int] = ()) -> Iterator[int]:
-        """Give the steps of `committed`, descending; notes are read when their step is asked for, and not
-        before."""
+        """Yield the steps of `committed`, descending; notes are read on access to each step."""
         for step, files in reversed(self.folders().items()):
             if step not in without and self._counts(step, files):
                 yield step
@@ -484,7 +485,7 @@ class StepFolders:
         except CheckpointNotFoundError:  # deleted after the listing
             return None
         except CheckpointError as error:
-            if isinstance(error, OSError):  # the storage's fault: no verdict on the checkpoint
+            if isinstance(error, OSError):  # a failure of the storage says nothing about the checkpoint
                 logger.warning("%s: %s", self.checkpoint_id(step), error)
                 return StepState(step, health="pending", pinned=notes.pinned)
             return StepState(step, health="pending" if pending else "damaged", pinned=notes.pinned)

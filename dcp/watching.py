@@ -1,9 +1,9 @@
 """`dcp.watch`: iterate over the committed steps of a run, once for each consumer. Does not import torch.
 
 A consumer's cursor is a small file with the acknowledged steps, so the next process continues after a kill.
-The holder of the cursor rewrites a beat in it every few seconds, by compare-and-swap. A second holder is
-detected at the next change. A holder counts as alive while its beat changes; clocks of other machines are not
-compared.
+The holder of the cursor updates a counter (the beat) in the file every few seconds, by compare-and-swap. A
+second holder is detected at the next change. A holder counts as alive while its beat changes; clocks of other
+machines are not compared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dcp.storage.stores.opening import OpenWith, SmallFiles
 logger = logging.getLogger(__name__)
 
 _FOLDER: Final = ".watch"
-"""Below the root: whoever looks for runs and checkpoints passes over names with a dot."""
+"""Folder below the root; searches for runs and checkpoints skip names with a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class Cursor:
 
     @property
     def path(self) -> str:
-        """Names the file in messages."""
+        """Path of the cursor, for messages."""
         return self._store.path_of(self._file)
 
     # -- holding ---------------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class Cursor:
             try:
                 self._change(lambda content: {"beat": content["beat"] + 1})
             except CheckpointConflictError:
-                return  # raised at the next acknowledgement, too
+                return  # raised again at the next acknowledgement
             except Exception as error:  # noqa: BLE001 - the next beat may succeed
                 logger.warning("%s: %s", self.path, error)
 
@@ -408,7 +408,7 @@ class Cursor:
 
     @property
     def acknowledged(self) -> dict[int, tuple[str, str]]:
-        """Says which commit of a step was acknowledged last."""
+        """Commit of each step that was acknowledged last."""
         found: dict[int, tuple[str, str]] = self._content["acknowledged"]
         return found
 
@@ -483,12 +483,12 @@ class Cursor:
 
 
 def _machine() -> str:
-    """Return where process ids mean the same: this boot of this machine, and this container."""
+    """Identify the machine, its boot and the container, within which process ids are unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return uuid.uuid4().hex  # like no other
+        return uuid.uuid4().hex  # unique, so that no other machine matches
 
 
 def start_ticks(pid: int) -> int | None:

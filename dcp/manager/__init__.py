@@ -1,5 +1,5 @@
 """`CheckpointManager`: schedule saves, retain steps, and resume.
 
-`coordination` agrees on the steps to save, `saving` carries out saves, `retention` selects steps to delete,
+`coordination` agrees on the steps to save, `saving` runs saves, `retention` selects steps to delete,
 `removal` and `dropping` delete, and `catalog` notifies a catalog.
 """

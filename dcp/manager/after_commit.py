@@ -96,14 +96,14 @@ class AfterCommit:
         dropped parts.
         """
         self._seen: dict[int, SmallFiles] = {}
-        """The commit objects of each step, as they were last looked at."""
+        """Commit objects of each step at the last listing."""
         self._is_warned = False
-        """True once another run was found here."""
+        """True after another run was found in this folder."""
         self._changed = threading.Condition()
         self._looks: list[_Task] = []
-        """Commits and doubtful steps in order of arrival, until verified."""
+        """Commits and doubtful steps to verify, in order of arrival."""
         self._deletions: dict[int, _Task] = {}
-        """By step, in the same way."""
+        """Deletions by step, in order of arrival."""
         self._changing: set[int] = set()
         """Steps with a running deletion or drop; saves of them wait."""
         self._unsettled: Counter[int] = Counter()
@@ -144,7 +144,7 @@ class AfterCommit:
                 self._changed.notify_all()
             self._settled.pop(step, None)
             self._half_deleted.discard(step)
-        try:  # training waits for this: read one step only
+        try:  # training waits for this call: read one step only
             if not is_free:
                 url = self._folders.checkpoint_id(step)
                 text = f"the deletion of {url} has not ended after {_WAIT_SECONDS:g} s: the storage hangs"
@@ -168,7 +168,7 @@ class AfterCommit:
 
     def delete(self, step: int) -> None:
         """Queue the checkpoint of ``step`` for deletion, unless a save of the step has begun."""
-        with self._changed:  # a save that begins now cancels the deletion
+        with self._changed:  # a save that begins at the same time cancels the deletion
             if self._unsettled[step]:
                 raise CheckpointError(
                     f"step {step} is being saved or verified and cannot be deleted yet; call wait() first",
@@ -211,7 +211,7 @@ class AfterCommit:
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
-        for thread in threads if done else ():  # then they are about to end
+        for thread in threads if done else ():  # the threads are about to end
             thread.join(max(1.0, timeout_seconds))
 
     # -- the threads -----------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class AfterCommit:
             if present is not None and present.versions != commit.versions:
                 return None
         what = check if problem is None else " ".join(problem.split())[:_MAX_NOTED_CHARACTERS]
-        what = what.encode(errors="replace").decode()  # names of files need not be text
+        what = what.encode(errors="replace").decode()  # names of files may be invalid UTF-8
         found = Verified(commit.save_id, time.time(), problem is None, what)
         self._folders.update_notes(step, lambda notes: replace(notes, verified=found))
         seconds = {"verify": time.monotonic() - begun}
@@ -405,14 +405,14 @@ class AfterCommit:
             return
         try:
             folders, unsettled = self._folders.folders(), self._unsettled_now()
-        except CheckpointError as error:  # the next commit tries again
+        except CheckpointError as error:  # retried at the next commit
             logger.debug("%s: the search for other runs failed: %s", self._folders.root.url, error)
             return
         found: dict[int, tuple[SmallFiles, float]] = {}
         for each, files in folders.items():
             objects = {name: info for name, info in files.items() if is_commit_object(name)}
             found[each] = objects, max((info.modified_seconds for info in objects.values()), default=0.0)
-        # Compare by the clock of the storage: older commits are from before this run.
+        # by the clock of the storage; older commits are from before this run
         since = found.get(step, ({}, 0.0))[1] - (self._since.get(step, self._began) - self._began)
         for each, (objects, moment) in found.items():
             if not objects or each in unsettled or self._seen.get(each) == objects:
@@ -435,7 +435,7 @@ class AfterCommit:
             facts = self._folders.facts(step)
         except CheckpointError:
             return False
-        written = facts.committed_seconds  # an older commit may be restored, or may have lost a part
+        written = facts.committed_seconds  # an older commit, restored or with a dropped part
         is_rewritten = written is not None and written < self._began_seconds - _SKEW_SECONDS
         return facts.save_id != own and not is_rewritten
 
@@ -445,8 +445,7 @@ class AfterCommit:
         """Delete steps by the retention rules, except the step just ``saved``."""
         if self._keep is None:
             return
-        # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push
-        # out what is to stay.
+        # Steps queued for deletion do not count: otherwise they would displace steps to keep.
         states = self._folders.survey(self._unsettled_now() | self.deleting())
         plan = retention.plan(self._keep, states, time.time())
         for metric in plan.unjudged.keys() - self._warned:
@@ -483,7 +482,8 @@ class AfterCommit:
         try:
             found = drop_parts(self._folders.store(step), parts, time.time())
             if found.outcome in ("absent", "shared"):
-                with self._changed:  # before a save of the step continues, of which this says nothing
+                # before a save of the step continues, to which this result does not apply
+                with self._changed:
                     self._settled.setdefault(step, set()).update(part.name for part in parts)
         except (CheckpointError, OSError) as error:
             self._events.emit("drop_failed", step, error=error, parts=names)
@@ -531,7 +531,7 @@ class AfterCommit:
         try:
             removed = self._remove(step, what)
         except Exception as error:  # noqa: BLE001 - an event; one folder must not stop the others
-            # anything but a failure of the storage would fail the same way again
+            # only failures of the storage are worth another attempt
             is_passing = isinstance(error, CheckpointError | OSError)
             again = is_passing and task.attempt < _ATTEMPTS and not self._closing
             outlook = "trying again later" if again else "the next manager of this folder tries again"

@@ -133,7 +133,7 @@ class Registrar:
         self._name_of = name_of
         self._changed = threading.Condition()
         self._fresh: list[_Registration] = []
-        """Not on disk yet."""
+        """Notes not yet on disk."""
         self._busy = True
         """True while notes of earlier processes are loaded or notes are written."""
         self._due: dict[str, _Registration] = {}
@@ -300,7 +300,7 @@ class Registrar:
                                 del self._due[note.key]
                             self._changed.notify_all()
                     note = self._next()
-        except Exception:  # a thread's end must not be silent, and must not end training
+        except Exception:  # training must not fail because of this thread, but its end is logged
             logger.exception(
                 "%s: registration stopped after an error; scan the root in the catalog to register the "
                 "remaining checkpoints",

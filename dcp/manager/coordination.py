@@ -1,8 +1,8 @@
-"""Agree on all ranks, at each step, whether to save and whether to stop.
+"""Agreement of all ranks, at each step, whether to save and whether to stop.
 
 SIGTERM reaches one rank, clocks differ, and background saves end at different times. A rank that decided
-alone would leave the others in a collective. So each rank casts votes in a small all-reduce that begins at
-one step and is read at the next, without waiting for slow ranks.
+alone would leave the others waiting in a collective. So each rank casts votes in a small all-reduce that
+begins at one step and is read at the next, without waiting for slow ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Notices:
                     )
                     continue
                 if installed is not None and installed.pid != os.getpid():
-                    _listeners.clear()  # after a fork, the listeners are in the parent
+                    _listeners.clear()  # after a fork, only the parent listens
                 _installed[number] = _Handler(number)
             _listeners[number].add(self)
 
@@ -96,7 +96,7 @@ class Notices:
             threading.Thread(target=self._look, args=(call_off,), name="dcp-notices", daemon=True).start()
 
     def close(self) -> None:
-        """Notice nothing any more; idempotent. The last to leave puts former handlers back."""
+        """Stop listening. Idempotent. The last listener restores the previous handlers."""
         self._closed.set()
         for number in self._signals:
             _listeners[number].discard(self)
@@ -165,7 +165,8 @@ class _Handler:
     def __init__(self, number: int) -> None:
         self.pid = os.getpid()
         self._number = number
-        self._previous = signal.getsignal(number)  # before: the signal may come at once
+        # set before the handler, because the signal may come at once
+        self._previous = signal.getsignal(number)
         signal.signal(number, self._on_signal)
 
     def is_in_place(self) -> bool:
@@ -182,8 +183,8 @@ class _Handler:
         return True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A forked child (a data loader's worker) has this handler too, but must end by SIGTERM as if it had
-        # not. Other signals are notices that schedulers may send to all processes, and no reason to end.
+        # A forked child (a data loader's worker) inherits this handler, but must end by SIGTERM as without
+        # it. Other signals are notices that schedulers may send to all processes; a child ignores them.
         listeners = tuple(_listeners[number])
         heard = self.pid == os.getpid() and bool(listeners)
         if heard:
@@ -284,7 +285,7 @@ class StepCoordinator:
         self._stop_saved = False
         self._calls = 0
         self._works: list[Any] = []
-        """The last exchange, until it ends."""
+        """The last exchange, until its end."""
         self._cast = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._cast_step = 0
         self._kept = _NONE
@@ -361,7 +362,7 @@ class StepCoordinator:
                 saved = turn["latest"] if turn["saves"] else None
         self.stopping = self.stopping or "stop" in agreed
         if self.stopping and not self._stop_saved and "failed" not in agreed:
-            with suppress(CheckpointError, type(error)):  # the next step is the stop's
+            with suppress(CheckpointError, type(error)):  # the step at which the other ranks stop
                 self._least([0.0], error)  # in the first exchange of their `seconds_left`
             return False
         if saved is not None:
@@ -392,7 +393,7 @@ class StepCoordinator:
         votes, turn = self._completed()
         agreed = votes | self._kept
         if turn["refuses"] != _NOBODY:
-            if turn["saves"]:  # which fails, and tells why
+            if turn["saves"]:  # the exchange fails and raises the reason
                 return agreed
             raise CheckpointError(
                 f"rank {turn['refuses']} rejected the arguments of its call: see the exception of that rank",
@@ -446,7 +447,7 @@ class StepCoordinator:
     def reason(self, step: int, *, last: bool = False, force: bool = False) -> Reason | None:
         """Return the reason to save ``step``; None if it is not due or already saved."""
         is_new = step != self._saved
-        if is_new and self.stopping and not self._stop_saved:  # waited for, forced or not
+        if is_new and self.stopping and not self._stop_saved:  # read even if the save is forced
             return "stop"
         if last and (is_new or step == self._skipped):
             return "last"
@@ -458,7 +459,7 @@ class StepCoordinator:
             return "call"
         if (every := self.every_steps) is not None:
             base = self._saved if self._saved is not None else self._first
-            begins = base is None or base == self._first == step or step < base  # steps may begin anew
+            begins = base is None or base == self._first == step or step < base  # steps may restart
             if step > 0 and step % every == 0 if begins else step // every > (base or 0) // every:
                 return "steps"
         return "seconds" if self._time_is_up and step == self._step else None
@@ -507,7 +508,7 @@ class StepCoordinator:
 def _let_go(
     notices: Notices, channel: Channel | None, works: Sequence[Any], wait_seconds: float = 0.0
 ) -> None:
-    """Release both, after a short wait for ``works``."""
+    """Release group and channel, after a short wait for ``works``."""
     notices.close()
     if channel is None:
         return

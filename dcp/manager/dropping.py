@@ -1,8 +1,9 @@
-"""Drop a part of a checkpoint, such as its optimizer, without rewriting the rest. Does not import torch.
+"""Drop of a part of a checkpoint, such as its optimizer, without rewriting the rest. Does not import torch.
 
 1. Publish a new manifest and `.metadata` without the part, by the commit of a save (`dcp.storage.commit`).
-The commit compares with the state at the beginning of the drop. The provenance records the drop. 2. Remove
-files that contain dropped payloads only. After a crash, `finish_drop` removes them.
+The commit compares with the state at the beginning of the drop. The provenance records the drop.
+
+2. Remove files that contain dropped payloads only. After a crash, `finish_drop` removes them.
 
 A file with both dropped and remaining payloads stays. With ``rewrite``, its remaining payloads are copied to
 a new file before the commit and verified. The id of the save does not change. Readers that find a file
@@ -54,7 +55,7 @@ _ASIDE_SECONDS: Final = 900.0
 """Upper bound of the time to write and publish a file."""
 
 OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
-"""Names of files of dcp before they are published under their own."""
+"""Prefixes of temporary files of dcp before their publication."""
 
 _ALIGNED_BYTES: Final = 64
 """Alignment of payloads, kept in copies."""
@@ -261,7 +262,7 @@ def _shared(index: CheckpointIndex, after: CheckpointIndex, names: Collection[st
 
 
 def _size(listing: Mapping[str, FileInfo], names: Iterable[str]) -> int:
-    """Sum up the bytes of files as they were listed."""
+    """Sum the listed sizes of files."""
     return sum(listing[name].size_bytes for name in names if name in listing)
 
 
@@ -306,8 +307,9 @@ def _is_stale(store: Store, index: CheckpointIndex, before: Mapping[str, FileInf
 def _with_copies(
     store: Store, index: CheckpointIndex, shared: Sequence[str]
 ) -> tuple[CheckpointIndex, tuple[str, ...]]:
-    """Return ``index`` over copies of the files ``shared``, with the copies' names; they were read and
-    compared."""
+    """Return ``index`` with copies of the files ``shared``, and the copies' names. Copies are read back and
+    compared.
+    """
     save_id = uuid.uuid4().hex[:8]
     files, sizes = list(index.files), index.file_sizes.copy()
     records, payloads = index.record_offsets.copy(), index.payload_offsets.copy()

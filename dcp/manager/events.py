@@ -37,7 +37,7 @@ EventKind = Literal[
 _NOT_WITHIN_WORK = frozenset(
     {"save_skipped", "restored", "skipped_damaged", "skipped_partial", "stop_requested"}
 )
-"""Events emitted by the training thread outside of a save."""
+"""Kinds of events emitted by the training thread outside of a save."""
 
 _TROUBLE = frozenset({"save_retried", "save_cancelled", "skipped_damaged", "skipped_partial"})
 """Kinds logged as warnings, besides events with an error."""

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager
 
 _AFTER_ERROR_SECONDS = 60.0
-"""Time for a save under way when training has ended with an exception: other ranks may be dead."""
+"""Timeout of a running save after training ended with an exception, because other ranks may be dead."""
 
 _AFTER_COMMIT_SECONDS = 5.0
 """Minimum time for verification and deletions at the end."""
@@ -501,7 +501,7 @@ class CheckpointManager:
         try:
             self._coordinator.meet()
         except PlanError as error:
-            # other ranks save, and would wait in the background, elsewhere than this rank would
+            # the other ranks save; in the background they would wait elsewhere than this rank
             if error.saving:
                 self._session.refuse(error, self._options)
             raise
@@ -787,7 +787,8 @@ class CheckpointManager:
 
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 
-_of_parent: list[CheckpointManager] = []  # kept: destructors would wait for threads of the parent
+# keep these, because destructors would wait for threads of the parent
+_of_parent: list[CheckpointManager] = []
 
 
 def _leave_all_to_parent() -> None:
@@ -807,7 +808,7 @@ def _close_all() -> None:
         manager.end_with_interpreter(failed=failed)
 
 
-# Before the interpreter forbids new threads, and before sessions drain by the same means (what was registered
-# last comes first: `dcp.background.session` is imported above), so that what follows a commit still happens,
-# and the bound is the manager's.
+# Register with threading, because atexit callbacks run too late: threads can no longer start. Registered
+# after the import of `dcp.background.session`, so this runs before sessions are drained: post-commit work
+# still happens, within the manager's timeout.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]

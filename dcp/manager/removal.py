@@ -53,7 +53,7 @@ _ASIDE: Final = re.compile(
 )
 """Temporary files of killed publishes of dcp and stock torch, and ledgers of conversions."""
 _STOCK_OWNER: Final = ""
-"""Stock's data files have no save id in their names."""
+"""Owner of stock torch's data files, whose names have no save id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +174,16 @@ def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
     files: Sequence[str] = () if commit.index is None else commit.index.files
     if commit.index is None and METADATA_NAME in commit.versions:
-        # Of a damaged manifest those that the `.metadata` beside it names: times alone do not tell, because
-        # the files of a quick save are of the same second as its commit objects.
+        # For a damaged manifest, use the names in `.metadata`: times are not enough, because the files of a
+        # fast save may have the same second as its commit objects.
         with suppress(CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError):
             data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
             files = decode_torch_metadata(data).files
     owners = {match["owner"] or _STOCK_OWNER for name in files if (match := DATA_NAME.fullmatch(name))}
     times = {info.name: info.modified_seconds for info in store.list() if info.name in commit.versions}
     together = [times[name] for name in (MANIFEST_NAME, METADATA_NAME) if name in times]
-    # No save that began before the last commit to an id can commit any more; ranks that save on their own
-    # do not exclude each other, so there the first one counts.
+    # A save that began before the last commit to an id cannot commit any more. Ranks that save without
+    # collectives do not exclude each other, so there the first commit counts.
     newest = max(together) if together else min(times.values(), default=0.0)
     return Deleting(commit.save_id, float(now_seconds), sorted(owners), float(newest))
 
@@ -208,21 +208,21 @@ def _cut(store: Store, commit: Commit) -> bool:
             return False
         if any(store.version(name) != version for name, version in commit.versions.items()):
             return False
-        names = list(commit.versions)  # the truth last
+        names = list(commit.versions)  # the manifest last
         stock_is_truth = commit.index is not None and commit.index.format == TORCH_DCP.name
         if stock_is_truth and names[:2] == [MANIFEST_NAME, METADATA_NAME]:
             names[:2] = [METADATA_NAME, MANIFEST_NAME]
         for name in names[::-1]:
             if not store.delete_if(name, commit.versions[name]):
                 return False
-    # Before any data goes: a power loss must not bring the commit objects back.
+    # Sync before removing data: a power failure must not restore the commit objects.
     store.sync()
     return True
 
 
 def _clear(store: Store, tombstone: Deleting, uploads: Collection[str] = ()) -> Removed:
     files = store.list()
-    # The publish of the tombstone itself may have been killed and left a file aside, as new as the notes.
+    # A killed publish of the tombstone may have left a temporary file as new as the notes.
     noted_seconds = max((info.modified_seconds for info in files if info.name == NOTES_NAME), default=0.0)
     gone = [info for info in files if _belongs(info, tombstone, noted_seconds)]
     _delete(store, gone)
@@ -331,8 +331,7 @@ def find_leftovers(
 
 
 def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Leftovers]]:
-    """Find folders in which conversions to something in ``root`` were at work, and have written nothing
-    since."""
+    """Find work folders of inactive conversions to targets in ``root``."""
     for folder in sorted(root.glob(f"{TEMPORARY_PREFIX}convert-*")):
         paths = [path for path in folder.rglob("*") if path.is_file()]
         stats = {path: path.stat() for path in paths}
@@ -395,9 +394,9 @@ def remove_leftovers(store: Store, left: Leftovers, before_seconds: float, *, up
     elif left.kind == "abandoned":
         files = remove_abandoned(store, before_seconds).files
     else:
-        # Before removing files to which an older `.metadata` may refer.
+        # before removing files that an older `.metadata` may reference
         finished, _ = finish_drop(store)
-        with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
+        with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # prevents a commit between check and removal
             store.sync()  # make the commit durable first
             now = _leftovers_of(store, before_seconds)
             still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())

@@ -240,7 +240,7 @@ def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float)
     keep = {step: tuple(why) for step, why in reasons.items() if why}
     drop: dict[int, tuple[Part, ...]] = {}
     for part in retention.dropping if isinstance(retention, Retention) else ():
-        # Deleted steps, and steps without the part, must not count for the part's rule.
+        # deleted steps, and steps without the part, do not count for the part's rule
         having = [state for state in good if state.step in keep and not part.is_gone(state)]
         planned = plan(part.keep, having, now_seconds)
         unjudged |= planned.unjudged

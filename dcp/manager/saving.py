@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, SupportsFloat]
-"""By name: numbers, numpy's too, or tensors and arrays of no dimension; NaN is allowed."""
+"""Metrics by name: Python and numpy numbers, or tensors and arrays without dimensions. NaN is allowed."""
 
 _LONGEST_SHOWN = 200
 _OURS = frozenset({"step", "metrics", "run", PARTIAL})
@@ -124,7 +124,7 @@ def weights_of(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
             found[key] = value
         elif below:
             paths = {name: name.removeprefix(f"{key}.") for name in below}
-            # a `Stateful` object, which is never loaded by
+            # a `Stateful` object, whose state is not needed here
             some = partial(_some_entries, value, paths)
             found[key] = SimpleNamespace(state_dict=some, load_state_dict=lambda _: None)
     return found
@@ -194,7 +194,7 @@ class StepSaver:
         self.forget_saves()
 
     def forget_saves(self) -> None:
-        """Know of no save: a forked child has begun none, and another thread may have held the lock."""
+        """Forget running saves, in a forked child. Another thread may have held the lock."""
         self._changed = threading.Condition()
         self._running: dict[SaveFuture, int] = {}
         self.failures = 0
@@ -262,7 +262,7 @@ class StepSaver:
         *,
         overlap: bool = False,
     ) -> SaveFuture:
-        """Save, behind the loop where the session does."""
+        """Save; in the background, unless the session saves in the loop."""
         self.coordinator.saved(step, reason)
         options = replace(
             self.options, step=step, resumed_from=self.resumed_from, user_metadata=user_metadata
@@ -327,7 +327,7 @@ class StepSaver:
         """Fail the save of ``step`` on all ranks with an error that this rank raised before the save."""
         self.session.refuse(error, self.options)
         if self.session.world_size > 1:
-            self.coordinator.saved(step, reason)  # as on the others
+            self.coordinator.saved(step, reason)  # as on the other ranks
 
     def _follow(self, method: Literal["saving", "ended"], step: int, *args: str | None) -> None:
         """Call a method of ``after_commit`` on the coordinator; log its errors."""
@@ -384,10 +384,8 @@ class StepSaver:
             return sorted(self._running.values())
 
     def raise_failure(self, *, damage: bool) -> None:
-        """Raise what is kept, once.
-
-        All ranks see a save fail. ``damage``, which the coordinator alone sees, is raised only where the
-        others know of it.
+        """Raise the recorded failure, once. All ranks know of a failed save; ``damage``, known only to the
+        coordinator, is raised only at a point where other ranks are informed.
         """
         with self._changed:
             error, self._failure = self._failure, None
@@ -398,7 +396,7 @@ class StepSaver:
                 raise error
 
     def raise_unsaved(self) -> None:
-        """Raise CheckpointError where saves failed, the last of them was not raised, and none committed."""
+        """Raise CheckpointError if saves failed, the last failure was not raised, and no save was committed."""
         with self._changed:
             error, self._unreported = self._unreported, None
         if error is not None and not self._has_committed:
@@ -408,12 +406,12 @@ class StepSaver:
             ) from error
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Tell whether no save is under way any more, within ``timeout_seconds``."""
+        """Wait for all saves; return False after ``timeout_seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, timeout_seconds)
 
     def settle(self, timeout_seconds: float) -> None:
-        """Wait as `wait` does. Raises CheckpointError where one still is."""
+        """Wait like `wait`. Raises CheckpointError if a save is still running."""
         if self._running and not self.wait(timeout_seconds):
             steps = ", ".join(map(str, self.running()))
             raise CheckpointError(
@@ -423,8 +421,7 @@ class StepSaver:
 
 
 def _is_lasting(error: BaseException) -> bool:
-    """Tell whether the saves to come will fail as well: an entry cannot be saved as it is, or the ranks do
-    not come together any more."""
+    """Return whether later saves will fail too: an entry cannot be saved, or ranks no longer communicate."""
     if isinstance(error, PlanError):
         return bool(error.fqn or error.fqns or error.problems)
     return isinstance(error, CollectiveTimeoutError)
@@ -453,7 +450,7 @@ class LoopSession:
         options: SaveOptions,
         overlap: bool = False,
     ) -> SaveFuture:
-        """Save ``state_dict``; whatever fails is the future's error, on all ranks alike."""
+        """Save ``state_dict``. All errors are raised by the future, on all ranks."""
         future = self._current = SaveFuture(getattr(storage_writer, "checkpoint_id", None) or "")
         future.staging_completion.set_result(None)
         begun = time.perf_counter()
@@ -496,11 +493,11 @@ class LoopSession:
         return nullcontext()
 
     def close(self, timeout_seconds: float) -> None:
-        """Do nothing: nothing is under way by now."""
+        """Do nothing, because no save is running."""
 
 
 def check_group(*, no_dist: bool) -> None:
-    """Raise CheckpointError if the process group is gone, without which each rank would work alone."""
+    """Raise CheckpointError if the process group was destroyed; each rank would then save alone."""
     if not no_dist and not dist.is_initialized():
         raise CheckpointError(
             "the process group of this manager has been destroyed; restore, and save in mode 'sync', before "

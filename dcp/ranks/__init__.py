@@ -1,1 +1,1 @@
-"""Exchanges between ranks: bytes, outcomes, signs of life, and one error for several failures."""
+"""Communication between ranks: messages, results, signs of life, and one error for several failures."""

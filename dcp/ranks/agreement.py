@@ -1,4 +1,4 @@
-"""Compare the operations of all ranks, as the first step (`begin`) of each operation.
+"""Agreement of all ranks on the operation: the first step (`begin`) of each operation.
 
 Ranks in different operations would take different steps, wait until the timeout, or mix up messages.
 """
@@ -20,7 +20,7 @@ from dcp.storage.errors import PlanError
 logger = logging.getLogger(__name__)
 
 _MAX_VALUE = 1000
-"""Characters of an option, and then a digest: patterns may be many."""
+"""Maximum length of an option in a message; longer ones are cut and get a digest."""
 
 _warned: set[str] = set()
 """Names of notes known to differ by rank, and omitted from later exchanges so that digests are equal."""
@@ -179,7 +179,7 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
 
 
 def by_rank(texts: Sequence[str]) -> str:
-    """Return which ranks have which of ``texts``, by the first rank; a few of them."""
+    """Describe which ranks have which of ``texts``, ordered by rank, with a limited length."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if not text:

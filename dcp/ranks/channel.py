@@ -1,4 +1,4 @@
-"""Exchange bytes between the ranks of a process group: gather, all-gather, scatter, broadcast.
+"""Exchange of bytes between the ranks of a process group: gather, all-gather, scatter, broadcast.
 
 Payloads are uint8 tensors on the group's device, without pickle. The caller passes a function that waits for
 the work, so that waits are bounded in one place.

@@ -1,4 +1,4 @@
-"""Bounded steps that the ranks of a save or load take together.
+"""Steps that the ranks of a save or load take together, with bounded waits.
 
 Payloads are uint8 tensors on any backend. Every exchange carries each rank's outcome, so one rank's exception
 becomes the same typed error on all ranks. If a rank dies or is late, the other ranks agree through the
@@ -49,14 +49,14 @@ T = TypeVar("T")
 
 
 class Codec(NamedTuple):
-    """Packs values for the way between ranks, and unpacks them."""
+    """Encodes values for exchanges between ranks, and decodes them."""
 
     encode: Callable[[Any], bytes]
     decode: Callable[[bytes], Any]
 
 
 BYTES = Codec(lambda value: value, lambda data: data)
-"""Codec for values that are bytes."""
+"""Codec of bytes."""
 
 _OK, _FAILED = b"\x00", b"\x01"
 
@@ -142,12 +142,12 @@ class Ranks:
         self._channel = channel
         self.rank, self.world_size = channel.rank, channel.world_size
         self.is_coordinator = self.rank == self.coordinator
-        self._blocks = channel.device.type == "cpu"  # on an accelerator, wait() only blocks its stream
+        self._blocks = channel.device.type == "cpu"  # for an accelerator, wait() blocks only its stream
         self.store = channel.store
         grace = grace_seconds(self.timeout_seconds)
         self._bound_seconds = max(self.timeout_seconds - grace, self.timeout_seconds / 2)
         self._look_seconds = grace / _LOOKS_PER_GRACE
-        """Between two looks for signs: often enough to answer in time."""
+        """Pause between checks for signs, short enough to answer in time."""
         meeting: list[str] = []
         if channel.state.life is None:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -253,7 +253,7 @@ class Ranks:
             if messages is None:
                 messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
         except CheckpointError as error:
-            if own_error is not None:  # may be the reason for the missing ranks
+            if own_error is not None:  # may explain why ranks are missing
                 error.add_note(f"rank {self.rank} itself had failed before: {own_error}")
             raise
         return self._parts(step, messages, own_error)
@@ -378,7 +378,7 @@ class Ranks:
             rank = self.rank
         elif look and self._channel is not None:
             key = f"{self.key}/called-off"
-            with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
+            with contextlib.suppress(RuntimeError):  # the store has failed: the next exchange reports this
                 rank = int(self.store.get(key)) if self.store.check([key]) else None
         if rank is not None:
             raise SaveAbortedError(f"the {self.operation} was aborted on rank {rank}", rank=rank)
@@ -405,7 +405,7 @@ class Ranks:
         """Notify ranks at work of the cancellation."""
         if self._channel is not None and not self._abort_is_passed_on:
             self._abort_is_passed_on = True
-            with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
+            with contextlib.suppress(RuntimeError):  # the store has failed: the next exchange reports this
                 self.store.set(f"{self.key}/called-off", str(self.rank))
 
     # -- bounded waits ---------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ class Ranks:
             )
             failures = dict.fromkeys(missing or range(self.world_size), error)
         except BaseException as error:
-            # An interrupt or lack of memory on this rank alone.
+            # An interrupt or lack of memory on this rank only.
             self._note_given_up([], f"rank {self.rank} left step {step!r} by {type(error).__name__}")
             with contextlib.suppress(RuntimeError):
                 self._tell_given_up()
@@ -522,7 +522,7 @@ class Ranks:
             if now < tell:
                 return tell
             missing = self._presence.absent(step)
-        except RuntimeError:  # the store is gone: the wait ends anyway
+        except RuntimeError:  # the store has failed: the wait ends anyway
             return math.inf
         if missing:
             logger.warning(
@@ -545,7 +545,7 @@ class Ranks:
             self._tell_given_up()
             self._presence.show()
             missing = self._presence.missing(deadline)
-        except RuntimeError as error:  # the host of the store is gone
+        except RuntimeError as error:  # the host of the store has died
             missing, reason = [0], f"{reason}; the rendezvous store failed as well ({error})"[:500]
         who = f"rank {', '.join(map(str, missing))} of {self.world_size} died or did not answer"
         if not missing:
@@ -562,7 +562,7 @@ class Ranks:
             raise self._lost_error(reason) from None
         serial, _, operation = noted.decode().partition(" ")
         if operation and int(serial) < self._serial and self._channel is not None:
-            # abandoned by ranks that this rank no longer needs
+            # abandoned by ranks that no longer need this rank
             self._note_given_up([], "other ranks left it before its end", operation)
             self._check_in_step()
 
@@ -580,7 +580,7 @@ def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:
 
 
 def _content(message: bytes) -> bytes:
-    """Without stamp and outcome."""
+    """Return a message without stamp and outcome."""
     return message[_STAMP_BYTES + 1 :]
 
 

@@ -1,4 +1,4 @@
-"""Combine failures of ranks into one exception on every rank, and exchange signs of life.
+"""Failures of ranks: one exception on every rank for all failures, and signs of life.
 
 The exception is a `RankFailedError`: a `CheckpointError` and torch's `CheckpointException` (a BaseException).
 If all failures have the same class of `dcp.errors`, the exception also has this class, so ``except

@@ -1,4 +1,4 @@
-"""Save on columns: plan, write and commit the state of all ranks.
+"""Saves on columns: plan, write and commit the state of all ranks.
 
 `dcp.state_dict_saver` has the public functions; `dcp.engines` handles torch's plan objects.
 """

@@ -1,4 +1,4 @@
-"""Features of a save: methods called by the steps of a save.
+"""Features of a save: classes with methods that the steps of a save call.
 
 The steps (`dcp.saving.save`) call each method of the active features, in the order of
 `dcp.features.registry`. A feature depends on the save's options and storage only, so it is the same in the
@@ -48,7 +48,7 @@ class SaveFeature(Feature):
         return None
 
     def groups(self, local: RankState) -> Int64 | None:
-        """Return a number for each local tensor; each number gets a file of its own. None for one group."""
+        """Return a number for each local tensor; each number gets separate files. None for one group."""
         return None
 
     def observer(self, local: RankState, columns: WriteColumns) -> Observer | None:

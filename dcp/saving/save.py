@@ -1,4 +1,4 @@
-"""Run one save: begin, plan, write, commit.
+"""Steps of one save: begin, plan, write, commit.
 
 `Save` has the steps in order. `ColumnSave` implements them on columns, and `dcp.engines.protocol_save` for
 custom planners and storages. A save runs in the training loop, in a thread, or in a writer process that
@@ -210,7 +210,7 @@ class Save(ABC):
             if len(set(places)) > 1:
                 _check_same_target(self.ranks, places, None if self.storage is None else self.storage.store)
             answer = self._save()
-        else:  # no plan is exchanged, and no rank sees another's failure before the end
+        else:  # without collectives, a rank does not see other ranks' failures before the end
             self.ranks.all_gather("save", lambda: self._save()[:0])
         seconds = self.times | {"save": time.perf_counter() - begun}
         save_id = str(getattr(self.writer, "save_id", ""))
@@ -230,9 +230,9 @@ class Save(ABC):
                 "write", lambda: self.write(plan()), self.commit, sent=self.outcomes
             )
             return answer
-        except BaseException as error:  # an interrupt, too, must not leave files behind
-            # On the coordinator alone, after every rank has reported or was given up. Another rank,
-            # if interrupted, would remove files of a commit in progress.
+        except BaseException as error:  # also after an interrupt, files must be removed
+            # Only on the coordinator, after every rank has reported or was given up. An interrupted other
+            # rank could remove files of a commit in progress.
             if ranks.is_coordinator or not self.together:
                 self._clear_up(error, is_planned=plan is not None)
             if self.together and isinstance(error, SaveAbortedError):
@@ -358,7 +358,7 @@ class ColumnSave(Save):
     def start(self) -> None:
         """Clear the previous attempt. A single rank has no replicas to compare."""
         self.local, self.planned = None, None
-        # names and paths are the same on most ranks, and then decoded once
+        # decode names and paths once, because most ranks have the same
         self.parts = Codec(encode_save_columns, partial(decode_save_columns, cache={}))
         is_alone = not self.together or self.ranks.world_size == 1
         self.check = "off" if is_alone else self.plan_options["replica_check"]
@@ -431,7 +431,7 @@ class ColumnSave(Save):
                 raise
         self.times["write"] = time.perf_counter() - begun
         found = {}
-        for name, observer in observers.items():  # in its decoded form
+        for name, observer in observers.items():  # the decoded form
             found[name] = ask(name, "finish", lambda one: unpack(pack(one.finish())), object, observer)
         return replace(outcome, found=found, seconds=self.times, traffic=storage.traffic)
 
@@ -516,9 +516,9 @@ def _check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None)
         found = ranks.all_gather("compare", look)
     finally:
         if ranks.is_coordinator and store is not None:
-            try:  # the other ranks are in the next step; a later save removes the file
+            try:  # an error is reported in the next step; a later save removes the file
                 store.delete_all([name])
-                if is_new:  # the save makes the folder again
+                if is_new:  # the save creates the folder again
                     store.remove_root()
             except Exception as error:  # noqa: BLE001 - as said
                 logging.getLogger(__name__).warning("%s could not be removed: %s", name, error)

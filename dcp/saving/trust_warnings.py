@@ -1,6 +1,6 @@
-"""Warn of values and keys that a load does not return unchanged.
+"""Warnings about values and keys that a load does not return unchanged.
 
-The coordinator warns during the save, because otherwise only a resume would notice.
+The coordinator warns during the save, because otherwise the problem would show only in a resume.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copy a state to host memory for asynchronous saves: ``torch.distributed.checkpoint.staging``.
+"""Staging: copy a state to host memory for asynchronous saves (``torch.distributed.checkpoint.staging``).
 
 `DefaultStager` and `BlockingAsyncStager` are dcp's subclasses of torch's classes. `AsyncStager` and
 `StagingOptions` are torch's.

@@ -37,7 +37,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class StagingMemoryError(StagingError, MemoryError):
-    """The host has no memory of the kind asked for; ``needed_bytes`` and ``available_bytes`` say how much."""
+    """The host lacks memory of the requested kind: ``needed_bytes`` of ``available_bytes``."""
 
     available_bytes: int | None = None
     needed_bytes: int | None = None
@@ -136,7 +136,7 @@ class HostArena:
         if self.fd is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         else:
-            try:  # have the pages now: without, a full memory would be a SIGBUS in the middle of a copy
+            try:  # Allocate all pages now: if memory runs out during the copy, the process would get SIGBUS.
                 os.posix_fallocate(self.fd, 0, size_bytes)
             except OSError as error:
                 os.ftruncate(self.fd, self.size_bytes)
@@ -150,7 +150,8 @@ class HostArena:
             # After a fork, the next staging would copy every page for the child.
             _libc.madvise(address, size_bytes, _MADV_DONTFORK)
         if lock:
-            # Fewer pages to lock. Otherwise they gain nothing measurable, and the first copy waits for them.
+            # Huge pages reduce the number of pages to lock. Other mappings do not gain, and the first copy
+            # would wait.
             _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
             _page_lock(address, size_bytes)
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)
@@ -186,8 +187,8 @@ def _page_lock(address: int, size_bytes: int) -> None:
         )
 
 
-# A forked child has neither the private mapping nor a use for the descriptor, but perhaps something else in
-# their places.
+# A forked child has neither the private mapping nor a use for the descriptor, and other objects may have the
+# same address and number.
 
 
 def _unmap(address: int, size_bytes: int, locked: bool, owner_pid: int) -> None:
@@ -207,7 +208,7 @@ def _cuda() -> Any:
 
 
 def _pinned(size_bytes: int) -> _Memory:
-    """Page-locked memory of the accelerator's own allocator."""
+    """Return page-locked memory from the accelerator's allocator."""
     tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
     weakref.finalize(memory, lambda kept: None, tensor).atexit = False

@@ -1,4 +1,4 @@
-"""Copies of tensors in an arena: where each lies, and moving the bytes over threads and device streams."""
+"""Copies of tensors to an arena: layout of the copies, and transfers by threads and device streams."""
 
 from __future__ import annotations
 
@@ -188,11 +188,11 @@ class Copying:
     def run(self) -> list[int]:
         """Copy; return the numbers of sources whose copies differ from the samples."""
         copier, arena = self._copier, self._arena
-        if arena.is_new:  # the copy would get each page by a fault
+        if arena.is_new:  # otherwise the copy would allocate each page by a fault
             step = max(_TASK_BYTES, arena.size_bytes // copier.threads // 8) // PAGES_BYTES * PAGES_BYTES
             copier.run([partial(arena.populate, begin, step) for begin in range(0, arena.size_bytes, step)])
             arena.is_new = False
-        # begun first: the host's tensors are copied while the devices' are on their way
+        # start device transfers first, and copy host tensors meanwhile
         arrivals = [self._queue(device, ready) for device, ready in self._ready.items()]
         try:
             self._copy_host()
@@ -237,7 +237,7 @@ class Copying:
 
     def _copy_rows(self, rows: Sequence[int], *, non_blocking: bool = False) -> None:
         targets, sources = self.layout.memory.tensors, self._sources.tensors
-        # As bytes where an element is one: of a bool torch would make 1 of any other value, and some types it
+        # Copy bools as bytes, because torch would change values other than 0 and 1. Also types that torch
         # cannot copy.
         with torch.no_grad():
             to = [as_copied(targets[row]) for row in rows]

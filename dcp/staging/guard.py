@@ -1,4 +1,4 @@
-"""Guard of staging: detect copies that differ from the state at the time of the request.
+"""Guard of staging: detects copies that differ from the state at the time of the request.
 
 Samples of the sources are compared with the copies. This finds a state that changed during the copy (by
 another thread, an overlapped copy or running device work), and stale copies.
@@ -36,10 +36,10 @@ Guard = Literal["sampled", "full", "off"]
 _MAX_NAMED = 16
 _WORD_BYTES = 8
 _WORDS_IN_ALL = 24_000
-"""About as many words are spread over all tensors: a cache miss each."""
+"""Approximate number of words sampled over all tensors; each costs a cache miss."""
 _MIN_WORDS, _MAX_WORDS = 3, 16
 _WHOLE_ELEMENTS = 8
-"""Tensors of no more elements are looked at whole."""
+"""Tensors of up to this number of elements are sampled completely."""
 _BIT_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Unsigned dtypes by element size, to read dtypes that torch cannot gather."""
 _GOLDEN = 0.6180339887498949
@@ -113,7 +113,7 @@ class _Words:
             chosen = np.flatnonzero((widths == width)[self.rows] & memory.is_plain[self.rows])
             if len(chosen) and width == _WORD_BYTES:
                 base, last = int(addresses[chosen].min()), int(addresses[chosen].max())
-                # a word for every byte; read lazily
+                # one word for each byte offset; read lazily
                 near = np.ndarray((last - base + 1,), np.uint64, view(base, last - base + 8), strides=(1,))
                 words[chosen] = near[addresses[chosen] - base]
             elif len(chosen):
@@ -267,7 +267,7 @@ def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tenso
             local = local_tensor(fqn, value, cache)
         except PlanError:  # custom planners may handle the value
             continue
-        # a local tensor may have several boxes
+        # a local tensor may consist of several boxes
         parts = {id(source): source for source in local.sources} if local is not None else {}
         found += [
             (fqn, source)

@@ -117,7 +117,8 @@ class DefaultStager(TorchDefaultStager):
         self._most = arenas
         self._changed = threading.Condition()
         self._free: list[HostArena] = []
-        self._taken: set[object] = set()  # turns, not arenas: an unreleased arena is freed with its views
+        # turns are limited, not arenas: an unreleased arena is freed with its views
+        self._taken: set[object] = set()
         self._closed = False
         self._copying = 0
         self._changers: list[int] = []
@@ -249,7 +250,7 @@ class DefaultStager(TorchDefaultStager):
         staged.done.set_exception(error)
         if not isinstance(error, Exception):
             staged.release()
-            raise error  # an interrupt is the training thread's, which never sees the result
+            raise error  # an interrupt ends the training thread, which never uses the result
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any] | Future[dict[str, Any]]:
         """Copy ``state_dict`` to the CPU, by torch's protocol: equal structure, with DTensors and
@@ -371,7 +372,7 @@ class StateTree:
         # keeps the objects, so that ids stay unique
         self._tensors: dict[int, tuple[_Make, torch.Tensor]] = {}
         self._containers: dict[int, object] = {}
-        self._mappings: list[Mapping[Any, Any]] = []  # but dicts: they become dicts, and need not be copyable
+        self._mappings: list[Mapping[Any, Any]] = []  # dicts are rebuilt, and need not be copyable
         self._visit((), state_dict)
         self.memory = LocalMemory.of(self._sources)
 

@@ -1,4 +1,4 @@
-"""Compare loaded tensors with saved tensors: find wrong elements, locate their origin, and report all."""
+"""Comparison of loaded and saved tensors: find wrong elements, locate their origin, and report."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if every saved element came back."""
+        """True if every saved element was restored."""
         return not self.findings
 
     @property
@@ -292,13 +292,14 @@ def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, widt
     found = np.full(len(bits) // (2 if dtype.is_complex else 1), -1, np.int64)
     count = math.prod(source.shape)
     if count < width or width * bits_per_value(dtype) < _SPARE_BITS + math.log2(count):
-        return found  # too few bits
+        return found  # too few bits to be unique
     there = coded_bits(Identity(source.name, source.rank, "saved"), np.arange(count, dtype=np.int64), dtype)
     grams, here = _grams(_joined(there, dtype), width), _grams(_joined(bits, dtype), width)
     order = np.argsort(grams, kind="stable")
     rank = np.minimum(np.searchsorted(grams[order], here), len(grams) - 1)
     is_known = grams[order][rank] == here
-    is_known &= np.arange(len(here)) % max(row, 1) <= max(row, 1) - width  # within a row of this rank's
+    # neighbours within a row of this rank
+    is_known &= np.arange(len(here)) % max(row, 1) <= max(row, 1) - width
     begins = np.flatnonzero(is_known)
     for step in range(width):
         found[begins + step] = order[rank[begins]] + step

@@ -37,10 +37,10 @@ _FLOATS: Final = {
     torch.complex64: (8, 23),
     torch.complex32: (5, 10),
 }
-"""Bits of the exponent and of the fraction."""
+"""Number of exponent and fraction bits by dtype."""
 
 _KNOWN_BITS: Final = 40
-"""With this many bits, values of a few million elements rarely repeat."""
+"""Number of bits with which values of a few million elements rarely repeat."""
 
 _STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -103,7 +103,7 @@ def number_of(of: Identity) -> float:
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """Give the elements of a plain tensor in C order."""
+    """Return the elements of a plain tensor in C order, as bits."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     found: Bits = plain.view(torch.uint8).numpy().view(f"u{_width(plain.dtype)}")
     return found
@@ -120,7 +120,7 @@ def write_bits(tensor: torch.Tensor, bits: Bits) -> None:
 StatePart = Literal["model", "optimizer"]
 
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Modules of torch.compile, of activation checkpointing and of FSDP1, which no state dict names."""
+"""Wrapper modules (torch.compile, activation checkpointing, FSDP1) that state dicts omit from names."""
 
 
 class Whole(NamedTuple):
@@ -163,7 +163,7 @@ def clean_name(name: str, model: nn.Module) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    """Give the first name of each parameter."""
+    """Return the first name of each parameter."""
     found: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, clean_name(name, model))
@@ -282,7 +282,7 @@ def _parts(part: StatePart, name: str, fqn: str, tensor: torch.Tensor) -> Iterat
     elif hasattr(local, "__tensor_flatten__"):
         for attribute in local.__tensor_flatten__()[0]:
             yield from _parts(part, f"{name}.{attribute}", fqn, getattr(local, attribute))
-    else:  # positions of pending values are unknown, so they count as this rank's own
+    else:  # positions of pending partial values are unknown, so they count as this rank's own
         index = np.arange(local.numel(), dtype=np.int64)
         yield LiveTensor(part, name, fqn, local, tuple(local.shape), index, is_alone=True)
 
@@ -306,7 +306,7 @@ def _places(tensor: DTensor) -> npt.NDArray[np.int64]:
         for axis, placement in enumerate(tensor.placements)
         if hasattr(placement, "dim")
     ]
-    # a strided shard is split after the placements on its right, as FSDP splits shards of tensor parallelism
+    # a strided shard is split after the placements to its right, as FSDP splits shards of tensor parallelism
     for _, axis, dim in sorted(shards, key=lambda shard: (shard[0], -shard[1] if shard[0] else shard[1])):
         size = index.shape[dim]
         step = -(-size // tensor.device_mesh.size(axis))

@@ -1,4 +1,4 @@
-"""Check that a save and a load keep every element of a model, on any number of ranks.
+"""Check of a save and a load: every element of a model must be restored, on any number of ranks.
 
 Model and optimizer get values that identify their position. The state is saved, loaded into a new model on
 the same or other ranks, and compared. Lost, doubled, shuffled, stale and misplaced elements are reported by
@@ -78,7 +78,7 @@ class ModelState:
     module: nn.Module
 
     def state_dict(self) -> dict[str, Any]:
-        """Give tensors by name."""
+        """Return tensors by name."""
         return get_model_state_dict(self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class OptimizerState:
     optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Give state by name of parameter."""
+        """Return state by parameter name."""
         return get_optimizer_state_dict(self.module, self.optimizer, options=_OPTIONS)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class OptimizerState:
 
 
 def _whole(name: str, tensor: torch.Tensor, rank: int, world: int) -> None:
-    """Take plain tensors for whole."""
+    """Treat all plain tensors as whole tensors."""
 
 
 def check(
@@ -212,7 +212,7 @@ def _failures(what: str, results: Iterable[Any]) -> tuple[StateFinding, ...]:
     findings = []
     for result in results:
         if isinstance(result, RankFailure):
-            lines = result.message.splitlines()  # the first and last lines of a long message
+            lines = result.message.splitlines()  # first and last lines of a long message
             shown = " ".join(lines if len(lines) <= _MAX_LINES else [lines[0], "...", lines[-1]])
             findings.append(StateFinding("failed", result.rank, found=f"{what}: {shown}"))
     return tuple(findings)
@@ -299,7 +299,7 @@ def _seed(live: Iterable[LiveTensor], moment: str, rank: int, own: Iterable[str]
 
 
 def _rate(moment: str) -> float:
-    """Give the learning rate of all groups."""
+    """Return the learning rate of all groups."""
     return number_of(Identity("lr", None, moment))
 
 

@@ -82,7 +82,8 @@ class RankProcesses:
             waiting: dict[Any, int] = {}
             for rank in set(range(world)) - found.keys():
                 process, connection = self._workers[rank]
-                waiting |= {connection: rank, process.sentinel: rank}  # a child of its may keep the pipe open
+                # a child process may keep the pipe open
+                waiting |= {connection: rank, process.sentinel: rank}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -143,7 +144,7 @@ def _carried_out(
     try:
         shared, timeout = dist.FileStore(store, world), timedelta(seconds=timeout_seconds)
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
-        shared.set(f"here/{rank}", "1")  # an early end would keep other ranks from joining
+        shared.set(f"here/{rank}", "1")  # an early exit would keep other ranks from joining
         shared.wait([f"here/{other}" for other in range(world)], timeout)
         return function(rank, world, *args)
     except BaseException as error:  # noqa: BLE001 - the caller gets it
