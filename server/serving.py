@@ -1,4 +1,4 @@
-"""Processes of `dcp serve`: uvicorn, the embedded worker, and an orderly shutdown."""
+"""Processes of `dcp serve`: uvicorn, the embedded worker, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
         FeatureError: A feature cannot be imported.
     """
     configure_logs(settings)
-    schedules(settings)  # fails here if a feature cannot be imported, not only in the worker
+    schedules(settings)  # a feature that cannot be imported must fail here too, not only in the worker
     _check_port(settings.host.strip("[]"), settings.port)
     if "roots" not in settings.model_fields_set:  # the default folder may be missing
         for root in settings.roots.values():
             Path(root.url).mkdir(exist_ok=True)
     _tell_roots(settings)
     with ExitStack() as stack:
-        # Before and after uvicorn handles signals; uvicorn raises the final signal again.
+        # Handlers for the time before and after those of uvicorn, which raises the final signal again.
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, _end))
         stack.enter_context(_environment(flags_environment(flags)))
@@ -119,10 +119,8 @@ def _end(_number: int, _frame: object) -> None:
 
 
 def _app(settings: Settings) -> FastAPI:
-    """Create the application.
-
-    A signal meanwhile ends the process as usual, although pydantic wraps exceptions raised while it builds a
-    model.
+    """Create the application. A signal during the creation ends the process as usual, although pydantic wraps
+    exceptions raised while it builds a model.
     """
     try:
         return create_app(settings)
@@ -325,7 +323,7 @@ class _Keeper:
         with self._lock:
             if self._stopping.is_set():
                 return None
-            # A session of its own: Ctrl-C reaches only this process, which stops the worker.
+            # A separate session: Ctrl-C reaches only this process, which stops the worker.
             self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
             return self._process
 

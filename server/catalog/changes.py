@@ -109,7 +109,7 @@ class _Batch:
             }
             left -= self._insert(new, facts)
             if not left:
-                break  # otherwise another process inserted them meanwhile
+                break  # another process inserted the runs in the meantime
         else:
             raise AssertionError("the row exists and does not exist")
         self._add_labels(facts, runs)

@@ -1,4 +1,4 @@
-"""Cursors: opaque positions between pages, returned by clients.
+"""Cursors: opaque positions between pages, which clients send back.
 
 Cursors contain no secrets and grant no rights, so they are not signed; every cursor is validated.
 """

@@ -104,18 +104,18 @@ def last_event_id(connection: Connection) -> int:
 
 
 def position(connection: Connection, consumer: str) -> int:
-    """Return the id of the last event that ``consumer`` has handled, 0 before the first."""
+    """Return the id of the last event that ``consumer`` has handled; 0 before the first."""
     found = connection.execute(select(consumers.c.event_id).where(consumers.c.name == consumer)).scalar()
     return 0 if found is None else int(found)
 
 
 def lock_position(connection: Connection, consumer: str) -> int:
-    """Return the same, and keep other transactions from it until this one ends."""
+    """Return the `position`, locked until the transaction ends."""
     insert_missing(connection, consumers, [{"name": consumer, "event_id": 0}])
     query = select(consumers.c.event_id).where(consumers.c.name == consumer)
     return int(connection.execute(query.with_for_update()).scalar_one())
 
 
 def move_on(connection: Connection, consumer: str, event_id: int) -> None:
-    """Note that ``consumer``, whose position is locked, has handled all events up to ``event_id``."""
+    """Store that ``consumer``, whose position is locked, has handled all events up to ``event_id``."""
     connection.execute(update(consumers).where(consumers.c.name == consumer).values(event_id=event_id))

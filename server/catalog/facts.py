@@ -183,7 +183,7 @@ def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[s
         given |= {"announced": announcement(columns), "verification": "unverified", "verified_seconds": None}
     else:
         if facts.state == "committed" and columns["save_id"] is not None:
-            given["announced"] = columns["save_id"]  # later notes may change the fingerprint
+            given["announced"] = columns["save_id"]  # later registrations may change the fingerprint
         elif row["announced"] == "":
             given["announced"] = announcement(columns)
         if given["problem"] is None and row["verification"] == "damaged":

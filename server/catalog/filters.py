@@ -193,7 +193,7 @@ _c: Final = checkpoints.c
 
 
 def _where(test: ColumnElement[bool]) -> Select[Any]:
-    # Not correlated with an outer query on the same table.
+    # an alias, so that the subquery is not correlated with an outer query on the same table
     return select(_c.id).where(test).correlate(None)
 
 
@@ -300,7 +300,7 @@ def _tests_of_range(
         getattr(wanted, name) if name else None for name in (within.least, within.most, within.below)
     )
     if least is None and within.column and (most is not None or below is not None):
-        least = 0  # missing values match no range
+        least = 0  # NULL matches no range
     return [
         *([column >= least] if least is not None else []),
         *([column <= most] if most is not None else []),

@@ -201,7 +201,7 @@ ORDERS: Final[dict[str, tuple[str, type]]] = {
     "name": ("name", str),
 }
 _WITHIN: Final[dict[str, tuple[str, ...]]] = {
-    # of several, the first is assumed to match the fewest
+    # of several conditions, assume that the first matches the fewest rows
     "time": ("run_id", "is_pinned", "verification", "root_id", "format", "state"),
     "step": ("run_id",),
     "bytes": (),

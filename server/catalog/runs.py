@@ -59,7 +59,7 @@ class RootRow:
         return self._noted("is_other_place") is True
 
     def _noted(self, name: str) -> Any:
-        # Another version may have written this.
+        # another version of the service may have written the value
         return self.scan_state.get(name) if isinstance(self.scan_state, dict) else None
 
 

@@ -127,7 +127,7 @@ def facts_of_parts(
     observed_seconds: float,
 ) -> CheckpointFacts:
     """Return the facts of the contents of an index."""
-    own = {} if is_of_files(format) else user  # in files, foreign text with arbitrary names
+    own = {} if is_of_files(format) else user  # names in files are arbitrary text
     step = own.get("step")
     world_size = provenance.get("world_size")
     resumed_from = provenance.get("resumed_from")
@@ -275,7 +275,7 @@ def _metrics(noted: Any) -> dict[str, float]:
 
 
 def _time(value: Any, otherwise: float) -> float | None:
-    """Return ``value`` if it is a time, else ``otherwise``; None if neither is one.
+    """Return ``value`` if it is a valid time, else ``otherwise``; None if both are invalid.
 
     Storage without times must not make a new checkpoint appear fifty years old.
     """

@@ -141,7 +141,7 @@ def _write(connection: Connection, facts: StructureFacts) -> int:
     columns = _columns(facts)
     statement = dialect_insert(connection, structures).on_conflict_do_nothing().returning(structures.c.id)
     number = connection.execute(statement, columns).scalar()
-    if number is None:  # another process wrote it while this one waited
+    if number is None:  # another process wrote the structure while this one waited
         return _ids(connection, [facts.digest])[facts.digest]
     if facts.tensors:
         connection.execute(insert(structure_tensors), _tensor_rows(number, _as_counted(facts)))
@@ -242,7 +242,7 @@ _COUNTED: Final = 2000
 
 _PARTS: Final = 12
 _LONG_NAME: Final = 80
-"""Longer names belong to no model or optimizer, and are no globs."""
+"""Longer names cannot be a model, an optimizer or a glob."""
 
 
 def tensors_page(
@@ -293,7 +293,7 @@ def tree_level(
     is_postgres = connection.dialect.name == "postgresql"
     dot = (func.strpos if is_postgres else func.instr)(rest, ".")
     name: ColumnElement[Any] = case((dot > 0, func.substr(rest, 1, dot - 1)), else_=rest)
-    if is_postgres:  # by code point as on SQLite, independent of the locale
+    if is_postgres:  # as on SQLite, independent of the locale of the server
         name = name.collate("C")
     is_tensor = case((table.kind == "tensor", 1), else_=0)
     query = select(

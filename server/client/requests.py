@@ -309,7 +309,7 @@ class RetryPolicy:
 
 
 def _is_passing(failure: ProblemError) -> bool:
-    # The service is still executing the first POST; a later repetition gets its answer.
+    # the service still runs the first POST; a later repetition returns its answer
     is_at_work = failure.status == 409 and failure.extra.get("state") == "working"
     return failure.status in _PASSING or is_at_work
 

@@ -244,7 +244,7 @@ class Download:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        if self._have == 0:  # nothing to resume
+        if self._have == 0:  # no bytes to resume from
             for path in (self._part, self._note):
                 with contextlib.suppress(OSError):
                     path.unlink()

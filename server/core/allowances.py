@@ -72,7 +72,7 @@ class Allowances:
         self.settings = settings
         self.of_account = Allowance(
             jobs_queued=settings.max_queued_jobs,
-            downloads=-(-settings.max_downloads // 2),  # leave some for other accounts
+            downloads=-(-settings.max_downloads // 2),  # leaves threads for other accounts
             requests=Rate.parse(settings.rate_limit),
         )
 

@@ -64,7 +64,7 @@ def configure_logs(settings: Settings) -> None:
     ]
     structlog.configure(
         processors=[
-            structlog.stdlib.filter_by_level,  # first, so hidden messages cost nothing
+            structlog.stdlib.filter_by_level,  # first, so that hidden messages cost little
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -105,8 +105,8 @@ def configure_logs(settings: Settings) -> None:
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    # uvicorn shows where each request was that it ends itself, by a second signal or behind its time limit;
-    # and each whose answer was broken off, for a reason that is in the log already.
+    # uvicorn logs a traceback for each request that it aborts (after a second signal or the time limit), and
+    # for each aborted response, whose reason is already in the log.
     error = record.exc_info[1] if record.exc_info else None
     is_known = isinstance(error, asyncio.CancelledError | BrokenBodyError)
     return not (record.name == "uvicorn.error" and is_known)
@@ -123,6 +123,7 @@ def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
 
 
 def _redacted(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    own = {name: value for name, value in event.items() if not name.startswith("_")}  # others: structlog's
+    # names with an underscore belong to structlog
+    own = {name: value for name, value in event.items() if not name.startswith("_")}
     event.update(redact(own))
     return event

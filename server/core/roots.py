@@ -131,7 +131,7 @@ class StorageRoot:
         self.settings = settings
         self.readonly = settings.readonly
         self.path = _local_path(settings.url)
-        """Where it is on this machine; None for any other storage."""
+        """Path on this machine; None for other storage."""
         is_remote = self.path is None and type_of_place(settings.url).takes_options
         patience = _SHORT_PATIENCE if is_remote and is_answering else {}
         self.open_store = OpenWith({**patience, **settings.storage_options})
@@ -231,7 +231,8 @@ class StorageRoot:
         if self.path is not None:
             if not _is_file(url):
                 return SourcePlace(self._local_store(url))
-            above, _, name = key.rpartition("/")  # a link keeps its own name, which tells the format
+            # keep the name of a link, because its suffix tells the format
+            above, _, name = key.rpartition("/")
             return SourcePlace(self._local_store(self.url_of(above)), name)
         folder, _, name = url.rpartition("/")
         if name.lower().endswith(file_suffixes()):
@@ -384,7 +385,8 @@ def _walk_local(path: str, key: str) -> Iterator[Folder]:
     files: dict[str, FileInfo] = {}
     folders: list[str] = []
     try:
-        modified_ns = Path(path).stat().st_mtime_ns  # before the listing, to detect later changes again
+        # read before the listing, so that later changes are detected
+        modified_ns = Path(path).stat().st_mtime_ns
         with os.scandir(path) as entries:
             for entry in entries:
                 if not _is_plain(entry.name):

@@ -70,11 +70,12 @@ class RootSettings(BaseModel):
     @field_validator("readonly")
     @classmethod
     def _as_its_store(cls, readonly: bool, info: ValidationInfo) -> bool:
-        from dcp.storage.stores import open_store  # imports numpy, which some tasks do not need
+        # imported late: it imports numpy, which some tasks do not need
+        from dcp.storage.stores import open_store
 
         try:
             store = open_store(info.data["url"], info.data["storage_options"])
-        except (CheckpointError, KeyError):  # the user of the root reports the error
+        except (CheckpointError, KeyError):  # the error is raised when the root is used
             return readonly
         return readonly or not store.capabilities.is_writable
 

@@ -100,7 +100,7 @@ class Following:
             self.after_id = max(self.after_id, news.events[-1].id)
         self._news = news
         if self._loop is not None:
-            with suppress(RuntimeError):  # its loop is closed: the follower is gone
+            with suppress(RuntimeError):  # the event loop of the follower has ended
                 self._loop.call_soon_threadsafe(self._has_news.set)
 
 
@@ -160,7 +160,7 @@ class Feed(ABC, Generic[F]):
             callers = [one.caller for one in waiting]
             still = {id(one) for one in self._callers.still_admitted(connection, callers)}
             for one in waiting:
-                if id(one.caller) not in still:  # the key or account ended or changed rights
+                if id(one.caller) not in still:  # the key or account has ended, or its rights have changed
                     one.tell(OVER)
             return self._look(connection, [one for one in waiting if id(one.caller) in still])
 

@@ -156,4 +156,4 @@ def _signature(handle: Callable[..., Any]) -> inspect.Signature:
 
 def _declare(handle: Any, signature: inspect.Signature) -> None:
     handle.__signature__ = signature
-    del handle.__wrapped__  # FastAPI would inspect the annotations of the wrapped function
+    del handle.__wrapped__  # otherwise FastAPI would inspect the annotations of the wrapped function

@@ -31,7 +31,7 @@ _BUSY_SECONDS: Final = 5.0
 _PATIENCE_SECONDS: Final = 10.0
 _ATTEMPTS: Final = 5
 _PAUSE_SECONDS: Final = 0.05
-_CACHE_KIB: Final = 4_096  # per connection; the page cache of the system has the rest
+_CACHE_KIB: Final = 4_096  # for each connection; the page cache of the system holds the rest
 _WAL_LIMIT_BYTES: Final = 64 << 20
 _REPEATABLE: Final = {"40001", "40P01"}
 """SQLSTATEs of PostgreSQL that permit a repetition: serialization failure, deadlock."""
@@ -158,10 +158,10 @@ class Database:
                 version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
                 connection.exec_driver_sql(f"PRAGMA user_version = {int(version)}")
             else:
-                connection.execute(text("SELECT txid_current()"))  # a replica refuses this
+                connection.execute(text("SELECT txid_current()"))  # fails on a replica
 
     def _check_file(self) -> None:
-        # An open file that was removed or replaced would raise no error.
+        # Writing to a removed or replaced file would raise no error.
         try:
             status = Path(self.url.database or "").stat()
         except OSError:
@@ -255,7 +255,7 @@ def encode_json(value: Any, separators: tuple[str, str] | None = None) -> str:
     text = json.dumps(value, ensure_ascii=False, separators=separators)
     try:
         text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
+    except UnicodeEncodeError:  # for example a lone surrogate
         return json.dumps(value, separators=separators)
     return text
 
@@ -274,7 +274,7 @@ def _translated(database: Database) -> Iterator[None]:
 
 
 def _hide_values(error: DBAPIError) -> None:
-    # The lines after the first may contain the refused row with secrets.
+    # Later lines may contain the refused row, with secrets.
     if error.orig is not None and error.orig.args:
         error.orig.args = (_first_line(error),)
     error.args = tuple(str(arg).partition("\n")[0] for arg in error.args)
@@ -300,7 +300,7 @@ def _is_repeatable(error: BaseException | None) -> bool:
     return getattr(error.orig, "sqlstate", None) in _REPEATABLE
 
 
-_NAMED: Final = 0x64_63_70  # "dcp": class of the named advisory locks
+_NAMED: Final = 0x64_63_70  # "dcp": class of the advisory locks below
 
 
 def dialect_insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:

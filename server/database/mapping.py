@@ -36,7 +36,7 @@ JSON_DOCUMENT: Final = JSON()
 """Plain JSON, not JSONB, because JSONB loses the order of members: rules of ``rename`` are ordered."""
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
 """Text compared by code point on both databases: page cursors stay valid under any locale of the server."""
-ID: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers INTEGER PRIMARY KEY only
+ID: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite assigns ids to INTEGER PRIMARY KEY only
 
 _TYPES: Final[Mapping[ColumnType, TypeEngine[Any]]] = {
     "id": ID,

@@ -54,7 +54,7 @@ FEATURES: Final = (
     "notes",
     "roots",
     "rules",
-    "run_metrics",  # before runs: some paths of runs contain no number
+    "run_metrics",  # before runs: some paths below runs have no number
     "runs",
     "shards",
     "stages",
@@ -73,7 +73,7 @@ FEATURES: Final = (
 """Modules beside this file. If two routes match a path, the first route answers."""
 
 _WITHOUT_WORK: Final = ("shards",)
-"""Packages that declare pages and routes only. They import FastAPI, and workers skip them."""
+"""Packages that declare pages and routes only. Their import loads FastAPI, so workers skip them."""
 
 
 @cache
@@ -180,7 +180,7 @@ def allowances(settings: Settings) -> Allowances:
 
 
 def role_settings(settings: Settings) -> RoleSettings:
-    """Return the roles that a feature's settings give. Raises FeatureError if several features do."""
+    """Return the roles from the settings of a feature. Raises FeatureError if several features have roles."""
     found = [one.roles(settings) for one in features(is_worker=True) if one.roles is not None]
     if len(found) > 1:
         raise FeatureError("several features define roles in their settings: uninstall all but one")
@@ -188,7 +188,7 @@ def role_settings(settings: Settings) -> RoleSettings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the settings of features. Raises FeatureError for wrong values, and for a name without them."""
+    """Check the settings of features. Raises FeatureError for invalid values, and for unknown features."""
     known = {one.name: one for one in features() if one.settings is not None}
     for name in settings.features:
         if name not in known:

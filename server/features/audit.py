@@ -29,7 +29,7 @@ _PAGES: Final = {
     "run": "/runs/{}",
     "job": "/jobs/{}",
 }
-"""Of targets, which are a kind and a number."""
+"""Pages of targets, by kind of target."""
 
 
 @feature.get("/audit", tag="audit", scope="admin", errors=())

@@ -146,7 +146,7 @@ def _changes(
     from dcp.server.features.diff.differences import (
         changes_below,
         changes_of_list,
-    )  # only here: imports numpy
+    )  # imported late: imports numpy
 
     _, found = kept
     changes = changes_of_list(found, entries) if view.is_list else changes_below(found, view.prefix, entries)
@@ -156,7 +156,7 @@ def _changes(
 def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreeNode]:
     """Return the optimizer's parts of the tree, to load weights without them; empty if all parts belong to
     it."""
-    if "hx-request" in ask.request.headers:  # for parts of the page without an optimizer
+    if "hx-request" in ask.request.headers:  # the other parts of the page
         return []
     found = [one for one in ask.find(parts_of, of.structure_id) if one.is_optimizer]
     return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []

@@ -203,9 +203,9 @@ def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()]
     found = ask.data.open(checkpoint_id)
     opened, plans = found.opened, ask.service.own(Plans)
     entries = opened.index.tensor_count + len(opened.index.objects)
-    # planned and sent in milliseconds; a cast can increase the size
+    # the plan takes milliseconds; only a cast can increase the size
     is_small = entries <= _SMALL_ENTRIES and opened.index.tensor_bytes <= SMALL_BYTES // 4
-    etag = opened.etag("download", __version__, options)  # a layout has no other inputs
+    etag = opened.etag("download", __version__, options)  # the layout depends on nothing else
     if is_unchanged(ask.request.headers, etag):
         return not_modified(etag)
 
@@ -272,7 +272,7 @@ def download_file(
         etag = found.opened.etag("file", info.name, info.size_bytes, info.modified_seconds)
         if is_unchanged(request.headers, etag):
             return not_modified(etag)
-        sign = getattr(found.opened.store, "presigned_url", None)  # only some storages can
+        sign = getattr(found.opened.store, "presigned_url", None)  # supported by some storages only
         url = sign and redirect and request.method == "GET" and sign(name, _PRESIGNED_SECONDS)
     if url:
         return RedirectResponse(url, 307, {"Cache-Control": "no-store"})

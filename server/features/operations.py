@@ -24,7 +24,7 @@ from dcp.version import __version__
 feature: Final = Feature("operations", __name__)
 
 router = APIRouter(dependencies=[public], generate_unique_id_function=operation_id)
-"""Routes outside of the API, which browsers are shown no pages of."""
+"""Routes outside of the API, without pages for browsers."""
 
 
 class Health(Answer):
@@ -110,6 +110,5 @@ def _check(principal: Principal | None) -> None:
 
 @feature.get("/whoami", tag="keys", scope="any", errors=())
 def get_whoami(ask: Ask) -> Whoami:
-    """Return the name, the scopes and the roots of the key; without keys every caller is `local`, and may
-    all."""
+    """Return name, scopes and roots of the key. Without keys, every caller is `local` and has all rights."""
     return ask.find(whoami, ask.caller)

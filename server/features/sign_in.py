@@ -1,4 +1,4 @@
-"""Signing in with a key and out again, and the colours of the pages, which each browser has for itself."""
+"""Sign-in with a key, sign-out, and the colour theme of each browser."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sign_out_form(ask: Ask) -> Response:
 
 @feature.form("/theme", scope="public")
 def theme_form(ask: Ask) -> Response:
-    """Set the colours of this browser, where the script of the pages does not."""
+    """Set the colour theme of this browser, for browsers without scripts."""
     answer = RedirectResponse(own_path(ask.form.text("next")), 303)
     theme = ask.form.text("theme")
     if theme in THEMES:

@@ -30,7 +30,8 @@ class AuditEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ApiKey:  # not Key: schemathesis would link key_id to answers of this name and revoke its own key
+# named differently from Key: schemathesis would link key_id to these answers and revoke its own key
+class ApiKey:
     """An API key without its secret. ``roots`` None: all roots. ``used_at`` is exact to a minute."""
 
     id: int

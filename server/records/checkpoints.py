@@ -98,7 +98,7 @@ class Checkpoint:
         Shown('Metrics with the values "nan", "inf" or "-inf", which JSON cannot express as numbers.'),
     ] = field(default_factory=dict)
     partial: Annotated[tuple[str, ...], Shown("The saved parts of a partial save; empty: complete.")] = ()
-    version: Annotated[int, OwnColumn("integer", default=1)]  # counts every change
+    version: Annotated[int, OwnColumn("integer", default=1)]  # incremented with every change
     etag: str
 
 
@@ -113,7 +113,8 @@ class CheckpointDetail(Checkpoint):
         Found("of the same content"),
         Shown("The save id of the checkpoint from which training resumed."),
     ] = None
-    owner: Annotated[str | None, OwnColumn("code", 192), Found("the first"), Hidden()] = None  # its account
+    # the account of registered_by
+    owner: Annotated[str | None, OwnColumn("code", 192), Found("the first"), Hidden()] = None
     # fingerprint of the commit objects: the scanner skips unchanged ones
     fingerprint: Annotated[
         str | None,

@@ -109,7 +109,7 @@ class SharedValues(Generic[K, V]):
         try:
             if is_new:
                 executor.submit(self._make, key, making, make)
-            # shielded: other requests wait for the same future
+            # shielded from cancellation: other requests wait for the same future
             return await asyncio.shield(asyncio.wrap_future(making.future))
         finally:
             self._leave(key, making)
@@ -140,7 +140,7 @@ class SharedValues(Generic[K, V]):
             self._waiting -= 1
             making.waiting -= 1
             if not making.waiting and self._making.get(key) is making:
-                del self._making[key]  # a later request starts again
+                del self._making[key]  # a later request computes the value again
 
     def _make(self, key: K, making: _Making[V], make: Callable[[Wanted], V]) -> None:
         def check() -> None:
@@ -319,7 +319,7 @@ def _find_checkpoint(root: StorageRoot, key: str) -> FoundCheckpoint:
 def _size_bytes(index: CheckpointIndex) -> int:
     import numpy as np
 
-    values = vars(index).values()  # via vars: lazily decoded members stay undecoded
+    values = vars(index).values()  # reads vars(): lazily decoded members stay undecoded
     total = sum(array.nbytes for array in values if isinstance(array, np.ndarray))
     total += sum(map(len, index.fqns)) + _NAME_BYTES * (len(index.fqns) + len(index.objects))
     return total + sum(len(value) for value in index.objects.values)

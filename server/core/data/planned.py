@@ -82,7 +82,7 @@ class PlannedBody(Body):
             checks = SourceChecks(engine)
             while reader.position < end:
                 at = reader.position
-                # a checksum missing in the source needs all earlier bytes
+                # a checksum that the source lacks is computed from all earlier bytes
                 stop = min(at + self._window_bytes, end if at >= begin else begin)
                 limit = copies.end_of(at, _WINDOW_COPIES)
                 is_dense = limit is not None and at < limit < stop

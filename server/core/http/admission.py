@@ -163,7 +163,7 @@ class AuthenticationMiddleware:
     async def _in_time(self, find: Callable[[str], Principal | None], secret: str) -> Principal | None:
         seconds = self._service.settings.request_seconds
         try:
-            # Abandon the thread if the database hangs.
+            # Do not wait for the thread if the database hangs.
             looking = to_thread.run_sync(self._look, find, secret, abandon_on_cancel=True)
             return await asyncio.wait_for(looking, seconds)
         except TimeoutError:

@@ -31,7 +31,7 @@ from dcp.server.core.problems import (
 )
 from dcp.server.core.security.principal import Principal, Scope
 
-# Coroutines, because FastAPI runs each other function in a thread.
+# Coroutines, because FastAPI runs other functions in a thread.
 
 
 async def _caller(request: Request) -> Principal:

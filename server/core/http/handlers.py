@@ -144,7 +144,7 @@ def _place(part: Any) -> str | int:
 
 
 def _shown(text: str) -> str:
-    # member names are foreign input; a lone surrogate cannot be encoded
+    # member names come from the client; a lone surrogate cannot be encoded
     return text[:500].encode("utf-8", "replace").decode()
 
 

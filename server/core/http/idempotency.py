@@ -102,7 +102,7 @@ def begin(
     try:
         return database.transact(act)
     except IntegrityError:
-        # another request was faster and is running
+        # another request reserved the key first and is still running
         raise _at_work() from None
 
 
@@ -153,7 +153,7 @@ def forget_old(database: Database, now_seconds: float) -> None:
     is_old = idempotency.c.created_seconds < now_seconds - KEPT_SECONDS
     with database.read() as connection:
         found = connection.execute(select(idempotency.c.key).where(is_old).limit(1)).first()
-    if found is not None:  # no write transaction without a write
+    if found is not None:  # avoids a write transaction if no row has expired
         database.transact(lambda connection: connection.execute(delete(idempotency).where(is_old)))
 
 
@@ -208,7 +208,8 @@ class IdempotencyMiddleware:
         try:
             if not _KEY.fullmatch(key):
                 raise BadRequestError("Idempotency-Key must have 1 to 128 visible ASCII characters")
-            message = await receive()  # complete, since an outer middleware enforces the limits
+            # complete, because an outer middleware has read the body within the limits
+            message = await receive()
             reservation = Reservation(principal.identity, key, self._service.clock())
             answer = await self._begin(scope, reservation, message.get("body", b""))
         except (ProblemError, DatabaseUnavailableError) as error:

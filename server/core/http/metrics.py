@@ -66,7 +66,7 @@ class Instruments:
     @classmethod
     def create(cls) -> Instruments:
         """Create all metrics at zero."""
-        # Prometheus does not use the additional series of each counter.
+        # Prometheus does not use the ``_created`` series of counters.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = CollectorRegistry()
         return cls(
@@ -318,7 +318,7 @@ class _StateCollector(Collector):
         self._kept_until = 0.0
 
     def describe(self) -> list[Metric]:
-        return []  # no query for the registration
+        return []  # no query at registration
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
@@ -335,7 +335,7 @@ class _StateCollector(Collector):
                 found = read_state(connection, time.time())
                 for read in self._samples:
                     found += read(connection, self._service)
-        except (DatabaseUnavailableError, SQLAlchemyError):  # unreachable, or not migrated yet
+        except (DatabaseUnavailableError, SQLAlchemyError):  # includes missing tables
             return [GaugeMetricFamily("dcp_database_up", "1 if the database answers", value=0)]
         seconds = time.perf_counter() - began
         return [

@@ -295,7 +295,7 @@ class LimitMiddleware:
         if task.done() or answer.begun.is_set():
             await task
             return
-        # A thread cannot be stopped; its late answer is dropped.
+        # A thread cannot be stopped; its late answer is discarded.
         answer.is_late = True
         task.cancel()
         task.add_done_callback(_retrieve)
@@ -342,6 +342,6 @@ class _TimedAnswer:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    # otherwise asyncio reports an unretrieved exception
+    # avoids a message of asyncio about an unretrieved exception
     if not task.cancelled() and task.exception() is not None:
         _log.warning("request failed after its timeout", error=repr(task.exception()))

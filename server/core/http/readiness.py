@@ -208,7 +208,7 @@ def _wake(waiting: Iterable[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) ->
     for loop, event in waiting:
         try:
             loop.call_soon_threadsafe(event.set)
-        except RuntimeError:  # the loop has ended; no request waits
+        except RuntimeError:  # the event loop has ended, so no request waits
             continue
 
 

@@ -116,7 +116,7 @@ class Paths:
         return any(pattern.fullmatch(path) for pattern in self._spelled) and method not in self.methods(path)
 
     def _spells_more(self, template: str, other: str) -> bool:
-        # "/a/{b}" itself matches "/a/{c}" and "/{d}/{e}"
+        # a template such as "/a/{b}" matches "/a/{c}" and "/{d}/{e}"
         return bool(self._patterns[other].fullmatch(template)) and not self._patterns[template].fullmatch(
             other
         )
@@ -291,7 +291,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     }
     for route in walk_routes(app):
         if not getattr(route, "include_in_schema", True):
-            continue  # a page, which may share the path of an operation
+            continue  # a page, which may share the path with an operation
         for method in getattr(route, "methods", None) or ():
             operation = (
                 document["paths"].get(getattr(route, "path_format", route.path), {}).get(method.lower())

@@ -146,7 +146,7 @@ class JobContext:
     settings: Settings
     job_id: int
     task_number: int | None
-    attempt_name: str  # unique per attempt
+    attempt_name: str  # unique for each attempt
     work_folder: Path
     prepared: Json = field(default_factory=dict)
 

@@ -94,7 +94,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._next_renewal = 0.0
         self._failures: dict[str, int] = {}
-        """In a row, by name."""
+        """Number of consecutive failures by name."""
 
     def tick(self) -> None:
         """Start due work, and renew the leases of running work. Raises DatabaseUnavailableError."""

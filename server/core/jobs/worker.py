@@ -63,7 +63,8 @@ DEFAULT_KINDS: Final = "dcp.server.features:kinds"
 _KILL_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5
 _MOST_PAUSE_SECONDS: Final = 0.1
-_TRANSACTION_CHARACTERS: Final = 1 << 17  # of a plan; takes hundredths of a second
+# tasks of a plan in one transaction, which takes hundredths of a second
+_TRANSACTION_CHARACTERS: Final = 1 << 17
 _PROGRESS_SECONDS: Final = 1.0
 _SWEEP_SECONDS: Final = 2.0
 _TABLES_SECONDS: Final = 2.0
@@ -196,7 +197,7 @@ class Worker:
             _log.warning("database unavailable" if problem else "database available", error=problem)
 
     def _wake_at(self, stop: threading.Event) -> None:
-        # Polled, because a signal handler inside of `clear` would take its lock again.
+        # Polled, because a signal handler that interrupts `clear` would deadlock on its lock.
         stop.wait()
         self._wake.set()
 
@@ -230,7 +231,7 @@ class Worker:
             with self._database.read() as connection:
                 if not has_work(connection, now, limits):
                     return
-            begun = time.monotonic()  # before the lease begins, so it ends here first
+            begun = time.monotonic()  # before the lease begins, so that this worker's deadline comes first
             made = self._database.transact(partial(self._claim, limits=limits))
             if made is None:
                 return
@@ -311,7 +312,7 @@ class Worker:
         Raises ForbiddenError for lost rights, and ConflictError above a byte limit.
         """
         account_id = account_of(job.owner)
-        if job.key_id is None and account_id is None:  # the service itself
+        if job.key_id is None and account_id is None:  # submitted by the service itself
             return
         (caller,) = self._callers.of_numbers(connection, [(job.key_id, account_id)])
         if caller is None:
@@ -360,7 +361,9 @@ class Worker:
         alive = {held: entry for held, entry in self._entries.items() if entry.outcome is None}
         over = time.monotonic() - self._settings.lease_seconds
         for entry in alive.values():
-            if entry.renewed_seconds < over:  # after an unreachable database; other workers may have it now
+            if (
+                entry.renewed_seconds < over
+            ):  # after an outage of the database, other workers may have the work
                 self._kill(entry, "the lease is over")
         if not self._entries:
             return

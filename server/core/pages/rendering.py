@@ -106,7 +106,7 @@ _HEADERS: Final = {
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
     ),
-    # with no-referrer a browser would send forms without an origin
+    # with no-referrer, browsers would send forms without an Origin header
     "Referrer-Policy": "same-origin",
     # cached for back navigation with revalidation; sign-out clears the cache
     "Cache-Control": "private, no-cache",
@@ -290,6 +290,6 @@ def _above(request: Request, problem: ProblemError) -> dict[str, str | None]:
 def _to_sign_in(request: Request) -> Response:
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     url = "/sign-in" if path == "/" else f"/sign-in?{urlencode({'next': path})}"
-    if request.headers.get("hx-request"):  # a part of a page: redirect the whole page
+    if request.headers.get("hx-request"):  # the request came for a part of a page: redirect the whole page
         return Response(status_code=401, headers={"HX-Redirect": url})
     return RedirectResponse(url, 303)

@@ -98,7 +98,7 @@ def rights_of(connection: Connection, found: Sequence[Row[Any]], settings: RoleS
     groups = sorted({group for account in found for group in account.groups})
     numbers = [account.id for account in found]
     query = select(grants)
-    if len(groups) <= _MAX_NAMED:  # otherwise read all: too many for one statement
+    if len(groups) <= _MAX_NAMED:  # otherwise read all, because there are too many for one statement
         query = query.where(or_(grants.c.account_id.in_(numbers), grants.c.group_name.in_(groups)))
     granted: defaultdict[str, list[GroupRole]] = defaultdict(list)
     for row in connection.execute(query):

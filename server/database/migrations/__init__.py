@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 REVISION: Final = "0.2.0"
 """The newest revision in ``versions``."""
 
-_LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": one of the processes that start together migrates
+_LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": only one of several starting processes migrates
 
 _REMEDY: Final = (
     "Run the version of dcphub that created the database, or configure a new one: the service then scans the "
@@ -46,7 +46,7 @@ def upgrade(database: Database) -> str | None:
     """
     with database.write() as connection:
         if database.dialect == "postgresql":
-            # Building an index of a large table, or waiting for another process to build it, has no limit.
+            # Creating an index of a large table, or waiting for another process to do so, has no time limit.
             connection.execute(text("SET LOCAL statement_timeout = 0"))
             connection.execute(text("SET LOCAL lock_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})

@@ -62,7 +62,7 @@ class TargetKind(Kind[T]):
     lineage: ClassVar[LineageKind] = "converted_from"
     done: ClassVar[str] = "checkpoint.convert"
     preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.driver",)
-    leaves_plans: ClassVar[bool] = True  # create files of full size early, to fail early on a full disk
+    leaves_plans: ClassVar[bool] = True  # create files in full size at once, to detect a full disk early
 
     @classmethod
     def dedup_key(cls, params: T) -> str:
@@ -91,7 +91,7 @@ class TargetKind(Kind[T]):
 
     def specify(self, connection: Connection, params: T, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
-        reader = caller.having("read")  # of sources; the target needs the scope of the kind
+        reader = caller.having("read")  # roots of the sources; the target root needs the scope of the kind
         subjects = self.subjects(connection, params, reader.roots)
         subject = subjects[0]
         target_root = _target_root(params.target_root or subject.root, caller, settings)
@@ -163,7 +163,7 @@ class TargetKind(Kind[T]):
             done = (driver.decode(result["result"], TaskResult) for result in results)
             report = conversion.publish(prepared, done)
         root, key = _root(context, params), params.target_key
-        # the structure is left to a scan
+        # a scan reads the structure
         facts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
         return {
             "root": root.name,
@@ -200,7 +200,7 @@ class TargetKind(Kind[T]):
         from dcp.conversion.driver import discard_attempt
 
         root = _root(context, params)
-        with storage_errors(root), suppress(PlanError):  # nothing was written where a target cannot be
+        with storage_errors(root), suppress(PlanError):  # no attempt has written if the target is impossible
             target = _target(root, params)
             for name in context.earlier_attempts if target.path is not None else ():
                 discard_attempt(target, _attempt_of(name), 0)

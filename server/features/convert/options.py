@@ -210,8 +210,9 @@ LIMIT_SECONDS: Final = 10.0
 
 _MAX_NAME_CHARACTERS: Final = 16_384
 _MAX_IN_SETS: Final = 1 << 21
-"""Characters in the ranges of all expressions. `re` compiles about ten million a second; Unicode has a
-million."""
+"""Maximum characters in the ranges of all expressions. `re` compiles about ten million a second; Unicode has
+a million.
+"""
 
 _TOKEN: Final = re.compile(
     r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\([0-7]{1,3})|\\N\{[^}]*\}|\\.|.",
@@ -220,7 +221,7 @@ _TOKEN: Final = re.compile(
 
 
 def check_sets(expressions: Iterable[str]) -> None:
-    """Raise ValueError where ``expressions`` take long to compile, for the sets of characters in them."""
+    """Raise ValueError for ``expressions`` with large character sets, which take long to compile."""
     if sum(map(_characters_in_ranges, expressions)) > _MAX_IN_SETS:
         raise ValueError(
             f"rename: ranges in character sets, such as [a-z], have more than {_MAX_IN_SETS:,} characters in "

@@ -58,7 +58,7 @@ _LONG_NAME: Final = 40
 _ROWS: Final = 100
 _OBJECTS: Final = 50
 _OFFERED: Final = 50
-"""Checkpoints offered after a selection of more than two."""
+"""Maximum checkpoints offered after a selection of more than two."""
 
 
 class Differences:

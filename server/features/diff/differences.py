@@ -102,7 +102,7 @@ def of_document(result: Mapping[str, Any]) -> ContentDifference:
 
 def _known_difference(one: Mapping[str, Any]) -> TensorDifference:
     before = _known_facts(one["before"])
-    # most tensors have equal facts on both sides, for tens of thousands of tensors
+    # saves work: most tensors have equal facts on both sides, and there may be tens of thousands
     after = before if one["before"] == one["after"] else _known_facts(one["after"])
     values = None if one["values"] is None else ValueDifference(**one["values"])
     return TensorDifference(one["fqn"], one["kind"], before, after, values)

@@ -189,7 +189,7 @@ def drift_picture(
         (f"l{_level(each, edges)}", row, x)
         for row in rows
         for x, (each, wrong) in enumerate(zip(row.values, row.nonfinite, strict=True))
-        if each is not None and (each or not wrong)  # a cell with NaN is not unchanged
+        if each is not None and (each or not wrong)  # a cell with NaN does not count as unchanged
     ]
     flags = [("nan", row, x) for row in rows for x, each in enumerate(row.nonfinite) if each]
     known = [(each, row, x) for row in rows for x, each in enumerate(row.values) if each]

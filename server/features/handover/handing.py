@@ -52,7 +52,7 @@ handovers: Final = Table(
     Column("id", ID, primary_key=True, autoincrement=True),
     Column("checkpoint_id", ID, ForeignKey("checkpoints.id"), nullable=False),
     Column("target", String(16), nullable=False),
-    Column("identity", String(32), nullable=False),  # of the content: changes with a replacement
+    Column("identity", String(32), nullable=False),  # changes if the checkpoint is replaced
     Column("name", String(255), nullable=False),  # of the model or artifact
     Column("version", String(64)),
     Column("link", Text),

@@ -48,7 +48,7 @@ def log_artifact(
         _check_address(options, project)
     folder = project.folder or work_folder / "wandb"
     folder.mkdir(parents=True, exist_ok=True)
-    # wandb stages files other than references there for upload, also for ``wandb sync``
+    # wandb stages files here for upload, except references, also for ``wandb sync``
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
         os.environ[name] = str(folder)
     try:
@@ -145,7 +145,7 @@ def _artifact(
         description=f"Checkpoint {facts.key} of root {facts.root}. {pages.get('checkpoint', '')}".strip(),
         metadata={**facts.content, "metrics": dict(facts.metrics), "pages": pages},
     )
-    # the content's name is a part of the artifact: another checkpoint at the same URL is another version
+    # the artifact's digest includes the identity: another checkpoint at the same URL is another version
     with made.new_file("dcphub.json", encoding="utf-8") as stream:
         json.dump(facts.content, stream, indent=1, sort_keys=True)
     entry: Any = {"path": "checkpoint", "ref": reference, "digest": reference}

@@ -62,8 +62,8 @@ class JobFeed(Feed[FollowingOne]):
         after: dict[int, int] = {}
         for one in some:
             after[one.job_id] = min(one.after_id, after.get(one.job_id, one.after_id))
-        # States first: a finished job then has all of its events, also if statements have separate snapshots.
-        # view.
+        # Read states first: a finished job then has all of its events, even if statements have separate
+        # snapshots.
         states = _states(connection, list(after))
         events, is_all = _events(connection, after)
         progress = progress_of(connection, states)
@@ -93,7 +93,8 @@ class AllJobsFeed(Feed[FollowingAll]):
             progress = active_progress(connection, visible, own_scans=own_scans)
             is_cut = len(events) == _PAGE + _OVERLAP
             for one in alike:
-                if not (is_cut and events[-1].id < one.after_id):  # other followers catch up first
+                # followers behind this event catch up first
+                if not (is_cut and events[-1].id < one.after_id):
                     one.tell(News(None, new_events(one, events), progress))
             has_more |= is_cut
         return has_more
@@ -127,7 +128,7 @@ def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEven
 
 
 def _digits(text: str) -> str:
-    if not (text.isascii() and text.isdecimal()):  # pydantic takes "+0.0" and "1_000"
+    if not (text.isascii() and text.isdecimal()):  # pydantic would accept "+0.0" and "1_000"
         raise ValueError("an event's id has digits only")
     return text
 

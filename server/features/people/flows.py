@@ -39,7 +39,7 @@ sign_ins: Final = Table(
     Column("nonce", String(64), nullable=False),
     Column("verifier", String(64), nullable=False),
     Column("redirect_url", Text, nullable=False),
-    Column("target", Text, nullable=False),  # the page to show afterwards
+    Column("target", Text, nullable=False),  # page to show after the sign-in
     Column("created_seconds", Float, nullable=False, index=True),
 )
 

@@ -32,7 +32,7 @@ _MAX_BYTES: Final = 1 << 20
 _DISCOVERY_SECONDS: Final = 3600.0
 _KEYS_SECONDS: Final = 3600.0
 _KEYS_AGAIN_SECONDS: Final = 10.0
-"""Keys are not read more often than this, whatever tokens name."""
+"""Minimum time between reads of the keys, whatever key tokens name."""
 _LEEWAY_SECONDS: Final = 60
 _AT_ONCE: Final = 4
 _WAITING: Final = 8
@@ -83,7 +83,7 @@ class Provider:
             )
             if more.get("sub") != claims["sub"]:
                 raise RefusedError("the provider's userinfo has another subject than the ID token")
-            if "email" not in claims:  # the document that contains an address verifies the address
+            if "email" not in claims:  # the address is verified by the document that contains it
                 claims.pop("email_verified", None)
             else:
                 more.pop("email_verified", None)
@@ -141,7 +141,7 @@ class Provider:
         return dict(claims)
 
     def _key_set(self, wanted_since: float) -> KeySet:
-        """Return the keys; read them again, if not too often, where they are older than ``wanted_since``."""
+        """Return the keys, read again (at limited intervals) if older than ``wanted_since``."""
         with self._lock:
             known, now = self._keys, self._clock()
         if known is not None:

@@ -34,7 +34,7 @@ LIMITS_OF: Final[Mapping[SubjectKind, tuple[LimitName, ...]]] = {
 
 quotas: Final = resource_table(
     "quotas",
-    Column("name", String(320), nullable=False, unique=True),  # of kind and subject: `LimitSubject.text`
+    Column("name", String(320), nullable=False, unique=True),  # `LimitSubject.text`: kind and subject
     Column("kind", String(16), nullable=False),
     Column("subject", String(192), nullable=False),
     Column("limits", JSON_DOCUMENT, nullable=False),  # by name; null: no limit; absent: the default
@@ -158,7 +158,7 @@ class QuotaAllowances(Allowances):
             self._lock.release()
 
     def expire(self) -> None:
-        """Have the next `refresh` read the database: something was changed by this process."""
+        """Make the next `refresh` read the database, after a change by this process."""
         self._fresh_until = 0.0
 
 

@@ -152,7 +152,7 @@ class QuotaChange(Request):
 
 @feature.post("/quotas", **_ADMIN, status=201, errors=(409,))
 def create_quota(body: NewQuota, ask: Ask) -> Quota:
-    """Store limits for an account, a key or a root. They hold at once, in all processes."""
+    """Store limits for an account, a key or a root. They apply immediately, in all processes."""
     subject = LimitSubject(body.kind, body.subject)
     limits = _checked(subject.kind, body.limits.given())
 
@@ -230,7 +230,7 @@ def change_quota(quota_id: IdPath, body: QuotaChange, ask: Ask, match: IfMatch) 
 
 @feature.delete(_QUOTA, **_ADMIN, status=204, errors=(404, 412))
 def delete_quota(quota_id: IdPath, ask: Ask, match: IfMatch) -> None:
-    """Delete a quota: the defaults hold again."""
+    """Delete a quota: the defaults apply again."""
     QUOTAS.delete(ask, quota_id, match)
     _expire(ask)
 
@@ -367,7 +367,7 @@ def _default_text(name: str, allowance: Allowance) -> str:
 
 @feature.form("/quotas/edit", scope="admin", all_roots=True)
 def quota_form(ask: Ask) -> str | Response:
-    """Store the limits of a subject, or delete them where none is given."""
+    """Store the limits of a subject; delete the quota if no limit is given."""
     kind, name = ask.form.text("kind"), ask.form.text("subject")
     if kind not in get_args(SubjectKind):
         raise UnprocessableError("kind: must be account, key or root", field="kind")
@@ -453,7 +453,7 @@ def _notice(root: str, ask: Ask) -> dict[str, Any] | None:
 # -- metrics -------------------------------------------------------------------------------------------------
 
 _ACCOUNTS: Final = 20
-"""Of which the bytes are a metric: a series for each person would be too many."""
+"""Number of accounts with a metric of their bytes; a series for each person would be too many."""
 
 
 @feature.samples

@@ -136,7 +136,7 @@ class DeleteKind(Kind[DeleteParams]):
 
     @classmethod
     def dedup_key(cls, params: DeleteParams) -> str:
-        """As `Kind.dedup_key`; for how long they can be restored makes no difference."""
+        """As `Kind.dedup_key`; the grace period does not matter."""
         numbers = ",".join(map(str, sorted(set(params.checkpoint_ids))))
         return f"delete:{hashlib.sha256(numbers.encode()).hexdigest()[:40]}"
 
@@ -199,7 +199,7 @@ class PruneKind(SimpleKind[PruneParams]):
     scope: ClassVar[Scope] = "delete"
     params = PruneParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.manager.dropping",)
-    needs_database: ClassVar[bool] = True  # to look once more at pins and aliases before bytes go
+    needs_database: ClassVar[bool] = True  # checks pins and aliases again before bytes are removed
 
     @classmethod
     def dedup_key(cls, params: PruneParams) -> str:
@@ -273,7 +273,7 @@ class PruneKind(SimpleKind[PruneParams]):
         detail |= {"parts": [part["name"] for part in result["parts"]], "job": job.id}
         about = f"checkpoint:{subject.id}"
         audit.record(connection, job.created_by, "checkpoint.prune", about, detail, now=now)
-        # makes the scan open the checkpoint after quick changes, too
+        # forces the scan to open the checkpoint even after quick changes
         changed = update(checkpoints).where(checkpoints.c.id == subject.id).values(fingerprint=None)
         if result["outcome"] == "dropped":
             connection.execute(changed)

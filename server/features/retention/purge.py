@@ -118,13 +118,14 @@ class PurgeKind(Kind[PurgeParams]):
             )
 
     def plan(self, context: JobContext, params: PurgeParams) -> JobPlan:
-        """Choose the files to remove, once: half of them do not identify a checkpoint any more."""
+        """Choose the files to remove, once: a partly removed checkpoint can no longer be identified."""
         subject = Subject(**context.prepared["subject"])
         root, place = open_place(context, subject)
         with storage_errors(root):
             is_there = place.file is not None or bool(place.store.list())
             if not is_there and (context.prepared["in_doubt"] or root.is_empty()):
-                # The files on the right disk would stay for ever, with their checkpoint marked as purged.
+                # On a wrongly mounted disk, the files would stay forever while the checkpoint is marked as
+                # purged.
                 raise UnavailableError(
                     f"root {root.name} has lost many or all checkpoints: see dcp roots list"
                 )
@@ -165,7 +166,7 @@ class PurgeKind(Kind[PurgeParams]):
         number, now = result["checkpoint_id"], time.time()
         detail = {name: result[name] for name in ("outcome", "files", "bytes")}
         audit.record(connection, job.created_by, "checkpoint.purge", f"checkpoint:{number}", detail, now=now)
-        if get_checkpoint(connection, number).state != "deleted":  # saved anew, and found by a scan
+        if get_checkpoint(connection, number).state != "deleted":  # saved again, and found by a scan
             return
         state, problem = {
             "deleted": ("purged", None),
@@ -214,7 +215,7 @@ def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
         return []
     try:
         names = list(index_at(place).files)
-    except CheckpointFormatError:  # the reason for its deletion
+    except CheckpointFormatError:  # damage may be the reason for the deletion
         names = [info.name for info in marks]
     indexes = [] if place.file is not None else [name for name in listing if _lists_others(name)]
     return [_weight(listing[name]) for name in dict.fromkeys([*indexes, *names]) if name in listing]
@@ -246,7 +247,7 @@ def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
     gone = [
         weight[0] for weight in files if weight[0] in there and _weight(there[weight[0]]) == tuple(weight)
     ]
-    if not gone:  # an earlier attempt has removed the files, and perhaps the folder
+    if not gone:  # an earlier attempt has removed the files, and possibly the folder
         is_replaced = any(weight[0] in there for weight in files)
         return Removed("replaced" if is_replaced else "deleted", left=tuple(there))
     for name in gone[:1]:

@@ -274,7 +274,7 @@ class TensorBytesQuery(Query):
 def get_run_tensor_bytes(
     run_id: IdPath, query: Annotated[TensorBytesQuery, InQuery()], ask: Ask
 ) -> TensorBytes:
-    """Return the bytes of tensors in the checkpoints of a run, by their names; of optimizers by default."""
+    """Return the bytes of selected tensors in the checkpoints of a run; default: optimizer states."""
     only = query.only or OPTIMIZER
     return ask.find(tensor_bytes, run_id, ask.visible, only=only, below_step=query.below_step)
 

@@ -30,7 +30,8 @@ run_summaries: Final = Table(
     metadata,
     _run(),
     Column("seen_seconds", Float, nullable=False),  # ``updated_seconds`` at the time of the summary
-    Column("due_seconds", Float, nullable=False),  # no sooner again: runs of many checkpoints take their time
+    # minimum time until the next summary, because runs with many checkpoints take long
+    Column("due_seconds", Float, nullable=False),
 )
 """Runs with a summary."""
 

@@ -132,7 +132,7 @@ def _fact(name: str, is_metadata: bool, values: Sequence[str | None]) -> Compare
 
 
 def _own_facts(run: Run, last: CheckpointDetail | None) -> dict[str, str | None]:
-    """Return facts of the run and its newest checkpoint in the words of their pages."""
+    """Return facts of the run and its newest checkpoint, with the labels of their pages."""
     noted = last.provenance if last is not None and isinstance(last.provenance, Mapping) else {}
     seconds = save_seconds_of(noted.get("slowest_rank_seconds"))
     return {
@@ -174,7 +174,7 @@ class ComparisonView(Query):
 
 @feature.page("/runs/compare", "compare.html")
 def compare_page(view: Annotated[ComparisonView, InQuery()], ask: Ask) -> dict[str, Any]:
-    """Overlay a metric of the ticked runs, and show their facts side by side."""
+    """Plot a metric of the selected runs in one chart, and show their facts side by side."""
     if not view.run:
         return {"twin": "/api/v1/runs/summaries", "view": view, "found": None}
     found = _comparison(view.run, view.metric, _POINTS, ask)

@@ -191,7 +191,7 @@ def _page(connection: Connection, wanted: RunListQuery, visible: frozenset[str] 
         own = run_metrics.c
         column, value_type, number = own[wanted.of], float, own.run_id
         query = query.join(run_metrics, own.run_id == runs.c.id).where(own.name == wanted.metric)
-        # without statistics SQLite would begin with the roots, and sort all
+        # without statistics SQLite would start with the roots, and sort all rows
         query = query.with_hint(run_metrics, f"INDEXED BY ix_run_metrics_name_{wanted.of}_run_id", "sqlite")
     seen = visible if visible is None else sorted(visible)
     asked = wanted.model_dump(exclude={"cursor", "limit", "show"})
@@ -252,7 +252,7 @@ def runs_page(view: Annotated[RunListView, InQuery()], ask: Ask) -> dict[str, An
         members = _names(connection, run_metadata, ask.visible)
         ticked = [get_run(connection, number, ask.visible) for number in dict.fromkeys(view.run)]
     view = view if view.metric else view.model_copy(update={"metric": loss_of(names)})
-    if view.metric is None and "metric" in view.sort:  # none exists yet
+    if view.metric is None and "metric" in view.sort:  # before the first summary
         view = view.model_copy(update={"sort": "-latest"})
     found = list_run_summaries(RunListQuery(**view.model_dump(exclude={"run", "done"})), ask)
     asked = [pair for pair in ask.request.query_params.multi_items() if pair[0] not in ("run", "done")]

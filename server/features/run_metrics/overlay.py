@@ -91,20 +91,20 @@ def _x(point: OverlayPoint, by: Axis) -> float:
 
 
 class _Range:
-    """From the least to the greatest of some values."""
+    """Range between the smallest and the largest of some values."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self.low, self.high = min(values, default=0.0), max(values, default=0.0)
 
     def share(self, value: float) -> float:
         """Return the position of a value from 0 to 1; the middle for equal values."""
-        half = self.high / 2 - self.low / 2  # the whole may be more than a float holds
+        half = self.high / 2 - self.low / 2  # the difference may exceed the range of a float
         return (value / 2 - self.low / 2) / half if half else 0.5
 
 
 def _drawn(points: Sequence[tuple[float, float]]) -> str:
     places = [(x * _SIDE, y * _SIDE) for x, y in points]
-    if len(places) == 1:  # a visible dash
+    if len(places) == 1:  # makes a single point visible as a dash
         (x, y), wide = places[0], _SIDE / 100
         places = [(max(0.0, x - wide), y), (min(_SIDE, x + wide), y)]
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)

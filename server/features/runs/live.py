@@ -24,7 +24,7 @@ from dcp.server.records.declaring import OneOf, Shown, moment
 
 _GAPS: Final = 20
 _FEWEST: Final = 3
-"""Checkpoints of which an interval is made."""
+"""Number of checkpoints required for an interval."""
 _STALLED: Final = 3.0
 _STALLED_MOST: Final = 1.5
 """Multiple of the longest recent interval, for runs with irregular saves."""

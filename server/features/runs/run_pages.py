@@ -32,7 +32,7 @@ from dcp.server.records.checkpoints import Checkpoint, Run
 from dcp.server.records.lists import NotedPage
 
 _BINS: Final = 200
-"""As many as bars can be distinguished."""
+"""Maximum number of bars that can be distinguished."""
 
 _Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
 

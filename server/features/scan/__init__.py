@@ -57,8 +57,8 @@ class ScanKind(Kind[ScanParams]):
     scope: ClassVar[Scope] = "write"
     params = ScanParams
     needs_database: ClassVar[bool] = True
-    waits: ClassVar[bool] = False  # the next scan follows soon
-    has_own_slot: ClassVar[bool] = True  # conversions of hours must not keep new checkpoints from being found
+    waits: ClassVar[bool] = False  # the next periodic scan follows soon
+    has_own_slot: ClassVar[bool] = True  # long conversions must not delay the discovery of new checkpoints
 
     @classmethod
     def dedup_key(cls, params: ScanParams) -> str:
@@ -100,7 +100,7 @@ class ScanKind(Kind[ScanParams]):
         return dict(results[0])
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Log the changes: the task has written them already."""
+        """Log the changes, which the task has already written."""
         is_first = result.get("is_first", False)
         changes = {name: result[name] for name in _LOGGED if result.get(name)}
         if is_first or changes:

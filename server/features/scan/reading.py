@@ -118,7 +118,7 @@ class Reader:
         observed_seconds = self._clock()
         try:
             if candidate.kind == "incomplete":
-                # possibly committed and registered by its trainer in the meantime
+                # its trainer may have committed and registered it in the meantime
                 found = classify(
                     candidate.key, {info.name: info for info in self._store(candidate.key).list()}
                 )
@@ -133,7 +133,7 @@ class Reader:
             return None
         except (CheckpointError, OSError) as error:
             if isinstance(error, CheckpointConflictError):
-                return None  # replaced repeatedly right now: the next scan reads it
+                return None  # replaced several times during the read: the next scan reads the checkpoint
             fingerprint = self.fingerprint(candidate)
             problem = self.root.problem(error).detail
             if isinstance(error, OSError):
@@ -252,9 +252,10 @@ class Reader:
         try:
             descriptor = os.open(f"{self._base}/{key}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)  # for the errors of the store
+            # for the errors raised by the store
+            return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)
         try:
-            place = path_of_descriptor(descriptor)  # a folder on the way may have become a link since
+            place = path_of_descriptor(descriptor)  # a folder in the path may have been replaced by a link
             if stat.S_ISREG(os.fstat(descriptor).st_mode) and (not place or is_below(place, self._base)):
                 return os.pread(descriptor, count, 0)
         finally:
@@ -269,7 +270,7 @@ class Reader:
         try:
             with store.open_read(name, expected_bytes=size_bytes) as handle:
                 return handle.pread(min(count, size_bytes), 0)
-        except CorruptCheckpointError:  # of another size by now: no expected head
+        except CorruptCheckpointError:  # the size has changed: not the expected file
             return b""
 
     def _store(self, key: str) -> Store:

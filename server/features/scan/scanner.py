@@ -43,12 +43,13 @@ _NOTED_TROUBLE: Final = 10
 _NOTED_RUNS: Final = 1000
 _MAX_EXAMPLE: Final = 200
 _MAX_TROUBLE: Final = 20
-"""After this number of unreadable checkpoints the scan fails, because the storage is away."""
+"""Number of unreadable checkpoints after which the scan fails, because the storage is probably unavailable.
+"""
 _SETTLED: Final = frozenset({"committed", "unreadable", "incomplete", "deleted"})
 _DELETED: Final = frozenset({"deleted", "purged"})
 _MANY: Final = 10
 _SHARE: Final = 0.2
-"""Of all checkpoints of a root. Fewer are lost by cleaning up by hand, and by retention."""
+"""Share of a root's checkpoints. Manual clean-up and retention lose less."""
 
 
 @dataclass(slots=True)

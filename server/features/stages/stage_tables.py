@@ -1,4 +1,4 @@
-"""Tables of stages: requests, present holders, and the history."""
+"""Tables of stages: requests, current holders, and the history."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class StatsKind(SimpleKind[StatsParams]):
             "result": kept | {"tensor_count": len(tensors)},
             "created_seconds": time.time(),
             "job_id": job.id,
-            # a large result is a document already, with the list of tensors
+            # a large result is already a document, with the list of tensors
             "document_id": job.document_id or write_document(connection, {"tensors": tensors}),
         }
         insert_or_update(connection, statistics, [row])
@@ -199,7 +199,7 @@ def stored_statistics(
         return None
     created_at = moment(row.created_seconds)
     is_stale = row.fingerprint != detail.fingerprint
-    if detail.fingerprint is None:  # not known yet
+    if detail.fingerprint is None:  # not computed yet
         is_stale = created_at < detail.committed_at
     total, count = row.result.get("total"), row.result["tensor_count"]
     return Statistics(is_stale, created_at, row.job_id, total, count, document_id=row.document_id)

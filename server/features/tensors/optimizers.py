@@ -31,7 +31,7 @@ _READ_ROWS: Final = 6
 names that match thousands of tensors."""
 
 ValuesOf = Callable[[str, bool], Mapping[str, Any] | None]
-"""The statistics of a tensor, which may be read for them or not; None if they are not known."""
+"""Statistics of a tensor, from a job or read now if allowed; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

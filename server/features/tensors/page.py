@@ -286,7 +286,7 @@ def _values_at(one: Checkpoint, named: NamedTensor, ask: Ask) -> MeasuredTensor 
         return kept_statistics(ask, one.id, named.of.fqn)
     try:
         return statistics_of(ask, ask.data.open(one.id), named.of.fqn, _SMALL_BYTES)
-    except ProblemError:  # that checkpoint's page shows the error
+    except ProblemError:  # the page of that checkpoint shows the error
         return None
 
 
@@ -310,7 +310,7 @@ def _listed(named: NamedTensor, ask: Ask, order: str, **steps: int) -> list[Chec
 
 _CELLS: Final = 16
 _COLOURS: Final = 10
-"""Colours are levels from 0 (the minimum) over 5 (zero) to this (the maximum)."""
+"""Largest colour level: 0 is the minimum, 5 is zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ def _read_checkpoint(connection: Connection, result: Json) -> tuple[Mapping[Any,
     """Lock the row of the job's checkpoint, and check for unchanged content."""
     subject = Subject(**result["subject"])
     row = lock_checkpoint(connection, subject.id)
-    # The fingerprint is no sign where the catalog has none yet, as of a checkpoint just registered.
+    # A missing fingerprint in the catalog says nothing, for example after a registration.
     is_same = subject.is_same(row) and row["fingerprint"] in (None, result["fingerprint"])
     return row, row["state"] == "committed" and is_same
 
@@ -196,8 +196,9 @@ def newest_verifications(
 
 def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
     created_at = moment(row.created_seconds)
-    # The checkpoint's verdict stands for its content. By fingerprints alone, a verification of then unknown
-    # content, or of a fingerprint changed without the content, would contradict the verdict.
+    # The checkpoint's verdict applies to its content. Fingerprints alone are not enough: a verification of
+    # content without a known fingerprint, or a changed fingerprint of the same content, would contradict the
+    # verdict.
     is_verdict = checkpoint.verification != "unverified" and checkpoint.verified_at == created_at
     is_same = row.fingerprint is not None and row.fingerprint == checkpoint.fingerprint
     return record_of_row(Verification, row, created_at=created_at, is_current=is_verdict or is_same)

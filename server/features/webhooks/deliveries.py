@@ -109,7 +109,8 @@ def queue_deliveries(
 ) -> None:
     """Make the deliveries of events to all enabled webhooks."""
     query = HOOKS.select.where(webhooks.c.is_enabled).order_by(webhooks.c.id)
-    hooks = [*connection.execute(query.with_for_update(read=True))]  # none is deleted meanwhile
+    # prevents a concurrent deletion of webhooks
+    hooks = [*connection.execute(query.with_for_update(read=True))]
     for hook in without_scope(connection, hooks, lambda hook: hook.roots, role_settings(context.settings)):
         hooks.remove(hook)
         _disable(connection, hook, NOT_ADMIN, context.now)
@@ -246,7 +247,7 @@ def _note_health(
         return
     if since is None:
         _update_hook(connection, hook, failing_since_seconds=now)
-    # Later deliveries wait as well: a receiver in trouble gets few requests, and the oldest first.
+    # Later deliveries wait too: a failing receiver gets few requests, the oldest first.
     connection.execute(
         update(deliveries)
         .where(

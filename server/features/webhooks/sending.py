@@ -43,7 +43,7 @@ from dcp.server.features.webhooks.hooks import Sealer, SealError, headers_for
 from dcp.version import __version__
 
 _SENDERS: Final = 8
-_LEASE_MARGIN_SECONDS: Final = 60.0  # for resolving a name, which has a time limit of the system
+_LEASE_MARGIN_SECONDS: Final = 60.0  # threads for name resolution, which has the system's time limit
 _ROUND_FACTOR: Final = 2.0
 _MAX_RETRY_AFTER_SECONDS: Final = 86_400.0
 
@@ -222,7 +222,7 @@ def post(
                     raise TimeoutError
                 return ReceiverAnswer(response.status, _retry_after(response.getheader("Retry-After")))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if late.is_set() or isinstance(error, TimeoutError):  # of the socket, in the same moment
+            if late.is_set() or isinstance(error, TimeoutError):  # timeout of the socket at the same moment
                 raise SendError(f"no response within {timeout_seconds:g} s") from error
             raise SendError(_explained(error)) from error
 
@@ -253,7 +253,8 @@ class _Pinned(http.client.HTTPConnection):
 def _connected(target: WebhookUrl, addresses: Sequence[str], give_up: float) -> socket.socket:
     problem: OSError | None = None
     for number, address in enumerate(addresses):
-        # Each address gets an equal share of the time, so one that drops packets does not hide the others.
+        # Each address gets an equal share of the time, so that an address that drops packets does not use up
+        # all of it.
         left = (give_up - time.monotonic()) / (len(addresses) - number)
         if left <= 0:
             break

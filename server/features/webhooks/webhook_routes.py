@@ -74,7 +74,7 @@ class WebhookChange(Request):
 
 
 class RotateSecret(Request):
-    """A new secret; deliveries carry signatures of both for a while."""
+    """Rotation of the secret; deliveries carry signatures of both secrets for a while."""
 
     secret: Secret | None = Field(default=None, repr=False)
     overlap_seconds: float = Field(default=86_400.0, ge=0, le=30 * 86_400)

@@ -213,7 +213,7 @@ def will_it_load_page(checkpoint_id: IdPath, view: Annotated[FitView, Query()], 
 def will_it_load_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str | Response:
     """Show the result for the pasted text; for a config.json, a job builds the model and the page follows the
     job."""
-    from dcp.server.features.will_it_load.checks import (  # only here: they import numpy
+    from dcp.server.features.will_it_load.checks import (  # imported late: these modules import numpy
         document_of_text,
         is_config,
     )

@@ -34,7 +34,7 @@ _ASK_SECONDS: Final = 2.0
 _REMEMBER_SECONDS: Final = 300.0
 _ANSWER_SECONDS: Final = 10
 _CLOSE_SECONDS: Final = 5.0
-_Variable: Final[Any] = distributed.Variable  # untyped
+_Variable: Final[Any] = distributed.Variable  # distributed has no type annotations
 _log = structlog.get_logger(__name__)
 
 
@@ -91,7 +91,7 @@ class DaskExecutor:
         if order.phase != "task" or order.kind in self._stays:
             return self._here.start(order, on_progress, on_done)
         if self._thread is None:
-            self._here.warm()  # ready for clean-up
+            self._here.warm()  # exists before the task, for its clean-up
         name = f"{self._channel}-{order.attempt_name}"
         remote = _Remote(name, order, self._wake, on_progress, on_done)
         with self._lock:
@@ -140,7 +140,7 @@ class DaskExecutor:
             return
         if self._client is not None:
             self._disconnect()
-            self._lose(None)  # orders of the old connection
+            self._lose(None)  # orders of the previous connection
         if not self._remotes:
             return
         connect: Any = distributed.Client
@@ -148,11 +148,11 @@ class DaskExecutor:
             f"tcp://{self._address}", set_as_default=False, timeout=_ANSWER_SECONDS, name="dcp-worker"
         )
         self._client.subscribe_topic(self._channel, self._hear)
-        self._beat()  # before the first task checks it
+        self._beat()  # must exist before the first task checks it
 
     def _disconnect(self) -> None:
         if self._client is not None:
-            with suppress(Exception):  # abandoned in any case
+            with suppress(Exception):  # abandoned in both cases
                 self._client.close(timeout=1)
             self._client = None
 
@@ -188,9 +188,9 @@ class DaskExecutor:
         ask = self._client.scheduler.call_stack
         try:
             return bool(self._client.sync(ask, keys=[remote.name], callback_timeout=_ASK_SECONDS))
-        except KeyError:  # unknown to the scheduler
+        except KeyError:  # the scheduler does not know the task
             return False
-        except TimeoutError:  # its process does not answer
+        except TimeoutError:  # its worker does not respond
             return True
 
     def _beat(self) -> None:
@@ -239,7 +239,8 @@ class DaskExecutor:
         with self._lock:
             if self._remotes.pop(remote.name, None) is None:
                 return
-            if remote.future is not None and not is_finished:  # a task that still runs will notice
+            # a running task will notice the end of the count
+            if remote.future is not None and not is_finished:
                 self._given_up[remote.name] = time.monotonic()
         remote.on_done(outcome)
 

@@ -43,7 +43,7 @@ class Order:
     results: Sequence[Json] = ()
     memory_bytes: int = 0
     seconds: float = 0.0
-    work_folder: str = ""  # set by the executor
+    work_folder: str = ""  # filled in by the executor
 
 
 def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class WorkFolders:
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
-        if self._lock_fd >= 0:  # missing after a full disk or too many open files
+        if self._lock_fd >= 0:  # not removed earlier because of a full disk or too many open files
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -186,7 +186,7 @@ class WorkFolders:
         for folder in self._base.glob(f"{_PREFIX}*"):
             try:
                 fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError:  # belongs to another program, or is being created
+            except OSError:  # belongs to another program, or was just created
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -131,7 +131,7 @@ class _Warm:
     def run(self) -> None:
         signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides on the end
+        for number in (signal.SIGINT, signal.SIGTERM):  # only the worker decides when this process ends
             signal.signal(number, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
@@ -188,14 +188,14 @@ class _Warm:
     def _say(self, message: Mapping[str, Any]) -> None:
         try:
             self._control.send(json.dumps(message).encode())
-        except OSError:  # the worker ended; the loop notices
+        except OSError:  # the worker has ended; the main loop notices
             return
 
     def _be_child(self, fd: int, parent: int) -> NoReturn:
         code = 1
         try:
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() == parent:  # otherwise the parent died before the kernel knew the request
+            if os.getppid() == parent:  # otherwise the parent died before the request reached the kernel
                 os.setsid()
                 signal.set_wakeup_fd(-1)
                 for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -212,7 +212,7 @@ class _Warm:
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the child may not have its own group yet
+    for kill in (os.killpg, os.kill):  # the child may not have its process group yet
         try:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -60,7 +60,7 @@ class TaskProcess:
         self.order = order
         self.pid: int | None = None
         self.is_killed = False
-        self.error: JobFailure | None = None  # reason for the kill
+        self.error: JobFailure | None = None  # reason of the kill
         self.result: Json | None = None
         self.connection = connection
         self.messages = Messages(connection)
@@ -134,9 +134,9 @@ class WarmProcessPool:
             child = TaskProcess(self, self._number, order, ours, on_progress, on_done)
             self._children[child.number] = child
             self._selector.register(ours, selectors.EVENT_READ, child)
-            with suppress(OSError):  # the watching thread reports a dead warm process
+            with suppress(OSError):  # the watching thread reports the death of the warm process
                 socket.send_fds(control, [json.dumps({"start": child.number}).encode()], [theirs.fileno()])
-        with suppress(OSError):  # the child ended
+        with suppress(OSError):  # the child has ended
             send_message(ours, asdict(order))
         return child
 

@@ -263,7 +263,7 @@ def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
 
 def jobs_at_work(connection: Connection) -> list[AtWork]:
     """Return the job of each leased phase and task."""
-    # Counted in index order: otherwise SQLite reads all jobs.
+    # Read in index order: otherwise SQLite reads all jobs.
     share = select(jobs.c.id, jobs.c.owner, jobs.c.key_id, jobs.c.root_id)
     leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
     of_tasks = share.select_from(tasks).join(jobs, tasks.c.job_id == jobs.c.id)
@@ -419,7 +419,7 @@ def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
     query = select(jobs.c.id, jobs.c.fence).where(
         jobs.c.id.in_(job_ids),
         jobs.c.lease_owner.is_not(None),
-        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # clean-up continues
+        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # their clean-up continues
     )
     goes_on.update(Held(row.id, None, row.fence) for row in connection.execute(query))
     task_ids = {one.task_id for one in wanted if one.task_id is not None}

@@ -73,7 +73,7 @@ def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float,
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
-        # The outcome is unknown: only another attempt can find out, so this attempt is never the last.
+        # The outcome is unknown, and only another attempt can find out, so this attempt is never the last.
         attempt, is_last = max(1, min(attempt, job.max_attempts - 1)), False
     if job.is_ending and job.state == "planning":
         clear_away(connection, job)
@@ -116,7 +116,7 @@ def _wait(
     if waiting is None or job.not_before is None or moment(now) >= job.not_before:
         count += 1
         next_seconds = now + backoff.seconds(count, job.id)
-    else:  # another task met the failure before
+    else:  # another task has already reported the failure
         next_seconds = job.not_before.timestamp()
     set_job(connection, job.id, not_before_seconds=next_seconds)
     _tell_retry(connection, job, error, now, next_seconds, count, **where)

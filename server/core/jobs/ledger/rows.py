@@ -169,7 +169,7 @@ def job_of_row(row: Row[Any]) -> Job:
         row,
         not_before=moment(row.not_before_seconds) if row.not_before_seconds else None,
         is_result_whole=row.document_id is None,
-        is_unserved=False,  # see `with_offers`
+        is_unserved=False,  # set by `with_offers`
     )
 
 

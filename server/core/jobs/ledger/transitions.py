@@ -98,7 +98,7 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
         "turn": _turn(connection, owner, root_id, spec.priority, now),
     }
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    while True:  # until no job has the key, or one that is not just ending
+    while True:  # until no unfinished job has the key, or only an ending one
         new = connection.execute(
             dialect.insert(jobs).values(**values).on_conflict_do_nothing().returning(jobs.c.id)
         ).scalar_one_or_none()
@@ -261,7 +261,7 @@ def release(connection: Connection, held: Held, now: float) -> None:
         return
     values: dict[str, Any] = {}
     if job.state == "publishing" and not job.is_ending:
-        values["attempt"] = max(job.attempt, 1)  # counts as begun, and can no longer be cancelled
+        values["attempt"] = max(job.attempt, 1)  # counts as begun, so it can no longer be cancelled
     release_phase(connection, job, **values)
     if job.state == "planning":
         emit(connection, job.id, "state", now, state="queued")
