@@ -48,7 +48,7 @@ def harmless(callback: ProgressCallback) -> ProgressCallback:
             callback(progress)
         except BaseException:  # also SystemExit, which would end an I/O thread
             failed = True
-            logger.exception("the progress callback of a save failed and is not called any more")
+            logger.exception("the progress callback of a save raised an error and is no longer called")
         finally:
             _calling.now = False
 

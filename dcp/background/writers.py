@@ -143,7 +143,7 @@ class ThreadWriter:
         """
         with self._changing:  # no save may be queued after the close
             if self._closed:
-                raise CheckpointError("this writer is closed")
+                raise CheckpointError("the background writer is closed: open a new session")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dcp-writer", daemon=True)
                 self._thread.start()

@@ -307,9 +307,9 @@ def _unexpected_keys(
         advice = OTHER_GROUPS
     what = "entry that has" if len(lost) == 1 else "entries that have"
     return UnexpectedKeyError(
-        f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys that it asks for, and "
-        f"would be lost: {listed(shown, most=_MAX_LISTED, show=str)}. Add the needed entries to the "
-        f"state dict{hint}. {advice}",
+        f"the checkpoint has {len(lost)} {what} no place in the state dict, below keys to load, and would "
+        f"be lost: {listed(shown, most=_MAX_LISTED, show=str)}. Add the needed entries to the state "
+        f"dict{hint}. {advice}",
         fqns=list(lost)[:_MAX_LISTED],
         lost=list(lost),
     )

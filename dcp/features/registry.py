@@ -80,9 +80,7 @@ def features_of(base: type[F]) -> list[type[F]]:
             other = found.setdefault(feature.name, feature)
             if other is not feature:
                 one, two = (f"{each.__module__}.{each.__qualname__}" for each in (other, feature))
-                raise OptionError(
-                    f"two features are called {feature.name!r}, {one} and {two}: give each a unique name"
-                )
+                raise OptionError(f"two features have the name {feature.name!r}: {one} and {two}; rename one")
     return list(found.values())
 
 

@@ -312,7 +312,7 @@ def _refuse_unsupported(trainer: Any) -> None:
     if plugin is not None and plugin.fsdp_version != 2:
         raise ValueError("DcpTrainer supports version 2 of FSDP: fsdp_config={'version': 2}")
     if args.save_on_each_node:
-        raise ValueError("save_on_each_node: leave it off, and give all nodes one output_dir")
+        raise ValueError("set save_on_each_node=False, and use one output_dir on all nodes")
     if args.push_to_hub and args.hub_strategy != "end":
         raise ValueError("DcpTrainer cannot push checkpoints to the hub: set hub_strategy='end'")
     if args.enable_jit_checkpoint:

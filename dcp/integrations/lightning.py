@@ -330,7 +330,7 @@ def _is_of_lightning(path: _Path) -> bool:
 
 def _take_none(storage_options: Any | None) -> None:
     if storage_options is not None:
-        raise OptionError("give storage_options to plug-in or strategy, which need them to load as well")
+        raise OptionError("pass storage_options to the plug-in or strategy, which also needs them to load")
 
 
 def _begin(saves: PathSaves, state: _State, path: _Path, checkpoint: Mapping[str, Any]) -> None:

@@ -396,7 +396,7 @@ class StepSaver:
                 raise error
 
     def raise_unsaved(self) -> None:
-        """Raise CheckpointError if saves failed, the last failure was not raised, and no save was committed."""
+        """Raise CheckpointError if saves failed, none was committed, and the last failure was not raised."""
         with self._changed:
             error, self._unreported = self._unreported, None
         if error is not None and not self._has_committed:

@@ -165,7 +165,7 @@ def _check_events(found: Sequence[Feature]) -> None:
             if missing := sorted((consumer.kinds or frozenset()) - set(known)):
                 raise FeatureError(
                     f"{feature.label}: consumer {consumer.name!r}: no event has the kind {missing[0]!r}; "
-                    f"there are {', '.join(sorted(known))}"
+                    f"kinds are {', '.join(sorted(known))}"
                 )
 
 

@@ -369,7 +369,7 @@ class Worker:
             return
         with self._database.read() as connection:
             for held in stopped(connection, alive):
-                self._kill(alive[held], "cancelled, or claimed by others")
+                self._kill(alive[held], "cancelled, or claimed by another worker")
         self._renew()
 
     def _renew(self) -> None:
@@ -390,7 +390,7 @@ class Worker:
         for held, done_bytes in wanted.items():
             entry = self._entries[held]
             if held in lost:
-                self._kill(entry, "claimed by others")
+                self._kill(entry, "claimed by another worker")
             else:
                 entry.renewed_seconds = begun
                 entry.is_told = entry.done_bytes == done_bytes

@@ -49,7 +49,7 @@ class Trigger(_Model):
         from dcp.server.features import event_kinds
 
         if event not in event_kinds():
-            raise ValueError(f"no event has the kind {event!r}; there are {', '.join(sorted(event_kinds()))}")
+            raise ValueError(f"no event has the kind {event!r}; kinds are {', '.join(sorted(event_kinds()))}")
         return event
 
 
@@ -92,7 +92,7 @@ class MlflowSettings(_Destination):
     @model_validator(mode="after")
     def _has_one_credential(self) -> Self:
         if (self.user is None) != (self.password is None) or (self.user and self.token):
-            raise ValueError("mlflow: give a token, or a user and a password")
+            raise ValueError("mlflow: set token, or user and password")
         return self
 
 

@@ -120,7 +120,7 @@ def _scope_of(kind: str) -> Scope:
 def _check_scope(caller: Principal, kind: str, job: Job | None = None) -> None:
     scope = _scope_of(kind)
     if not (caller.may(scope) if job is None else may_change(caller, job)):
-        raise ForbiddenError(f"a job of the kind {kind!r} needs a key with the scope {scope!r}", scope=scope)
+        raise ForbiddenError(f"the job kind {kind!r} needs a key with the scope {scope!r}", scope=scope)
 
 
 def _note(connection: Connection, action: str, job_id: int, ask: Ask) -> None:

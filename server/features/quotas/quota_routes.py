@@ -251,7 +251,7 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
         if name not in LIMITS_OF[kind]:
             where = "its account" if kind == "key" else "an account or a key"
             raise UnprocessableError(
-                f"limits.{name}: a {kind} has no such limit; set the limit for {where}", field=name
+                f"limits.{name}: not available for a {kind}; set this limit for {where}", field=name
             )
     most, warned = limits.get("bytes_kept"), limits.get("bytes_kept_warning")
     if most is not None and warned is not None and warned > most:

@@ -246,7 +246,7 @@ def test_answers_of_a_target(
     [
         ({"mlflow": {"url": "http://10.0.0.7:5000"}}, "features.handover.allow_private"),
         ({"mlflow": {"url": "ftp://mlflow.example.org"}}, "http(s)://"),
-        ({"mlflow": {"url": "https://m.example.org", "user": "u"}}, "a token, or a user and a password"),
+        ({"mlflow": {"url": "https://m.example.org", "user": "u"}}, "set token, or user and password"),
         ({"mlflow": {"url": "https://m.example.org", "name": "{step}"}}, "{root} and {run}"),
         ({"wandb": {"project": "p"}}, "set api_key, or folder"),
         ({"mlflow": {"url": "https://m.example.org", "token": {"a": TOKEN}}}, "valid string"),
