@@ -1,11 +1,12 @@
-// What pages can do without: copying, colours without a new page, keys, and a word when a part was not loaded.
+// Optional additions to pages: copying, colour themes without a reload, keyboard shortcuts, and messages about parts
+// that failed to load.
 "use strict";
 
 (() => {
   const root = document.documentElement;
   root.classList.add("has-script");
 
-  // A token is a colour for light and one for dark: what it is now, as rgb(), for those who draw on a canvas.
+  // Return the present value of a colour token (light or dark theme) as rgb(), for canvas drawings.
   const probe = document.createElement("i");
   probe.hidden = true;
   window.colourOf = (token) => {
@@ -14,15 +15,15 @@
     return getComputedStyle(probe).color;
   };
 
-  // Characters that turn the direction of what follows them, written out as the service does it.
+  // Escape characters that change the text direction, as the service does.
   window.visible = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
-  // Over HTTP/1.1 browsers open six connections to a service, for all tabs: hidden ones give theirs back.
+  // Over HTTP/1.1 a browser opens six connections to a service for all tabs, so hidden tabs close their stream.
   class Stream {
     constructor(url) {
       this.url = url;
       this.listeners = [];
-      this.look = () => (document.hidden ? this.source?.close() : this.follow("state")); // which may have changed meanwhile
+      this.look = () => (document.hidden ? this.source?.close() : this.follow("state")); // the state may have changed while hidden
       document.addEventListener("visibilitychange", this.look);
       if (!document.hidden) this.follow();
     }
@@ -32,7 +33,7 @@
       const source = (this.source = new EventSource(this.url));
       source.onopen = (event) => this.onopen?.(event);
       source.onerror = (event) => {
-        if (source.readyState === EventSource.CLOSED) this.close(); // htmx makes another one
+        if (source.readyState === EventSource.CLOSED) this.close(); // htmx opens a new stream
         this.onerror?.(event);
       };
       for (const [name, listener] of this.listeners) {
@@ -62,8 +63,8 @@
   }
   if (window.htmx) {
     htmx.createEventSource = (url) => new Stream(url);
-    // htmx writes events that name an error to the console: a request that a newer one replaces is none. That it is
-    // over is said of all that fail, which say so themselves.
+    // htmx logs events with an error to the console. A request replaced by a newer one is not an error, and other
+    // failures are logged by their own events.
     htmx.logger = (element, name, detail) => {
       if (name === "htmx:sendAbort" || name === "htmx:afterRequest") delete detail.error;
     };
@@ -81,7 +82,7 @@
 
   const put = async (text) => {
     if (navigator.clipboard && window.isSecureContext) return navigator.clipboard.writeText(text);
-    const area = document.createElement("textarea"); // plain HTTP on another host
+    const area = document.createElement("textarea"); // the clipboard API needs HTTPS or localhost
     area.value = text;
     document.body.append(area);
     area.select();
@@ -91,7 +92,7 @@
   };
 
   const copied = (button) => {
-    if (button.dataset.text !== undefined) return button.dataset.text; // as it is, where it is shown in another way
+    if (button.dataset.text !== undefined) return button.dataset.text; // exact text, if displayed in another form
     const of = button.dataset.copy ? document.getElementById(button.dataset.copy) : button.previousElementSibling;
     return of.textContent.trim();
   };
@@ -163,7 +164,7 @@
     }
   });
 
-  // What was typed since a part of the page was asked for, that answer does not know: it is put back, and asked for.
+  // The response for a part of the page lacks text typed since the request: restore the text and send a new request.
   let typed = null;
   document.addEventListener("htmx:beforeSwap", ({ detail }) => {
     const field = document.activeElement;

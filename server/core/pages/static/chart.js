@@ -1,4 +1,4 @@
-// A metric over steps, drawn by uPlot from the table that is its twin: what is shown is what can be read.
+// Chart of a metric over steps, drawn by uPlot from the table with the same values.
 "use strict";
 
 (() => {

@@ -1,5 +1,5 @@
-// What is below a name as areas, laid out by d3-hierarchy from the table that is its twin; tensors are coloured by
-// their dtypes.
+// Treemap of the names below a name, laid out by d3-hierarchy from the table with the same values; tensors are coloured
+// by dtype.
 "use strict";
 
 (() => {

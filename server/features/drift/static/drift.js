@@ -1,4 +1,4 @@
-// What is under the pointer in a heat map, in words: read from the table that is its twin.
+// Text about the cell of a heat map under the pointer, from the table with the same values.
 "use strict";
 
 (() => {

@@ -1,5 +1,5 @@
-// Metrics of several runs in one chart, drawn by uPlot from the table that is its twin; a letter stands at the end of
-// each line, as in the picture that it replaces.
+// Metrics of several runs in one chart, drawn by uPlot from the table with the same values. A letter marks the end of
+// each line, as in the static picture.
 "use strict";
 
 (() => {

@@ -1,5 +1,5 @@
-// The page of a run that is training: one stream says that the run has changed, and the parts of the page are read
-// anew. A part that is in use, with a ticked box or a field in focus, waits until it is asked for.
+// Page of a run in training: a stream reports changes of the run, and the parts of the page are loaded again. A part in
+// use (with a ticked box or a focused field) waits until the user requests the update.
 "use strict";
 
 (() => {
@@ -42,7 +42,7 @@
     try {
       const answer = await fetch(location.href, { headers: { Accept: "text/html" } });
       if (!answer.ok || new URL(answer.url).pathname !== location.pathname) {
-        wanted = null; // signed out, or no run any more
+        wanted = null; // signed out, or the run no longer exists
         return;
       }
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -60,7 +60,7 @@
       if (wanted === change) wanted = null;
       look();
     } catch {
-      wanted = null; // away for now: the stream tells again once it is back
+      wanted = null; // the service is unreachable: the stream reports changes after it has reconnected
     } finally {
       isReading = false;
       next = Date.now() + PAUSE;
@@ -82,7 +82,7 @@
     soon();
   };
 
-  // What the page says of now: ages of times, and whether the next checkpoint is late.
+  // Texts that depend on the present time: ages, and a late next checkpoint.
   const UNITS = [[60, "s"], [3600, "min"], [86400, "h"], [30 * 86400, "d"], [365 * 86400, "mo"]];
   const span = (seconds) => {
     let unit = 1;

@@ -1,5 +1,5 @@
-// The map of shards: ranks from top to bottom, bytes of their files from left to right. What was asked for the whole
-// stays below what is asked for the part that is looked at, so that every move is drawn at once.
+// The map of shards: ranks from top to bottom, bytes of their files from left to right. The coarse map of the whole
+// checkpoint stays below the fine map of the visible part, so that every move is drawn at once.
 "use strict";
 
 (() => {
@@ -15,7 +15,7 @@
   const LEAST_BYTES = 64;
   const PART = ["first_rank", "last_rank", "begin", "end"];
 
-  // -- words ---------------------------------------------------------------------------------------------------
+  // -- texts ---------------------------------------------------------------------------------------------------
 
   const count = (value) => value.toLocaleString("en");
   const bytes = (size) => {
@@ -25,7 +25,7 @@
     return `${unit === 0 ? count(size) : size >= 99.95 ? size.toFixed(0) : size >= 9.995 ? size.toFixed(1) : size.toFixed(2)} ${units[unit]}`;
   };
 
-  // -- what is asked for ---------------------------------------------------------------------------------------
+  // -- requests ------------------------------------------------------------------------------------------------
 
   const given = () => new URLSearchParams(location.search);
   const glob = given().get("glob");
@@ -41,11 +41,11 @@
     const answer = await fetch(address(path, values), { headers: { accept: "application/json" }, signal });
     if (answer.status === 401) location.reload();
     const found = await answer.json();
-    if (!answer.ok) throw new Error(found.detail || `The answer was an error (${answer.status})`);
+    if (!answer.ok) throw new Error(found.detail || `The service responded with status ${answer.status}`);
     return found;
   };
 
-  // Each row with the ranks that it is of, as a band: files of one rank share its band, those of none follow.
+  // Add to each row the band of its ranks: files of one rank share a band; files without a rank follow.
   const layered = (found) => {
     const bands = [];
     let behind = Math.max(0, ...found.rows.map((row) => (row.last_rank === null ? 0 : row.last_rank + 1)));
@@ -66,14 +66,14 @@
     });
     const places = new Int32Array(found.rows.length * found.bins).fill(-1);
     found.cell_rows.forEach((row, at) => (places[row * found.bins + found.cell_bins[at]] = at));
-    const firsts = new Int32Array(found.rows.length + 1); // of the cells of each row, which come by row and bin
+    const firsts = new Int32Array(found.rows.length + 1); // first cell of each row; cells are sorted by row and bin
     found.cell_rows.forEach((row) => firsts[row + 1]++);
     for (let row = 0; row < found.rows.length; row++) firsts[row + 1] += firsts[row];
     return { ...found, bands, places, firsts, top: bands.length ? bands[0][0] : 0, bottom: bands.length ? bands[bands.length - 1][1] : 1 };
   };
 
-  let whole = null; // all of it, coarse
-  let fine = null; // the part that is looked at
+  let whole = null; // coarse map of the whole checkpoint
+  let fine = null; // fine map of the visible part
   let view = null; // top and bottom in ranks, left and right in bytes
 
   const plot = () => ({ x: MARGIN.left, y: MARGIN.top, width: canvas.clientWidth - MARGIN.left - MARGIN.right, height: canvas.clientHeight - MARGIN.top - MARGIN.bottom });
@@ -196,7 +196,7 @@
     });
   };
 
-  // Neighbours of one colour are one rectangle.
+  // Draw adjacent cells of one colour as one rectangle.
   const drawRow = (one, row, area, y, height) => {
     const hasSeams = (one.bin_bytes / (view.right - view.left)) * area.width >= 5;
     const isAlike = (cell, next) =>
@@ -395,7 +395,7 @@
     if (chunks === 1 && of.first_rank !== null) looking = setTimeout(() => look(found, begin, end, of), 150);
   };
 
-  // Of a cell that is one chunk: its box and its exact place, which the map has not.
+  // For a cell with a single chunk, load its box and exact position, which the map lacks.
   let looking = 0;
   const look = async (found, begin, end, of) => {
     try {
@@ -413,14 +413,14 @@
         fact("Copies", one.copies === null ? "not counted" : count(one.copies)),
       ]);
     } catch {
-      // what the map has of it is there
+      // the facts from the map are already shown
     }
   };
 
   // -- moving --------------------------------------------------------------------------------------------------
 
   let settling = 0;
-  let settled = -Infinity; // when a wheel, a drag or a pinch last came to rest
+  let settled = -Infinity; // time of the last end of a wheel, drag or pinch gesture
   let isGesture = false;
   let asking = null;
 
@@ -470,7 +470,7 @@
       for (const [name, value] of Object.entries(part)) query.set(name, value);
       const url = `${location.pathname}${query.size ? `?${query}` : ""}`;
       if (url === `${location.pathname}${location.search}`) return;
-      // one step of the way back for what hands do in one go
+      // one history entry for one gesture
       const isNew = !isGesture || performance.now() - settled > 1500;
       settled = isGesture ? performance.now() : -Infinity;
       isGesture = false;
@@ -491,7 +491,7 @@
     }
   };
 
-  // The sentences and the table below, and the fields of the part.
+  // Update the sentences and the table below, and the fields of the visible part.
   let refreshing = null;
   let resting = 0;
   const refresh = (url) => {
@@ -506,13 +506,13 @@
       else own.set("colour", link.dataset.colour);
       link.href = `${location.pathname}${own.size ? `?${own}` : ""}`;
     }
-    // once hands are at rest: it is not read meanwhile
+    // only after the gesture has ended
     clearTimeout(resting);
     resting = setTimeout(() => refreshBelow(url), 300);
   };
 
   const refreshBelow = async (url) => {
-    // not by htmx, which takes each request that a next one replaces for an error
+    // without htmx, which reports each replaced request as an error
     refreshing?.abort();
     refreshing = new AbortController();
     try {
@@ -520,11 +520,11 @@
       const found = new DOMParser().parseFromString(await answer.text(), "text/html").getElementById("late");
       if (found) document.getElementById("late").replaceChildren(...found.childNodes);
     } catch {
-      // a later one comes, or the map has said what is wrong
+      // a later request follows, or the map shows the error
     }
   };
 
-  // -- hands ---------------------------------------------------------------------------------------------------
+  // -- gestures ---------------------------------------------------------------------------------------------
 
   const at = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -535,7 +535,7 @@
     "wheel",
     (event) => {
       const isMeant = event.ctrlKey || event.metaKey || document.activeElement === canvas;
-      if (!whole || !isMeant) return; // the page is scrolled
+      if (!whole || !isMeant) return; // scrolls the page instead
       event.preventDefault();
       isGesture = true;
       const turned = event.deltaY || event.deltaX;
@@ -638,7 +638,7 @@
     settle(false);
   });
 
-  // -- the beginning -------------------------------------------------------------------------------------------
+  // -- start ---------------------------------------------------------------------------------------------------
 
   const themed = () => {
     readInks();
@@ -659,10 +659,10 @@
       return;
     }
     view = viewOf(given());
-    state.textContent = whole.cell_rows.length ? "" : "Nothing of tensors to be drawn";
+    state.textContent = whole.cell_rows.length ? "" : "No tensor data in this part";
     paint();
     draw();
     if (!isWhole()) settle(false);
   };
-  document.addEventListener("DOMContentLoaded", begin); // by then it is shown, and has a size
+  document.addEventListener("DOMContentLoaded", begin); // the canvas needs its layout size
 })();

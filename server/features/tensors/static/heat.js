@@ -1,5 +1,5 @@
-// A slice of a tensor in finer cells than those that the page came with: drawn from the JSON beside it, read out cell by
-// cell, and closer where the pointer drags over it.
+// Heat map of a tensor slice with finer cells than the page: drawn from the JSON of the page, with a readout for each
+// cell, and zoom by dragging.
 "use strict";
 
 (() => {
@@ -26,7 +26,7 @@
       context.fillRect(x, y, side, side);
     });
     context.fillStyle = colours.wrong;
-    const mark = Math.max(MARK, Math.ceil(side / 2)); // one element among millions is to be seen
+    const mark = Math.max(MARK, Math.ceil(side / 2)); // makes a single element among millions visible
     grid.nonfinite.forEach((count, at) => {
       if (!count) return;
       const x = ((at % grid.columns) + 0.5) * side - mark / 2;
@@ -55,7 +55,7 @@
     follow(figure, plot, canvas, grid, values);
   };
 
-  // Which elements a cell is of, along one side: as the service divides them.
+  // First element of a cell along one dimension, as the service divides the elements.
   const edge = (cell, cells, size) => Math.floor((cell * size) / cells);
 
   const follow = (figure, plot, canvas, grid, values) => {
