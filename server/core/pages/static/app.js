@@ -183,7 +183,7 @@
 
   document.addEventListener("htmx:responseError", (event) => {
     const code = event.detail.xhr.status;
-    if (code !== 401) say(code === 503 ? "The service is away for a moment" : `The answer was an error (${code}): load the page again`);
+    if (code !== 401) say(code === 503 ? "The service is unavailable: retry in a moment" : `The service responded with status ${code}: reload the page`);
   });
   document.addEventListener("htmx:sendError", () => say("The service cannot be reached"));
 })();
