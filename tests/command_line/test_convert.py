@@ -42,7 +42,7 @@ def test_options_reach_the_conversion(source: Path, tmp_path: Path) -> None:
     assert torch.equal(tensors["b.weight"], _model()["module.b.weight"])
 
 
-def test_what_is_there_stays_unless_asked(source: Path, tmp_path: Path) -> None:
+def test_existing_targets_need_overwrite(source: Path, tmp_path: Path) -> None:
     """An existing target is refused in one line, and replaced with --overwrite."""
     target = tmp_path / "model.pt"
     target.write_bytes(b"precious")
@@ -65,7 +65,7 @@ def test_what_is_there_stays_unless_asked(source: Path, tmp_path: Path) -> None:
         (("--to", "dcp", "--files", "0"), "--files"),
     ],
 )
-def test_wrong_usage(source: Path, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_usage_errors(source: Path, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
     """A usage error has exit status 2 and a message, and no file is written."""
     shown = run("convert", source, tmp_path / "out", *arguments)
     assert shown.status == 2

@@ -96,7 +96,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive  # the demo ends the same processes at its regular end
 @pytest.mark.timeout(600)
-def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
+def test_sigterm_ends_the_demo_and_its_processes(tmp_path: Path) -> None:
     """SIGTERM while ranks train ends the demo with status 143, and its launcher and ranks."""
     root = tmp_path / "demo"
     process = start("-m", "dcp.demo", "--root", root, "--save-every", "1000", is_fresh=True)
@@ -115,7 +115,7 @@ def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("dcp.demo",), ("dcp", "demo")], ids=["module", "dcp demo"])
-def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_demo_needs_an_empty_folder(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder that is not empty is refused with status 2, and not changed."""
     (tmp_path / "mine").write_text("mine")
     process = start("-m", *command, "--root", tmp_path)
@@ -125,7 +125,7 @@ def test_demo_wants_a_folder_of_its_own(tmp_path: Path, command: tuple[str, ...]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_checks_do_not_pass_on_nothing(tmp_path: Path) -> None:
+def test_checks_fail_without_data(tmp_path: Path) -> None:
     """Missing digests or logs count as different, so a check cannot pass without data. An empty or missing
     run has no newest checkpoint."""
     assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "none") is None

@@ -72,7 +72,7 @@ def test_ls_shows_metrics(tmp_path: Path) -> None:
     assert [row["metrics"] for row in rows] == [{"loss": 0.25, "lr": 3e-4}, {"loss": "nan"}, {}]
 
 
-def test_ls_json_has_the_facts_as_numbers(tmp_path: Path) -> None:
+def test_ls_json_has_numbers(tmp_path: Path) -> None:
     """Sizes are bytes, times are seconds since the epoch, unknown values are null."""
     before = time.time()
     folder = save_ours(tmp_path / "a-000100")
@@ -119,7 +119,7 @@ def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
     assert quick["model-7.pt"] == quick["hf-8"] == quick[root.name] == "unopened"
 
 
-def test_ls_of_nothing_says_so(tmp_path: Path) -> None:
+def test_ls_of_empty_and_missing_folders(tmp_path: Path) -> None:
     """An empty folder is not an error; a missing folder or store is an error with status 3."""
     empty = run("ls", tmp_path)
     assert (empty.status, empty.out) == (0, "")
@@ -180,7 +180,7 @@ def test_show_tree_sums_by_module(ours: Path) -> None:
     assert ["total", "5", "21,129", "82.5", "KiB"] in lines
 
 
-def test_show_of_what_is_not_committed_fails_with_one_line(tmp_path: Path) -> None:
+def test_show_of_uncommitted_data_fails_in_one_line(tmp_path: Path) -> None:
     """Data files without a manifest are not a checkpoint: status 3, and the missing file in the message."""
     folder = save_ours(tmp_path / "x")
     one_file = run("verify", data_file(folder))
@@ -207,7 +207,7 @@ def test_files_of_other_tools_are_shown(tmp_path: Path) -> None:
     assert run("show", tmp_path / "absent.pt").status == 3
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_are_escaped(tmp_path: Path) -> None:
     """Control characters in names and values of a file are printed escaped."""
     folder = save_ours(tmp_path / "x", {"a\x1b[31m": torch.ones(2), "b\r\n": "\x1b]0;owned\x07"})
     for command in (("show", folder, "--objects", "--tree"), ("stats", folder), ("cat", folder, "b\r\n")):
@@ -249,7 +249,7 @@ for arguments in ({commands}):
 """
 
 
-def test_everything_works_without_torch(ours: Path, stock: Path) -> None:
+def test_commands_work_without_torch(ours: Path, stock: Path) -> None:
     """Commands that inspect, compare, verify and list removals work where torch cannot be imported."""
     commands = [f"{command} {ours}" for command in ("ls", "show --objects", "verify", "stats", "rm", "gc")]
     commands += [f"cat {ours} model.embed", f"diff {ours} {stock}", f"digest {stock}"]
@@ -288,7 +288,7 @@ def test_installed_command_and_module_are_the_same() -> None:
         (["keys", "list"], "sqlalchemy"),
     ],
 )
-def test_a_command_whose_packages_are_not_installed_names_the_extra(
+def test_errors_for_missing_packages_name_the_extra(
     arguments: list[str], package: str, tmp_path: Path
 ) -> None:
     """The error for a missing package says in one line which extra to install."""
@@ -301,7 +301,7 @@ def test_a_command_whose_packages_are_not_installed_names_the_extra(
 
 
 @pytest.mark.parametrize("command", ["show", "stats"])
-def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path, command: str) -> None:
+def test_a_closed_pipe_is_no_failure(tmp_path: Path, command: str) -> None:
     """``dcp show | head`` has status 0 and an empty standard error, with a full or closed pipe."""
     folder = save_ours(tmp_path / "x", {f"layer{number}.w": torch.ones(1) for number in range(3000)})
     pipe = subprocess.PIPE

@@ -31,7 +31,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_rm_lists_and_removes_only_if_asked_to(tmp_path: Path) -> None:
+def test_rm_removes_files_only_with_yes(tmp_path: Path) -> None:
     """A dry run names each file and removes none; --yes removes them and the folder, and reports them."""
     folders = [save_ours(tmp_path / "a"), save_stock(tmp_path / "b")]
     names = [f"{folder}/{path.name}" for folder in folders for path in sorted(folder.iterdir())]
@@ -65,7 +65,7 @@ def test_rm_leaves_other_files_and_pinned_checkpoints(tmp_path: Path) -> None:
     assert not plain.exists()
 
 
-def test_rm_of_what_is_no_checkpoint_fails(tmp_path: Path) -> None:
+def test_rm_of_a_folder_without_a_commit_fails(tmp_path: Path) -> None:
     """A folder without a commit is not changed, and the JSON lists the removed checkpoints."""
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "__0_0.distcp").write_bytes(b"data")
@@ -80,7 +80,7 @@ def test_rm_of_what_is_no_checkpoint_fails(tmp_path: Path) -> None:
     assert content(tmp_path).keys() == {"x/__0_0.distcp", "model.pt"}
 
 
-def leave_things(root: Path) -> set[str]:
+def make_leftovers(root: Path) -> set[str]:
     """Make whole checkpoints and all kinds of leftovers below ``root``. Return the removable files."""
     for name in ("step-1", "step-2"):
         save_ours(root / name, {"w": torch.ones(100)})
@@ -123,9 +123,9 @@ def _collected_beside_a_refusal(root: Path) -> Outcome:
     return run("gc", root, "--yes", "--json")
 
 
-def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path) -> None:
+def test_gc_continues_after_failed_removals(tmp_path: Path) -> None:
     """A folder with failing removals is an error, and the other folders are cleared."""
-    leave_things(tmp_path)
+    make_leftovers(tmp_path)
     done = in_lab(_collected_beside_a_refusal, tmp_path)
     assert (done.status, done.err.count("\n")) == (3, 1)
     assert str(tmp_path / "step-1") in done.err and "Permission denied" in done.err
@@ -133,9 +133,9 @@ def test_gc_does_not_end_at_what_cannot_be_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "killed").exists()
 
 
-def test_gc_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> None:
+def test_gc_removes_only_what_no_checkpoint_uses(tmp_path: Path) -> None:
     """After a dry run, --yes removes old files that no checkpoint uses; all checkpoints still load."""
-    gone = leave_things(tmp_path)
+    gone = make_leftovers(tmp_path)
     before = content(tmp_path)
     planned = run("gc", tmp_path)
     assert planned.status == 0
@@ -157,7 +157,7 @@ def test_gc_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> N
     assert (again.status, again.out) == (0, f"{tmp_path}: removed 0 files, 0 B\n")
 
 
-def test_gc_takes_the_age_that_it_is_given(tmp_path: Path) -> None:
+def test_gc_hours_sets_the_age_of_removed_files(tmp_path: Path) -> None:
     """``--hours`` removes younger files, also of the checkpoint that is named itself."""
     folder = save_ours(tmp_path / "x")
     age(folder / data_file(folder).name, DAY)
@@ -179,7 +179,7 @@ def test_gc_finishes_a_removal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "run"])
-def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path) -> None:
+def test_gc_removes_old_work_folders_of_conversions(folder: str, tmp_path: Path) -> None:
     """The work folder of a killed conversion, also in a sub-folder, is removed when old and not in use."""
     work = tmp_path / folder / ".tmp-convert-0123456789abcdef"
     (work / "output").mkdir(parents=True)
@@ -201,9 +201,9 @@ def test_gc_removes_conversions_that_nobody_resumed(folder: str, tmp_path: Path)
     assert not work.exists()
 
 
-def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
+def test_gc_removes_nothing_beside_damaged_manifests(tmp_path: Path) -> None:
     """Beside a damaged manifest the files in use are unknown, so gc reports and removes no file."""
-    leave_things(tmp_path)
+    make_leftovers(tmp_path)
     age(tmp_path / "step-1" / "manifest.msgpack", 3 * DAY).write_bytes(b"damaged")
     before = content(tmp_path / "step-1")
     done = run("gc", tmp_path, "--yes")
@@ -213,7 +213,7 @@ def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
     assert not (tmp_path / "killed").exists()
 
 
-def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
+def test_prune_drops_the_optimizer_only_with_yes(tmp_path: Path) -> None:
     """prune drops the optimizer of the older steps of a run, or of one checkpoint. A dry run lists the bytes
     to be freed, and changes no file."""
     for step in (5, 10, 15):
@@ -254,7 +254,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parts", [["a"], ["a.tied", "c.7*"], ["a.w", "b.scalar", "c.lr"], ["*.none", "b"]])
-def test_what_stays_is_as_it_was(tmp_path: Path, parts: list[str]) -> None:
+def test_prune_keeps_the_other_tensors_unchanged(tmp_path: Path, parts: list[str]) -> None:
     """Remaining tensors, also tied, transposed and empty ones, keep their digests, values are equal, and
     files with a remaining entry stay."""
     weight, turned = torch.arange(12.0).view(3, 4), torch.arange(6).view(2, 3).t()

@@ -55,7 +55,7 @@ def test_tables_fit_the_terminal(runs: Path, monkeypatch: pytest.MonkeyPatch, co
             assert len(line) <= columns or str(runs) in line, line
 
 
-def test_nothing_is_left_out_where_nobody_watches(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_get_whole_names(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe gets whole names; a narrow terminal shows both ends of names, and the sorted column."""
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = lines_of("stats", runs / "a/step-1")
@@ -68,7 +68,7 @@ def test_nothing_is_left_out_where_nobody_watches(runs: Path, monkeypatch: pytes
     assert "…" in lines[3]
 
 
-def test_sorted_and_cut(runs: Path) -> None:
+def test_sort_and_top(runs: Path) -> None:
     """--sort lists the largest first; --top limits the rows and counts the others; totals include all."""
     one, other = runs / "a/step-1", runs / "a/step-20"
     lines = lines_of("show", one, "--sort", "size", "--top", "2")
@@ -168,7 +168,7 @@ def test_cat_prints_other_values(kind: str, request: pytest.FixtureRequest) -> N
         ("model", "'model' is a prefix of 5 values, not a value: model.w, model.half, model.scalar, "),
     ],
 )
-def test_cat_of_what_is_not_there_says_what_is(ours: Path, name: str, hint: str) -> None:
+def test_cat_suggests_similar_names(ours: Path, name: str, hint: str) -> None:
     """The error for a misspelt name suggests similar names, in one line with status 3."""
     failed = run("cat", ours, name)
     assert (failed.status, failed.out, failed.err.count("\n")) == (3, "", 1)
@@ -176,7 +176,7 @@ def test_cat_of_what_is_not_there_says_what_is(ours: Path, name: str, hint: str)
 
 
 @pytest.mark.parametrize("text", ["", "a", "1.5", "0:2;3", "::0", "1:2:3:4", "--1", "0,,1"])
-def test_a_slice_that_is_none_is_wrong_usage(ours: Path, text: str) -> None:
+def test_an_invalid_slice_is_a_usage_error(ours: Path, text: str) -> None:
     """An invalid slice is a usage error with status 2, before the checkpoint is opened."""
     wrong = run("cat", ours, "model.w", f"--slice={text}")
     assert wrong.status == 2 and "--slice" in wrong.err
@@ -192,7 +192,7 @@ def test_cat_writes_npy_to_a_pipe(ours: Path, tmp_path: Path) -> None:
     assert run(*arguments, "--json").status == 2
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_damage_found_while_writing_keeps_the_target(tmp_path: Path) -> None:
     """Damage found while writing leaves the target unchanged."""
     folder = save_ours(tmp_path / "x", {"w": torch.ones(5000)})
     flip(data_file(folder), 3000)
@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     assert run("cat", folder, "w", "--npy", tmp_path / "no" / "folder.npy").status == 3
 
 
-def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
+def test_stats_prints_each_tensor_and_the_whole(ours: Path) -> None:
     """stats prints figures, counts and a sparkline of each tensor, and the histogram of all."""
     shown = run("stats", ours)
     assert (shown.status, shown.err) == (0, "")
@@ -223,7 +223,7 @@ def test_stats_prints_a_row_a_tensor_and_the_whole(ours: Path) -> None:
     assert sum(counts) == 2000 + 2 + 1 + 2
 
 
-def test_diff_prints_what_differs_and_exits_with_1(ours: Path, stock: Path, tmp_path: Path) -> None:
+def test_diff_prints_differences_and_exits_with_1(ours: Path, stock: Path, tmp_path: Path) -> None:
     """Equal checkpoints have status 0; else tensors are printed with figures, and values of both sides."""
     shown = run("diff", ours, stock)
     assert (shown.status, shown.err) == (0, "")
@@ -249,7 +249,7 @@ def test_diff_prints_what_differs_and_exits_with_1(ours: Path, stock: Path, tmp_
     assert (failed.status, failed.err.count("\n")) == (3, 1)
 
 
-def test_diff_with_other_prefixes_says_how_to_compare(tmp_path: Path) -> None:
+def test_diff_suggests_a_rename_for_other_prefixes(tmp_path: Path) -> None:
     """A diff of a checkpoint and its conversion suggests a --rename rule, with which they are equal."""
     model = {f"layer{number}.{name}": torch.ones(2) * number for number in range(2) for name in "wb"}
     state = {"model": model, "optim": {"state": {name: {"m": torch.ones(2)} for name in model}}}

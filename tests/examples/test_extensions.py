@@ -77,7 +77,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return {"data": tmp_path / "data", "zip": archive, "npy": tmp_path / "data" / "arrays" / "step-7"}
 
 
-def test_the_document_shows_the_files_and_they_are_short() -> None:
+def test_the_page_shows_each_file_unchanged() -> None:
     """The page shows each file, unchanged; each file has less than 80 lines."""
     page = PAGE.read_text()
     for file in FILES:
@@ -140,7 +140,7 @@ def test_a_format_in_one_file(installed: dict[str, str], places: dict[str, Path]
     assert "npy]" in run(installed, "-m", "dcp", "convert", "--help")
 
 
-def test_what_is_not_installed_is_not_known(places: dict[str, Path], tmp_path: Path) -> None:
+def test_errors_without_plug_ins_list_known_formats(places: dict[str, Path], tmp_path: Path) -> None:
     """Without the plug-ins errors list the known formats, and suggest a similar name."""
     with pytest.raises(dcp.CheckpointNotFoundError):
         dcp.open_index(places["npy"])
@@ -258,9 +258,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_feature_that_cannot_work_stops_the_start(
-    installed: dict[str, str], tmp_path: Path, wrong: str
-) -> None:
+def test_a_failing_feature_stops_the_start(installed: dict[str, str], tmp_path: Path, wrong: str) -> None:
     """The start fails with one line that names the problem, the feature and the package."""
     (tmp_path / "mine.py").write_text(f"{_FEATURE}{wrong}\n")
     metadata = tmp_path / "their_package-2.1.dist-info"
@@ -274,7 +272,7 @@ def test_a_feature_that_cannot_work_stops_the_start(
 
 
 @pytest.mark.exhaustive
-def test_the_catalog_knows_both(service: Service) -> None:
+def test_the_catalog_reads_both_plug_ins(service: Service) -> None:
     """The service scans, lists and shows both, reads tensors, and converts to the new format."""
     with service.client() as client:
 

@@ -83,7 +83,7 @@ def steps(noted: Sequence[dict[str, float]]) -> list[int]:
 
 
 @pytest.mark.exhaustive  # test_pages.py kills the quick start's loop; the test below resumes the script
-def test_plain_pytorch_goes_on_bit_for_bit_after_kill_and_saves_at_sigterm(tmp_path: Path) -> None:
+def test_plain_pytorch_resumes_after_sigkill_and_sigterm(tmp_path: Path) -> None:
     """After SIGKILL and SIGTERM each loss equals the uninterrupted run's, and the last step is saved."""
     # enough steps that a busy machine can stop the run before its end
     options = ("--steps", 600, "--every", 20)
@@ -125,7 +125,7 @@ def train(script: str, folder: Path, *options: object, ranks: int) -> None:
     run_ranks(ranks, train_in_pool, script, program[program.index("--checkpoints") :])
 
 
-def test_plain_pytorch_under_ddp_goes_on_with_its_number_of_ranks_and_another(tmp_path: Path) -> None:
+def test_plain_pytorch_under_ddp_resumes_on_two_and_one(tmp_path: Path) -> None:
     """Two ranks resume bit for bit, with generators and positions in the data; one rank continues."""
     options = ("--steps", 17, "--every", 6)
     folders = [tmp_path / name for name in ("whole", "two", "one")]
@@ -142,7 +142,7 @@ def test_plain_pytorch_under_ddp_goes_on_with_its_number_of_ranks_and_another(tm
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (3, 2)])
-def test_plain_pytorch_deals_out_what_is_left_of_an_epoch(
+def test_plain_pytorch_sees_each_sample_once(
     before: int, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over two changes of the number of ranks each sample is seen once."""
@@ -165,9 +165,7 @@ def test_plain_pytorch_deals_out_what_is_left_of_an_epoch(
 
 
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_fsdp2_and_tensor_parallel_resume_on_the_same_mesh_and_on_others(
-    tmp_path: Path, by_torchrun: bool
-) -> None:
+def test_fsdp2_and_tensor_parallel_resume_on_other_meshes(tmp_path: Path, by_torchrun: bool) -> None:
     """Four ranks on a 2x2 mesh resume bit for bit; on two ranks the model is equal up to rounding."""
     options = ("--steps", 5, "--every", 3)
     folders = [tmp_path / name for name in ("whole", "same", "tp-only", "dp-only")]

@@ -66,13 +66,13 @@ def assert_accepts_all_of(ours: object, torchs: object) -> None:
             assert extra.kind == extra.VAR_KEYWORD or extra.default is not extra.empty, extra.name
 
 
-def test_modules_of_torchs_are_there() -> None:
+def test_torchs_public_modules_exist() -> None:
     """dcp has the known public modules of torch, and exports each name that it implements."""
     assert len(MODULES) >= 16 and {name for _, name in NAMES} >= OURS
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_name_is_torchs_or_takes_every_call_that_torchs_takes(module: str, name: str) -> None:
+def test_names_are_torchs_or_accept_all_its_calls(module: str, name: str) -> None:
     """A name that dcp does not implement is torch's object, for isinstance checks. Other names have torch's
     parameters in torch's order, and torch's documented methods."""
     ours, torchs = named("dcp", module, name), named(TORCH, module, name)
@@ -157,7 +157,7 @@ def test_unknown_names_are_attribute_errors() -> None:
         _ = dcp.storage.laod  # type: ignore[attr-defined]
 
 
-def test_our_errors_are_exceptions_and_exported() -> None:
+def test_errors_are_exceptions_and_exported() -> None:
     """Each error class is in dcp.errors, the common ones in dcp, and ``except Exception`` catches them."""
     errors = importlib.import_module("dcp.errors")
     for name in errors.__all__:
@@ -173,7 +173,7 @@ def test_our_errors_are_exceptions_and_exported() -> None:
         _ = errors.RankFialedError
 
 
-def test_format_utils_converts_from_the_command_line_as_torchs_does(tmp_path: Path) -> None:
+def test_format_utils_converts_like_torchs(tmp_path: Path) -> None:
     """``python -m dcp.format_utils`` converts torch.save files and back; a missing source is an error."""
     source, folder, back = tmp_path / "model.pt", tmp_path / "sharded", tmp_path / "back.pt"
     torch.save({"weight": torch.arange(6.0).reshape(2, 3), "step": 3}, source)

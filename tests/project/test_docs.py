@@ -22,7 +22,7 @@ def sources() -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_modules_and_pages_named_by_a_page_exist(page: Path) -> None:
     """Modules, by a suffix of the path, folders, by path, and linked pages exist."""
     text = page.read_text()
     modules = sources()

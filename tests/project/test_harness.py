@@ -22,7 +22,7 @@ from tests.support.service import wait_until
 _ROOT = Path(__file__).parents[2]
 
 
-def test_a_program_may_be_a_module_or_a_file_and_is_known_by_its_name(tmp_path: Path) -> None:
+def test_forked_programs_have_signals_and_command_lines(tmp_path: Path) -> None:
     """A forked program receives signals, and the system shows its command line and environment."""
     assert "usage" in run_program("-m", "json.tool", "--help").stdout
     (tmp_path / "script.py").write_text("import signal, sys; print(sys.argv, flush=True); signal.pause()")
@@ -36,7 +36,7 @@ def test_a_program_may_be_a_module_or_a_file_and_is_known_by_its_name(tmp_path: 
     assert program.returncode == -signal.SIGTERM
 
 
-def test_a_forked_process_has_imported_what_it_needs() -> None:
+def test_the_fork_server_has_imported_all_modules() -> None:
     """The fork server has imported all preloaded modules, so no process imports torch itself."""
     look = f"import sys; sys.exit(', '.join(set({PRELOADED}) - set(sys.modules)) or 0)"
     process = forkserver_context().Process(target=exec, args=(look,))
@@ -123,7 +123,7 @@ def test_property(number):
 """
 
 
-def test_a_run_ends_with_what_one_needs_next(tmp_path: Path) -> None:
+def test_the_summary_has_a_command_for_each_failure(tmp_path: Path) -> None:
     """The summary has a command for each failure, hypothesis's blob and the memory; shards split files."""
     (tmp_path / "test_it.py").write_text(_TESTS)
     plugins = ("tests.support.shards", "tests.support.summary", "hypothesispytest")

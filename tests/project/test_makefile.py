@@ -63,7 +63,7 @@ def test_each_target_installs_what_it_needs_once(tmp_path: Path, calls: dict[str
     assert found == {words: [*extras.split(), module[words.split()[0]]] for words, extras in calls.items()}
 
 
-def test_packages_that_change_are_installed_anew(tmp_path: Path) -> None:
+def test_changed_constraints_install_extras_again(tmp_path: Path) -> None:
     """After a change of constraints.txt the next target installs its extras again."""
     checkout = Checkout(tmp_path)
     assert checkout.make("test") == [".[dev]", "pytest"]
@@ -80,14 +80,14 @@ def test_packages_that_change_are_installed_anew(tmp_path: Path) -> None:
         ("test-all SHARD=2/4", "--shard=2/4"),
     ],
 )
-def test_what_is_asked_for_is_passed_on(tmp_path: Path, words: str, said: str) -> None:
+def test_serve_and_shard_are_passed_on(tmp_path: Path, words: str, said: str) -> None:
     """SERVE=1 and SHARD= are passed to the demo and to pytest."""
     checkout = Checkout(tmp_path)
     checkout.make(*words.split())
     assert said in checkout.calls.read_text()
 
 
-def test_what_is_for_development_is_not_in_the_demo() -> None:
+def test_the_demo_has_no_development_packages() -> None:
     """The extras of the demo lack development packages, and are contained in dev, whose stamp covers them."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

@@ -312,7 +312,7 @@ def run_until_saved(folder: Path, arguments: list[str], by: signal.Signals) -> i
     return int(re.findall(r"begins with step (\d+)", printed)[0])
 
 
-def test_the_quick_start_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_the_quick_start_resumes_after_a_kill(tmp_path: Path) -> None:
     """A killed run starts again after the newest step, and SIGTERM ends it, as the page says."""
     (script,) = blocks_of("docs/tutorial/first-run.md")
     (tmp_path / "train.py").write_text(script)
@@ -347,7 +347,7 @@ def test_the_fsdp2_script_resumes_on_one_rank(tmp_path: Path, ranks: str) -> Non
         assert done.stdout.split() == ["begins", "with", "step", str(first)]
 
 
-def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
+def test_the_training_script_page_loads_fused_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load fills a fused parameter through views; a new parameter and new rates are unchanged."""
@@ -412,7 +412,7 @@ class ErrorOnLoad:
     """Object outside of the allow-list."""
 
 
-def test_the_messages_of_failed_loads_are_real(tmp_path: Path) -> None:
+def test_the_messages_of_failed_loads_occur(tmp_path: Path) -> None:
     """Each message on the page occurs, apart from those that need several ranks or S3."""
     page = (ROOT / "docs/how-to/find-out-why-a-load-fails.md").read_text()
     blocks = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -435,7 +435,7 @@ def test_the_messages_of_failed_loads_are_real(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_quick_start_goes_on_with_two_ranks(tmp_path: Path) -> None:
+def test_the_quick_start_resumes_with_two_ranks(tmp_path: Path) -> None:
     """Two ranks with shards resume the run of one process, and one process resumes theirs."""
     (script,) = blocks_of("docs/tutorial/first-run.md")
     (tmp_path / "train.py").write_text(script)

@@ -25,7 +25,7 @@ MOST |= {"manager.save": (263, 49), "manager.restore": (304, 52)}
 """Most (functions, modules) of each operation, as `benchmarks/paths.py` counts; they may only decrease."""
 
 
-def test_the_main_operations_stay_short(tmp_path: Path) -> None:
+def test_the_main_operations_use_few_functions(tmp_path: Path) -> None:
     """save, load, convert and the manager stay within their limits of functions and modules."""
     done = run_program(str(ROOT / "benchmarks" / "paths.py"), str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def modules_of(seen: set[CodeType]) -> set[str]:
     return {path.removeprefix(SERVER) for path in paths if path.startswith(SERVER) and path.endswith(".py")}
 
 
-def test_requests_and_jobs_of_the_service_stay_short(tmp_path: Path) -> None:
+def test_requests_and_jobs_use_few_functions(tmp_path: Path) -> None:
     """An API list, a page and a conversion job stay within their limits, measured on the second call."""
     with watched() as seen, running_app(f"sqlite:///{tmp_path}/c.sqlite", tmp_path) as app:
         dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path / "main" / "run" / "step-1", no_dist=True)
@@ -102,7 +102,7 @@ def test_requests_and_jobs_of_the_service_stay_short(tmp_path: Path) -> None:
     assert all(counts[name] <= most for name, most in MOST_OF_SERVICE.items()), (counts, found)
 
 
-def test_a_modules_name_says_which_one_it_is() -> None:
+def test_few_modules_share_a_name() -> None:
     """At most two modules of the service share a name; more would differ by folder only."""
     names = Counter(path.stem for path in (ROOT / "server").rglob("*.py") if path.stem != "__init__")
     assert {name: count for name, count in names.items() if count > 2} == {}

@@ -62,14 +62,14 @@ def test_a_promise_has_tests_and_faults(row: Row) -> None:
         assert row.faults and not {*row.faults} - {mutant.name for mutant in FAULTS}
 
 
-def test_there_are_as_many_faults_as_promised() -> None:
+def test_at_least_sixty_faults_cover_all_promises() -> None:
     """At least sixty faults cover all promises, and `make mutants` finds each patch."""
     assert len(FAULTS) >= 60 and len({mutant.path.parent for mutant in FAULTS}) >= 5
     assert {mutant.path for mutant in FAULTS} == set(MUTANTS.rglob("*.patch"))
 
 
 @pytest.mark.parametrize("mutant", FAULTS, ids=lambda mutant: mutant.name)
-def test_a_fault_applies_and_names_its_promise_and_tests(mutant: Mutant) -> None:
+def test_faults_apply_and_name_promises_and_tests(mutant: Mutant) -> None:
     """A fault changes the product only, applies to the present tree, and names existing tests."""
     for change in mutant.path.read_text().split("\ndiff --git")[1:]:
         (name,) = re.findall(r"^\+\+\+ b/(\S+)", change, re.MULTILINE)

@@ -83,13 +83,13 @@ def internal(module: Module) -> list[str]:
     return sorted(name for name in module.imported if name.startswith("dcp.") and not is_public(name))
 
 
-def test_the_suite_has_no_more_lines_than_it_may() -> None:
+def test_the_suite_stays_within_its_limit_of_lines() -> None:
     """The suite stays within its limit of lines: remove repetitions before you add tests."""
     lines = {module.name: module.text.count("\n") for module in modules()}
     assert sum(lines.values()) <= MOST_LINES, sorted(lines, key=lambda name: -lines[name])[:20]
 
 
-def test_few_files_look_inside_and_say_why() -> None:
+def test_few_files_import_internals_with_a_reason() -> None:
     """Few tests import internals, small and pure; the file's first line has "Internal:" and a reason."""
     tests = [module for module in modules() if module.is_test]
     inside = [module for module in tests if internal(module)]
@@ -98,24 +98,24 @@ def test_few_files_look_inside_and_say_why() -> None:
     assert len(inside) <= MOST_INTERNAL * len(tests), [module.name for module in inside]
 
 
-def test_every_test_says_in_a_sentence_what_it_holds() -> None:
+def test_every_test_has_a_docstring() -> None:
     """Each test has a docstring, for readers who see the test for the first time as a failure."""
     assert not [test.name for module in modules() for test in module.tests if not test.has_docstring]
 
 
-def test_half_of_the_tests_fit_in_a_glance() -> None:
+def test_the_median_test_is_short() -> None:
     """The median test is short: a long test checks several behaviours, or should use a fixture."""
     lines = [test.lines for module in modules() for test in module.tests if test.lines]
     assert statistics.median(lines) <= MEDIAN_LINES
 
 
-def test_hardly_anything_is_patched() -> None:
+def test_few_tests_patch_the_product() -> None:
     """Few tests patch the product, because users have no patched product."""
     found = {m.name: len(_PATCH.findall(m.text)) for m in _others()}
     assert sum(found.values()) <= MOST_PATCHES, {name: count for name, count in found.items() if count}
 
 
-def test_no_private_attribute_is_looked_at() -> None:
+def test_no_private_attribute_is_used() -> None:
     """Tests use no private attributes, which may be renamed; "Internal:" files may use theirs."""
     tests = [module for module in modules() if module.is_test and "Internal:" not in module.first_line]
     found = {m.name: sorted(m.private - FOREIGN) for m in tests if m.private - FOREIGN}
@@ -128,7 +128,7 @@ def test_no_private_name_of_the_tools_is_used() -> None:
     assert not {name: names for name, names in found.items() if names}
 
 
-def test_examples_are_counted_by_the_profile() -> None:
+def test_only_profiles_set_numbers_of_examples() -> None:
     """Only `tests.support.examples` sets numbers of examples, so that `make test` can use fewer."""
     found = [m.name for m in _others() if "max_examples=" in m.text]
     assert found == ["tests/support/examples.py"]

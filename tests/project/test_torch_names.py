@@ -86,7 +86,7 @@ def test_one_module_has_all_private_names_of_torch() -> None:
     assert set(private) == {str(ONLY)}, private
 
 
-def test_the_tested_versions_are_those_that_can_be_installed() -> None:
+def test_the_torch_extra_allows_the_tested_versions() -> None:
     """The torch extra of the package allows exactly the tested versions."""
     oldest, newest = torch_compat.TESTED
     allowed = f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
@@ -94,7 +94,7 @@ def test_the_tested_versions_are_those_that_can_be_installed() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git1234", "3.0.0", "2.9.1+cu128"])
-def test_a_torch_that_was_not_tested_is_warned_of(version: str) -> None:
+def test_an_untested_torch_gives_a_warning(version: str) -> None:
     """An untested torch gives a warning of its own class, with the tested versions."""
     with pytest.warns(UntestedTorchWarning, match=r"torch .* was not tested .* torch 2\.10 to 2\.15\)"):
         warn_if_untested(version)

@@ -34,7 +34,7 @@ def make(client: TestClient, resource: Resource, number: int = 0, key: str | Non
     return client.post(f"{API}{resource.path}", json=body, headers=headers)
 
 
-def test_what_is_made_is_shown_listed_changed_and_removed(catalog: Catalog, resource: Resource) -> None:
+def test_resources_are_shown_listed_changed_and_deleted(catalog: Catalog, resource: Resource) -> None:
     """A created resource is shown and listed as given; a change or deletion with a stale ETag gets 412."""
     client, path = catalog.http, f"{API}{resource.path}"
     made = make(client, resource)
@@ -61,7 +61,7 @@ def test_what_is_made_is_shown_listed_changed_and_removed(catalog: Catalog, reso
     assert client.get(f"{path}/1000000").status_code == 404
 
 
-def test_what_cannot_be_meant_is_refused_and_nothing_is_stored(catalog: Catalog, resource: Resource) -> None:
+def test_invalid_bodies_are_refused_and_not_stored(catalog: Catalog, resource: Resource) -> None:
     """Invalid bodies get 422, also in changes, and a duplicate name gets 409; nothing is stored."""
     client, path = catalog.http, f"{API}{resource.path}"
     before = client.get(path).json()["items"]
@@ -79,7 +79,7 @@ def test_what_cannot_be_meant_is_refused_and_nothing_is_stored(catalog: Catalog,
         assert make(client, resource).status_code == 409
 
 
-def test_each_scope_does_what_it_says(catalog: Catalog, resource: Resource) -> None:
+def test_each_scope_allows_only_its_operations(catalog: Catalog, resource: Resource) -> None:
     """A missing scope gets 403 with its name, a missing key 401, and a key for other roots 404."""
     place = make(catalog.http, resource).headers["Location"]
     below = place.removeprefix(API)
@@ -107,7 +107,7 @@ def test_each_scope_does_what_it_says(catalog: Catalog, resource: Resource) -> N
     assert catalog.http.get(place).status_code == 200
 
 
-def test_a_post_that_is_repeated_takes_effect_once(catalog: Catalog, resource: Resource) -> None:
+def test_a_repeated_post_takes_effect_once(catalog: Catalog, resource: Resource) -> None:
     """A repeated POST of the same key, body and caller gets the first response, except one with a secret."""
     client, path = catalog.http, f"{API}{resource.path}"
     count = len(client.get(path).json()["items"])
@@ -130,7 +130,7 @@ def test_a_post_that_is_repeated_takes_effect_once(catalog: Catalog, resource: R
     assert len(client.get(path).json()["items"]) == count + 2
 
 
-def test_of_many_that_send_one_key_at_once_one_is_first(catalog: Catalog) -> None:
+def test_concurrent_posts_with_one_key_take_effect_once(catalog: Catalog) -> None:
     """Of concurrent requests with one key one takes effect; the others get its response, or 409."""
     rule = RESOURCES["rule"]
     with ThreadPoolExecutor(6) as pool:
@@ -145,7 +145,7 @@ def test_of_many_that_send_one_key_at_once_one_is_first(catalog: Catalog) -> Non
     assert len(catalog.get("/rules")["items"]) == 1
 
 
-def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> None:
+def test_pages_have_each_item_once(catalog: Catalog, resource: Resource) -> None:
     """Pages have each item once; invalid limits and cursors get 422."""
     if not resource.is_paged:
         return
@@ -156,7 +156,7 @@ def test_lists_come_in_pages_once_each(catalog: Catalog, resource: Resource) -> 
         assert catalog.status("GET", f"{resource.path}?{query}") == 422, query
 
 
-def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) -> None:
+def test_routes_refuse_unknown_parameters(catalog: Catalog) -> None:
     """Each route of the API refuses an unknown parameter with 422 and its name, before any other check."""
     described = document()["paths"]
     routes = [(method, path) for path, methods in described.items() for method in methods if API in path]
@@ -169,7 +169,7 @@ def test_no_route_ignores_a_parameter_that_it_does_not_know(catalog: Catalog) ->
         ], (method, path)
 
 
-def test_a_parameter_that_is_no_list_is_given_once(catalog: Catalog) -> None:
+def test_repeated_parameters_are_refused(catalog: Catalog) -> None:
     """Each parameter that is not a list is refused by name if given twice."""
     described = document()["paths"]
     tried = 0
@@ -199,7 +199,7 @@ JOBS: list[tuple[Any, int]] = [
 ]
 
 
-def test_jobs_that_cannot_be_meant_are_refused(catalog: Catalog) -> None:
+def test_invalid_jobs_are_refused(catalog: Catalog) -> None:
     """Invalid jobs get problem documents, and none is queued."""
     for body, status in JOBS:
         answer = catalog.http.post(f"{API}/jobs", json=body)
@@ -208,7 +208,7 @@ def test_jobs_that_cannot_be_meant_are_refused(catalog: Catalog) -> None:
     assert catalog.get("/jobs") == {"items": [], "next_cursor": None}
 
 
-def test_the_same_order_is_the_same_job(catalog: Catalog) -> None:
+def test_equal_submissions_return_one_job(catalog: Catalog) -> None:
     """Submitting a job twice returns one job and audits once; only an admin may raise the priority."""
     body = {"kind": "verify", "params": {"checkpoint_id": catalog.add("run/step-1")}}
     ci = catalog.app.client("read", "write", name="ci")
@@ -255,7 +255,7 @@ def limited(make_database: Any, tmp_path: Any) -> Iterator[App]:
         yield app
 
 
-def test_one_key_has_so_many_jobs_queued(limited: App) -> None:
+def test_queued_jobs_of_a_key_are_limited(limited: App) -> None:
     """The third queued job of a key gets 429; other keys have their own limits, and joining a job is free."""
     one, other = (limited.client("read", "write", name=name) for name in ("one", "other"))
     orders = [{"kind": "scan", "params": {"root": "main", "below": f"run-{n}"}} for n in range(4)]
@@ -269,7 +269,7 @@ def test_one_key_has_so_many_jobs_queued(limited: App) -> None:
     assert one.post(f"{API}/jobs/{first}/retry").status_code == 429
 
 
-def test_keys_are_good_until_they_are_revoked(catalog: Catalog) -> None:
+def test_keys_are_valid_until_revoked(catalog: Catalog) -> None:
     """Only the exact key is accepted; once revoked it is refused, and its name is free again."""
     made = catalog.http.post(f"{API}/keys", json={"name": "ci", "scopes": ["read"]}).json()
     key, number = made["key"], made["id"]

@@ -70,7 +70,7 @@ def used(site: Catalog, limit: str, client: TestClient, whose: str = "account") 
 
 
 @pytest.mark.each_database
-def test_a_quota_from_its_creation_to_its_end(catalog: Catalog) -> None:
+def test_quotas_are_created_changed_and_deleted(catalog: Catalog) -> None:
     """A subject has one quota, with ETags and audit entries; only admins of all roots see and change it."""
     _, account = person(catalog, "ada")
     made = limit(catalog, "account", account, jobs_queued=2, requests=None)
@@ -128,7 +128,7 @@ def test_sizes_are_given_as_in_the_settings(catalog: Catalog) -> None:
         ("team", "main", {}),
     ],
 )
-def test_limits_that_cannot_be_meant(catalog: Catalog, kind: str, subject: str, limits: Any) -> None:
+def test_invalid_limits_are_refused(catalog: Catalog, kind: str, subject: str, limits: Any) -> None:
     """Invalid limits get 422 and are not stored."""
     body = {"kind": kind, "subject": subject, "limits": limits}
     assert catalog.status("POST", "/quotas", json=body) == 422
@@ -136,7 +136,7 @@ def test_limits_that_cannot_be_meant(catalog: Catalog, kind: str, subject: str, 
 
 
 @pytest.mark.each_database
-def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None:
+def test_stored_bytes_are_warned_of_then_refused(sites: list[Catalog]) -> None:
     """Registrations over the limit are warned of, then refused; scans still add checkpoints. Deleted ones do
     not count; accounts have own limits, and a root's limit holds for all."""
     site, other = sites
@@ -229,7 +229,7 @@ def test_parallel_requests_do_not_exceed_a_limit(sites: list[Catalog]) -> None:
     assert elsewhere.status_code == 202
 
 
-def test_requests_are_limited_in_all_processes_at_once(sites: list[Catalog]) -> None:
+def test_request_rates_are_limited_in_all_processes(sites: list[Catalog]) -> None:
     """A rate limit takes effect within a second in each process, with a count of its own."""
     site, other = sites
     ada, account = person(site, "ada")
@@ -347,9 +347,7 @@ def test_the_form_of_a_quota(catalog: Catalog) -> None:
 
 
 @pytest.mark.parametrize("change", ["revoked", "role", "room", "template"])
-def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
-    catalog: Catalog, change: str
-) -> None:
+def test_queued_jobs_need_rights_and_room_at_their_start(catalog: Catalog, change: str) -> None:
     """A queued job fails at its start if its key was revoked, its account lost the role or its template's
     root, or has no room."""
     catalog.add("run/step-1")

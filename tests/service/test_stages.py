@@ -120,7 +120,7 @@ def test_from_candidate_to_production_and_back(catalog: Catalog) -> None:
     assert actions >= {"stage_request.create", "stage_request.approve", "stage.demote", "alias.set"}
 
 
-def test_who_may(catalog: Catalog) -> None:
+def test_rules_name_requesters_and_approvers(catalog: Catalog) -> None:
     """Rules name who may request and approve; the requester and admins withdraw, approvers reject with a
     reason; keys for other roots get 404."""
     number = catalog.add("run/step-1")
@@ -149,7 +149,7 @@ def test_who_may(catalog: Catalog) -> None:
 
 
 @pytest.mark.each_database
-def test_decisions_at_once(catalog: Catalog) -> None:
+def test_concurrent_decisions(catalog: Catalog) -> None:
     """Of three concurrent approvals two promote, once; two promotions to one stage follow each other; of an
     approval and a deletion only one succeeds."""
     approvers = writers(catalog, "ann", "bob", "cat")
@@ -362,7 +362,7 @@ def test_keys_count_for_the_account_that_made_them(make_database: MakeDatabase, 
         {"rules": {"staging": {"approvals": 1, "approvers": ["a"], "requesters": ["a"]}}},
     ],
 )
-def test_wrong_settings_end_the_start(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_settings_stop_the_start(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """Invalid settings stop the start, with the name of the feature."""
     url = f"sqlite:///{tmp_path / 'c.sqlite'}"
     with (

@@ -68,7 +68,7 @@ def _killed_and_resumed(
         ),
     ],
 )
-def test_a_trainer_killed_in_a_save_goes_on_bit_for_bit(
+def test_a_trainer_killed_in_a_save_resumes_exactly(
     tmp_path: Path, strategy: str, ranks: int, die_at: int
 ) -> None:
     """After a kill within an epoch, with dropout, each loss of each rank equals that of an uninterrupted run.
@@ -86,7 +86,7 @@ def test_a_trainer_killed_in_a_save_goes_on_bit_for_bit(
     ("strategy", "ranks", "resume_on"),
     [("ddp", 2, 1), ("ddp", 1, 2), ("fsdp2", 2, 1), ("fsdp2", 1, 2), ("fsdp2", 2, 3)],
 )
-def test_a_trainer_goes_on_with_another_number_of_ranks(
+def test_a_trainer_resumes_on_another_number_of_ranks(
     tmp_path: Path, strategy: str, ranks: int, resume_on: int
 ) -> None:
     """A run that is killed in the save of step 9 resumes after step 6, and trains to the end."""
@@ -127,7 +127,7 @@ def _checkpoint() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "sync", pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
+def test_containers_are_loaded_unchanged(tmp_path: Path, mode: Any) -> None:
     """Classes, orders and keys of all containers are loaded; changes after the call are not saved."""
     plugin, checkpoint = plugin_of(mode=mode), _checkpoint()
     plugin.save_checkpoint(checkpoint, tmp_path / LAST)
@@ -142,7 +142,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["commits", "fails", "has failed"])
-def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path, how: str) -> None:
+def test_old_checkpoints_stay_until_the_next_commit(tmp_path: Path, how: str) -> None:
     """An old checkpoint is deleted only after the newer one committed, so a kill leaves one. After a failed
     save it stays, also if the failure came first, and the next call raises the error."""
     root, gate, plugin = WatchedRoot(tmp_path), Gate(), plugin_of()
@@ -169,7 +169,7 @@ def test_what_is_replaced_stays_until_the_newer_one_is_committed(tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == [root.path(2).name]
 
 
-def test_a_damaged_last_one_is_passed_over_and_no_other(tmp_path: Path) -> None:
+def test_only_a_damaged_last_checkpoint_is_skipped(tmp_path: Path) -> None:
     """For a damaged "last" the newest good checkpoint is loaded, with a warning; others are errors."""
     plugin = plugin_of(mode="sync")
     for number, name in enumerate(["step=1.ckpt", "step=2.ckpt", LAST]):

@@ -50,7 +50,7 @@ def _values(endings: list[Ending]) -> list[Any]:
         for mode, pp in (("sync", 1), ("thread", 1), ("process", 1), ("thread", 2))
     ],
 )
-def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str, mode: str, pp: int) -> None:
+def test_a_run_killed_in_a_save_resumes_exactly(tmp_path: Path, interface: str, mode: str, pp: int) -> None:
     """With tensor parallelism, with or without pipeline stages, each loss equals an uninterrupted run's."""
     options = {"interface": interface, "mode": mode, "tp": 2, "pp": pp, "steps": STEPS}
     whole, killed, ranks = tmp_path / "whole", tmp_path / "killed", 2 * pp
@@ -67,7 +67,7 @@ def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str,
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("interface", INTERFACES)
 @pytest.mark.parametrize(("tp", "pp", "replicas"), [(1, 1, 1), (1, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)])
-def test_it_loads_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp: int, replicas: int) -> None:
+def test_weights_load_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp: int, replicas: int) -> None:
     """Weights saved with tensor and pipeline parallel 2 load on other sizes bit for bit; training
     continues."""
     saved, loaded, gone_on = _run(
@@ -146,9 +146,7 @@ def _other_shapes(package: Any, plugin: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
-def test_other_shapes_and_dtypes_are_errors_unless_they_are_allowed(
-    tmp_path: Path, interface: Interface
-) -> None:
+def test_other_shapes_and_dtypes_need_permission(tmp_path: Path, interface: Interface) -> None:
     """A tensor with allow_shape_mismatch, as a padded vocabulary has, is zero in rows not stored."""
     rows = torch.arange(12.0).view(6, 2).tolist()
     assert _in_package(interface, _other_shapes, tmp_path / "iter_1") == {

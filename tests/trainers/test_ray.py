@@ -68,7 +68,7 @@ def manager_of(**options: Any) -> Any:
     return module.RayCheckpointManager(handle_sigterm=False, **options)
 
 
-def test_what_is_committed_is_reported_by_reference(ray: Ray, tmp_path: Path) -> None:
+def test_committed_steps_are_reported_by_reference(ray: Ray, tmp_path: Path) -> None:
     """A committed step is reported at the next save or the end, with metrics, from the run's folder."""
     with manager_of(every_steps=2) as manager:
         for step in range(1, 6):
@@ -130,7 +130,7 @@ if (
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("place", ["folder", "s3"])
-    def test_real_workers_crash_and_go_on_with_more(
+    def test_crashed_workers_are_restarted_with_more(
         tmp_path: Path, place: str, request: pytest.FixtureRequest
     ) -> None:
         """One of 2 workers dies after step 4 was saved; Ray restarts them with an equal result. Then 3

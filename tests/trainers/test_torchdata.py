@@ -109,7 +109,7 @@ def test_each_sample_once_an_epoch(
     every=st.integers(1, 3),
     drop_last=st.booleans(),
 )
-def test_as_many_ranks_go_on_bit_for_bit(
+def test_equal_numbers_of_ranks_resume_exactly(
     size: int, world_size: int, count: int, every: int, drop_last: bool
 ) -> None:
     """The order equals that of an uninterrupted run, and of torch's `DistributedSampler`."""
@@ -169,7 +169,7 @@ class Endless(IterableDataset[int]):
         ({"dataset": Numbers(3), "in_order": False}, "in_order"),
     ],
 )
-def test_what_has_no_position_is_refused(arguments: dict[str, Any], advice: str) -> None:
+def test_arguments_without_a_position_are_refused(arguments: dict[str, Any], advice: str) -> None:
     """Arguments without a position are refused, and the error says what to use."""
     with pytest.raises((TypeError, ValueError), match=advice):
         RescalableDataLoader(**arguments)
@@ -191,7 +191,7 @@ def trained(rank: int, world_size: int, root: str, steps: int | None) -> list[in
     return seen
 
 
-def test_ranks(tmp_path: Path) -> None:
+def test_real_ranks_see_each_sample_once(tmp_path: Path) -> None:
     """2, then 3, then 2 real ranks, resumed from checkpoints, see each of 50 samples once."""
     seen: list[int] = []
     for world_size, steps in ((2, 3), (3, 2), (2, None)):

@@ -44,7 +44,7 @@ def _steps(folder: Path) -> list[str]:
         for mode in ("disabled", "async", "async_with_pinned_mem")
     ],
 )
-def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str, mode: str) -> None:
+def test_a_run_killed_in_a_save_resumes_exactly(tmp_path: Path, interface: str, mode: str) -> None:
     """With two ranks, FSDP2, within an epoch and with dropout, each loss equals that of an uninterrupted run,
     and the newest two steps are kept. A separate writer process outlives the kill."""
     options = {"interface": interface, "config": {"async_mode": mode}}
@@ -67,9 +67,7 @@ def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str,
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("interface", INTERFACES)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_on_another_number_of_ranks_it_goes_on_without_the_loaders_place(
-    tmp_path: Path, interface: str, ranks: int
-) -> None:
+def test_other_numbers_of_ranks_reset_the_loader(tmp_path: Path, interface: str, ranks: int) -> None:
     """Model, optimizer, scheduler and step are loaded. The data loader's position fits no other number of
     ranks, and the error says how to exclude it."""
     options = {"interface": interface, "steps": 6}

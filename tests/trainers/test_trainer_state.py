@@ -45,7 +45,7 @@ def trained(net: Net) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
+def test_unused_parameters_have_no_state(tmp_path: Path) -> None:
     """An unused parameter has no state in the checkpoint or in a fresh optimizer after a load, which takes no
     optimizer step. The next steps are equal."""
     net, fresh = Net(), Net()
@@ -92,7 +92,7 @@ def test_running_means_of_ranks_may_differ(tmp_path: Path) -> None:
     assert first == one == other
 
 
-def _one_cannot_make_its_state(rank: int, world_size: int, root: str) -> list[str]:
+def _failing_on_one_rank(rank: int, world_size: int, root: str) -> list[str]:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/whole")
     said = []
     uses: list[Any] = [
@@ -111,9 +111,9 @@ def _one_cannot_make_its_state(rank: int, world_size: int, root: str) -> list[st
     return said
 
 
-def test_a_state_that_one_rank_cannot_make_fails_all(tmp_path: Path) -> None:
+def test_a_failing_rank_fails_all_ranks(tmp_path: Path) -> None:
     """Saves and loads fail at once on all ranks, and the other ranks name the failed rank."""
-    others, own = run_ranks(2, _one_cannot_make_its_state, str(tmp_path))
+    others, own = run_ranks(2, _failing_on_one_rank, str(tmp_path))
     assert own == ["ValueError: a state of its own"] * 2
     assert [("a state of its own" in said, "rank 1" in said) for said in others] == [(True, True)] * 2
     assert not (tmp_path / "new").exists()
@@ -146,7 +146,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-def test_all_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_all_generators_resume(tmp_path: Path) -> None:
     """After a load the generators of Python, numpy and torch continue as after the save."""
     dcp.save({"random": RandomState()}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     drawn = draw()
@@ -168,7 +168,7 @@ def load_and_draw(rank: int, world_size: int, checkpoint: str) -> tuple[float, f
     return draw()
 
 
-def test_each_rank_gets_its_own_and_another_number_of_ranks_keeps_what_it_has(tmp_path: Path) -> None:
+def test_each_rank_loads_its_own_generators(tmp_path: Path) -> None:
     """Each of two ranks continues its generators; a single rank keeps its own generators."""
     checkpoint = str(tmp_path / "checkpoint")
     drawn = run_ranks(2, save_and_draw, checkpoint)

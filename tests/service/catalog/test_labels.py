@@ -12,7 +12,7 @@ from tests.support.catalog import API, Catalog, pages
 ANY = {"If-Match": "*"}
 
 
-def test_each_change_is_a_version_with_an_etag_and_an_audit_entry(catalog: Catalog) -> None:
+def test_each_change_has_an_etag_and_an_audit_entry(catalog: Catalog) -> None:
     """A change returns a new ETag and is audited; a change without effect keeps the ETag."""
     number = catalog.add("run/step-1")
     path = f"{API}/checkpoints/{number}"
@@ -62,7 +62,7 @@ def test_if_match_and_if_none_match(catalog: Catalog) -> None:
     assert catalog.http.get(path, headers={"If-None-Match": etag}).status_code == 200
 
 
-def test_aliases_move_only_from_what_was_seen(catalog: Catalog) -> None:
+def test_changing_an_alias_needs_if_match(catalog: Catalog) -> None:
     """Changing an alias needs If-Match. A stale ETag gets 412, also for an alias deleted and made again."""
     ids = [catalog.add(f"run/step-{step}") for step in (1, 2, 3)]
     run = catalog.get(f"/checkpoints/{ids[0]}")["run_id"]
@@ -106,7 +106,7 @@ def test_protected_aliases_need_admin(catalog: Catalog) -> None:
 
 
 @pytest.mark.each_database
-def test_labels_of_many_at_once_are_all_there(catalog: Catalog) -> None:
+def test_concurrent_label_changes_are_all_kept(catalog: Catalog) -> None:
     """Concurrent changes do not overwrite each other: each gets a version of its own."""
     path = f"/checkpoints/{catalog.add('run/step-1')}"
     before = catalog.get(path)["version"]
@@ -117,7 +117,7 @@ def test_labels_of_many_at_once_are_all_there(catalog: Catalog) -> None:
     assert (len(found["tags"]), found["version"]) == (18, before + 18)
 
 
-def test_deleted_and_restored_within_its_grace(catalog: Catalog) -> None:
+def test_deletions_are_restored_within_the_grace_period(catalog: Catalog) -> None:
     """A deletion returns its purge time and is idempotent; a pin or a stale If-Match prevents deletion."""
     number = catalog.add("run/step-1")
     path = f"{API}/checkpoints/{number}"

@@ -136,7 +136,7 @@ FILTERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.each_database  # their SQL differs
-def test_every_filter_and_order_page_by_page(many: Catalog) -> None:
+def test_filters_and_orders_hold_across_pages(many: Catalog) -> None:
     """All pages together equal Python's list, also where a page ends between equal sort keys."""
     rows = pages(many.http, "/checkpoints", state="any", limit=500)
     assert len(rows) == 90
@@ -185,7 +185,7 @@ def plan_of(catalog: Catalog, query: str) -> str:
 
 
 @pytest.mark.each_database  # their SQL differs
-def test_pages_of_many_are_read_from_an_index(catalog: Catalog) -> None:
+def test_pages_of_large_lists_are_read_from_an_index(catalog: Catalog) -> None:
     """A page of a large catalog needs neither a table scan nor a sort; selective filters read few rows."""
     number = add_checkpoint(catalog.app.service.database, "big/step-1")
     multiply(catalog.app, "big/step-1", FEW + 100)
@@ -220,7 +220,7 @@ def test_a_key_for_one_root_lists_that_root_only(many: Catalog) -> None:
             assert (answer.status_code, answer.json()["detail"]) == (422, f"root: root {root!r} not found")
 
 
-def test_counts_beside_a_list_are_those_of_the_lists(many: Catalog) -> None:
+def test_facet_counts_equal_the_lengths_of_lists(many: Catalog) -> None:
     """Each count of a facet equals the length of the list with this value, in the roots of the key."""
     client = many.app.client("read", roots=["main"])
     wanted = {"run_contains": "team", "format": ["dcp", "torch_dcp"]}
@@ -315,7 +315,7 @@ WRONG = [
 ]
 
 
-def test_typing_errors_are_no_other_question(catalog: Catalog) -> None:
+def test_misspelled_parameters_get_422(catalog: Catalog) -> None:
     """Misspelled or invalid parameters get 422 with the place of the error."""
     for query in WRONG:
         answer = catalog.http.get(f"{API}/checkpoints?{query}")
@@ -347,7 +347,7 @@ NEAR = {
 }
 
 
-def test_names_that_there_are_not_are_errors_with_the_next_best(named: Catalog) -> None:
+def test_unknown_names_get_422_with_the_nearest_name(named: Catalog) -> None:
     """An unknown root, run, metric or kind gets 422 with the nearest name; globs and tags may match none."""
     for path, says in NEAR.items():
         answer = named.http.get(f"{API}/{path}")
@@ -366,7 +366,7 @@ def test_names_that_there_are_not_are_errors_with_the_next_best(named: Catalog) 
         assert "did you mean" not in answer.json()["detail"].replace("'loss'", ""), answer.text
 
 
-def test_lists_say_that_the_first_scan_is_running(catalog: Catalog) -> None:
+def test_lists_note_that_the_first_scan_is_running(catalog: Catalog) -> None:
     """Lists note that the first scan is running; until it ends an unknown run is no error."""
     note = "the first scan of root main has not ended: checkpoints may be missing"
     for path in ("/checkpoints", "/runs"):

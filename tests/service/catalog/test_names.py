@@ -52,7 +52,7 @@ PARTS = ["a", "*", "?", "%", "_", "[1]", "\\", "€", "STEP", "step-1", ".", "|"
 
 
 @pytest.mark.each_database  # their SQL differs
-def test_patterns_match_what_fnmatch_does(catalog: Catalog) -> None:
+def test_patterns_match_as_in_fnmatch(catalog: Catalog) -> None:
     """Each glob and substring selects the same names as in Python; names are sorted by code point."""
     for name in NAMES:
         add_checkpoint(catalog.app.service.database, f"run/{name}", step=1)

@@ -51,7 +51,7 @@ def keys(catalog: Catalog, client: Any = None, **query: Any) -> list[str]:
 
 
 @pytest.mark.each_database  # their SQL differs
-def test_sorted_by_a_metric_and_filtered(found: Catalog) -> None:
+def test_runs_are_sorted_and_filtered_by_metric(found: Catalog) -> None:
     """Runs are sorted and filtered as in Python; only sorting by a metric leaves out runs without it."""
     assert sorted(keys(found)) == sorted(RUNS)
     for of, pick in VALUES.items():
@@ -92,7 +92,7 @@ def test_sorted_by_a_metric_and_filtered(found: Catalog) -> None:
 
 
 @pytest.mark.each_database
-def test_follows_what_changes(found: Catalog) -> None:
+def test_summaries_follow_changed_metrics(found: Catalog) -> None:
     """Summaries follow a metric set or removed, a deleted checkpoint and a new checkpoint."""
     (best,) = [one["id"] for one in pages(found.http, "/checkpoints", run="team/a", min_step=2, max_step=2)]
 
@@ -115,7 +115,7 @@ def test_follows_what_changes(found: Catalog) -> None:
 
 
 @pytest.mark.each_database
-def test_compared(found: Catalog) -> None:
+def test_runs_are_compared(found: Catalog) -> None:
     """Compared runs have the requested order and their differences; a run of a hidden root gets 404."""
     ids = {one["run"]["key"]: one["run"]["id"] for one in found.get("/runs/summaries")["items"]}
     got = found.get("/runs/compare", run=[ids["team/b"], ids["team/c"], ids["team/a"], ids["team/b"]])
@@ -145,7 +145,7 @@ def test_compared(found: Catalog) -> None:
     assert reader.get(f"/runs?run={ids['team/c']}").status_code == 404
 
 
-def test_pages_without_script(found: Catalog) -> None:
+def test_pages_compare_runs_without_script(found: Catalog) -> None:
     """Runs selected in a form are compared on linear and logarithmic axes; the selection is kept."""
     browser = Browser(found.app.client())
     browser.sign_in(found.app.key("read", name="looks"))

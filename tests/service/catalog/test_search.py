@@ -75,7 +75,7 @@ def test_search_finds_each_kind(searched: Catalog, of_main: TestClient) -> None:
     assert searched.status("GET", "/search", params={"q": " "}) == 422
 
 
-def test_search_tells_nothing_of_other_roots(searched: Catalog, of_main: TestClient) -> None:
+def test_search_reveals_nothing_of_hidden_roots(searched: Catalog, of_main: TestClient) -> None:
     """Search reveals no names and no counts of hidden roots; a key for all roots finds them."""
     for text in ("secret", "hidden", "mask", "layers.7.attn", "step-3", "3", "llama/step-3"):
         seen = searched.get("/search", of_main, q=text)["items"]
@@ -84,7 +84,7 @@ def test_search_tells_nothing_of_other_roots(searched: Catalog, of_main: TestCli
         assert any(hit["root"] == "other" or "secret" in hit["text"] for hit in everything), text
 
 
-def test_one_is_looked_up_by_what_people_call_it(searched: Catalog, of_main: TestClient) -> None:
+def test_checkpoints_are_looked_up_by_key_step_or_alias(searched: Catalog, of_main: TestClient) -> None:
     """A checkpoint is looked up by key, step or alias, or as the latest of a run; hidden roots get 404."""
 
     def key(**name: Any) -> str:
@@ -102,7 +102,7 @@ def test_one_is_looked_up_by_what_people_call_it(searched: Catalog, of_main: Tes
         assert searched.status("GET", "/checkpoints/lookup", params=wrong) == 422, wrong
 
 
-def test_a_run_in_bins_and_as_a_series(searched: Catalog, of_main: TestClient) -> None:
+def test_timelines_and_series_keep_their_extremes(searched: Catalog, of_main: TestClient) -> None:
     """Each checkpoint counts once in a timeline; extremes, last values and aliases survive few bins."""
     found = searched.get("/runs/1/timeline", of_main, metric="loss", points=4)
     assert (found["count"], found["metric_names"]) == (10, ["loss"])
@@ -136,7 +136,7 @@ def lineage(catalog: Catalog, number: int, client: TestClient | None = None) -> 
     return {node["id"]: node["distance"] for node in found["nodes"]}, edges
 
 
-def test_lineage_shows_ancestors_and_descendants_that_may_be_seen(catalog: Catalog) -> None:
+def test_lineage_shows_visible_ancestors_and_descendants(catalog: Catalog) -> None:
     """Lineage has ancestors and descendants, ends at cycles, and leaves out hidden roots."""
     base = catalog.add("run/a", save_id="base", told={"resumed_from": {"save_id": "ring"}})
     fine = catalog.add("run/b", save_id="fine", told={"resumed_from": {"save_id": "base"}})
@@ -154,7 +154,7 @@ def test_lineage_shows_ancestors_and_descendants_that_may_be_seen(catalog: Catal
     assert catalog.status("GET", f"/checkpoints/{fine}/lineage", stranger) == 404
 
 
-def test_tensors_are_listed_filtered_and_a_tree(catalog: Catalog) -> None:
+def test_tensors_are_listed_filtered_and_summed_in_trees(catalog: Catalog) -> None:
     """Tensors come from the catalog alone, in natural order, filtered by glob and dtype; trees have sums."""
     names = [f"layers.{n}.{part}" for n in range(12) for part in ("w", "b")]
     names += ["a.b", "a.b-x", "a.b.c", "50%_a.x"]

@@ -86,7 +86,7 @@ def test_retention(connect: MakeClient, app: App) -> None:
 
 
 @pytest.mark.parametrize("lost", [502, None], ids=["a proxy's 502", "no answer"])
-def test_what_answers_with_a_secret_is_asked_once(lost: int | None) -> None:
+def test_posts_that_return_a_secret_are_not_repeated(lost: int | None) -> None:
     """A POST whose response has a secret is not repeated, because a repetition makes a second secret."""
     seen: list[httpx.Request] = []
 

@@ -62,7 +62,7 @@ def registered(client: Client) -> list[int]:
     return [client.register(f"run/step-0000000{step}", root="main").id or 0 for step in (1, 2)]
 
 
-def test_the_catalog(connect: MakeClient, tmp_path: Path) -> None:
+def test_checkpoints_are_listed_and_shown(connect: MakeClient, tmp_path: Path) -> None:
     """Registered checkpoints are listed, filtered, sorted, read in pages and shown."""
     client = connect("read", "write")
     assert [(root.name, root.is_configured) for root in client.roots()] == [("main", True), ("other", True)]
@@ -119,7 +119,7 @@ def test_labels(connect: MakeClient) -> None:
         client.alias(run, "best")
 
 
-def test_what_is_in_it(connect: MakeClient) -> None:
+def test_contents_and_differences(connect: MakeClient) -> None:
     """The client returns names, trees, values, slices, shards, files and differences."""
     client = connect("read", "write")
     one, two = registered(client)
@@ -186,7 +186,7 @@ def test_refusals(connect: MakeClient) -> None:
     assert reader.request("GET", "/checkpoints", params={"limit": 1})["items"] == []
 
 
-def test_jobs_wait_their_turn(connect: MakeClient) -> None:
+def test_jobs(connect: MakeClient) -> None:
     """Jobs are submitted, listed, cancelled and retried; submitting the same job twice returns one job."""
     client = connect("read", "write")
     one, _ = registered(client)

@@ -59,7 +59,7 @@ def job(state: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("first", [problem(503), Answer(202, job("queued"), cut=3)])
-def test_what_passes_is_tried_again(connect: Connect, first: Answer) -> None:
+def test_temporary_errors_are_retried(connect: Connect, first: Answer) -> None:
     """A busy service or a lost response is retried; each attempt of a POST has the same Idempotency-Key."""
     answers = iter([first, problem(409, state="working"), Answer(202, job("queued"))])
     with scripted_service(lambda asked: next(answers)) as service:
@@ -69,7 +69,7 @@ def test_what_passes_is_tried_again(connect: Connect, first: Answer) -> None:
     assert service.bodies() == [{"kind": "verify", "params": {"checkpoint_id": 1}, "priority": 0}] * 3
 
 
-def test_not_for_ever(connect: Connect) -> None:
+def test_the_last_retry_raises(connect: Connect) -> None:
     """The client raises after its last retry, with the detail of the service."""
     with scripted_service(lambda asked: problem(503)) as service:
         with pytest.raises(UnavailableError, match="why") as caught:
@@ -78,7 +78,7 @@ def test_not_for_ever(connect: Connect) -> None:
     assert caught.value.retry_after_seconds == 0
 
 
-def test_what_is_final_is_not_tried_again(connect: Connect) -> None:
+def test_final_errors_are_not_retried(connect: Connect) -> None:
     """A final error, or a long Retry-After, raises at once."""
     with scripted_service(lambda asked: problem(409, state="running")) as service:
         with pytest.raises(ConflictError) as caught:
@@ -90,7 +90,7 @@ def test_what_is_final_is_not_tried_again(connect: Connect) -> None:
         assert len(service.asked) == 2
 
 
-def test_a_change_that_may_have_happened(connect: Connect) -> None:
+def test_changes_with_if_match_are_not_repeated(connect: Connect) -> None:
     """A change with If-Match is not repeated after a lost response: the second attempt would get 412."""
     with scripted_service(lambda asked: Answer(200, {"id": 1}, cut=3)) as service:
         client = connect(service)
@@ -102,7 +102,7 @@ def test_a_change_that_may_have_happened(connect: Connect) -> None:
         assert len(service.asked) == 3
 
 
-def test_something_else_answers(connect: Connect) -> None:
+def test_responses_of_a_proxy_raise(connect: Connect) -> None:
     """A response that is not from the service, such as a proxy's HTML page, raises an error."""
     with scripted_service(lambda asked: Answer(200, b"<html>", {"Content-Type": "text/html"})) as service:
         client = connect(service)
@@ -117,7 +117,7 @@ def test_something_else_answers(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8470", "ftp://host", "", "http://"])
-def test_no_url(url: str) -> None:
+def test_an_invalid_url_raises(url: str) -> None:
     """An invalid URL raises at once."""
     with pytest.raises(ValueError, match="not the URL"):
         Client(url)
@@ -147,7 +147,7 @@ def ranged(asked: Asked, data: bytes, etag: str, cut: int | None = None) -> Answ
     return Answer(206, data[at:], headers | {"Content-Range": span}, cut=cut)
 
 
-def test_a_download_that_breaks_off(connect: Connect, tmp_path: Path) -> None:
+def test_interrupted_downloads_resume(connect: Connect, tmp_path: Path) -> None:
     """An interrupted download resumes behind the last byte, as long as each attempt gets more bytes."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=60_000)) as service:
         path = connect(service, retries=1).download(1, tmp_path / "file")
@@ -156,7 +156,7 @@ def test_a_download_that_breaks_off(connect: Connect, tmp_path: Path) -> None:
     assert ranges == [None, "bytes=60000-", "bytes=120000-", "bytes=180000-", "bytes=240000-"]
 
 
-def test_one_that_ends_at_the_same_byte(connect: Connect, tmp_path: Path) -> None:
+def test_downloads_that_stop_twice_at_a_byte_raise(connect: Connect, tmp_path: Path) -> None:
     """A download that stops twice at the same byte raises; the partial file stays for a later resume."""
 
     def answer(asked: Asked) -> Answer:
@@ -210,7 +210,7 @@ def not_asked_for(headers: dict[str, str]) -> Callable[[Asked], Answer]:
         *(pytest.param(not_asked_for({"Content-Range": one}), BYTES, id=one[:9]) for one in WRONG),
     ],
 )
-def test_a_part_is_gone_on_with_where_it_holds(
+def test_resumed_downloads_never_mix_two_contents(
     connect: Connect, tmp_path: Path, answer: Callable[[Asked], Answer], expected: bytes
 ) -> None:
     """A resumed download never mixes two contents and fetches all bytes, whatever a cache sends."""
@@ -222,7 +222,7 @@ def test_a_part_is_gone_on_with_where_it_holds(
     assert (tmp_path / "file").read_bytes() == expected
 
 
-def test_a_redirect_learns_no_key(connect: Connect, tmp_path: Path) -> None:
+def test_redirects_do_not_get_the_key(connect: Connect, tmp_path: Path) -> None:
     """A redirect to S3 is followed without the service's key."""
     with scripted_service(lambda asked: ranged(asked, BYTES, '"s3"')) as storage:
         place = {"Location": f"{storage.url}/bucket/file?X-Amz-Signature=1"}
@@ -237,7 +237,7 @@ def test_a_redirect_learns_no_key(connect: Connect, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [None, b"old" * 1000])
-def test_a_power_cut_leaves_the_old_file_or_the_new_one(before: bytes | None, tmp_path: Path) -> None:
+def test_a_power_cut_leaves_the_old_or_the_new_file(before: bytes | None, tmp_path: Path) -> None:
     """After a power cut the target has the old or the new content; once the download returned, the new."""
     folder = tmp_path / "work"
     folder.mkdir()
@@ -260,7 +260,7 @@ def test_a_power_cut_leaves_the_old_file_or_the_new_one(before: bytes | None, tm
         assert target.read_bytes() == BYTES, what
 
 
-def test_pages_may_be_empty_and_the_list_goes_on(connect: Connect) -> None:
+def test_empty_pages_do_not_end_a_list(connect: Connect) -> None:
     """Empty pages do not end a list: a search may stop before a page is full."""
     pages: dict[str | None, tuple[list[Any], str | None]]
     pages = {None: ([], "a"), "a": ([], "b"), "b": ([job("queued")], "c"), "c": ([], None)}
@@ -280,7 +280,7 @@ def test_pages_may_be_empty_and_the_list_goes_on(connect: Connect) -> None:
 # -- jobs ----------------------------------------------------------------------------------------------------
 
 
-def test_waiting(connect: Connect) -> None:
+def test_waiting_for_jobs(connect: Connect) -> None:
     """Waiting returns a succeeded job; a failure, a cancellation and a timeout raise errors."""
     states = iter(["queued", "running", "succeeded"])
     with scripted_service(lambda asked: Answer(200, job(next(states), result={"ok": 1}))) as service:
@@ -317,7 +317,7 @@ def shown(number: int, kind: str) -> str:
 STREAM = {"Content-Type": "text/event-stream"}
 
 
-def test_watching(connect: Connect) -> None:
+def test_watching_events(connect: Connect) -> None:
     """Events arrive in order; after a broken connection the stream resumes behind the last event."""
     end = shown(4, "state") + event(None, "progress", {"done_tasks": 1}) + event(None, "end", {})
     parts = [
@@ -338,7 +338,7 @@ def test_watching(connect: Connect) -> None:
     assert last == [None, "2", "2", "3"]
 
 
-def test_a_proxy_that_packs(connect: Connect, tmp_path: Path) -> None:
+def test_compressed_downloads_raise(connect: Connect, tmp_path: Path) -> None:
     """A compressed response raises and leaves no file: its size may be right, but its bytes are wrong."""
     packed = Answer(200, BYTES, TAGGED | {"Content-Encoding": "gzip"})
     with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="compresses"):

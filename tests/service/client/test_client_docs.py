@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/use-the-client.md"
 BEST = PAGE.with_name("find-the-best-and-export.md")
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code blocks of the page run in order against a service with a worker, at another address."""
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"

@@ -13,7 +13,7 @@ from tests.support.scripted_service import Answer, scripted_service
 
 
 @pytest.mark.parametrize("document", [None, [], {}, {"id": "x"}, {"id": 7, "kind": 3}])
-def test_answers_that_are_none(document: Any) -> None:
+def test_malformed_responses_raise(document: Any) -> None:
     """A malformed response raises a client error that names the model."""
     with (
         scripted_service(lambda asked: Answer(200, document)) as service,

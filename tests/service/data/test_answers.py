@@ -115,7 +115,7 @@ class Held:
     held_bytes: int
 
 
-def test_a_client_that_takes_nothing_is_cut_off(
+def test_clients_that_read_nothing_are_disconnected(
     logs_as_before: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A client that reads nothing is disconnected with little memory used and one line in the log."""
@@ -133,7 +133,7 @@ def test_a_client_that_takes_nothing_is_cut_off(
     assert "Traceback" not in log and "Exception" not in log
 
 
-def test_a_client_that_takes_too_little_is_cut_off() -> None:
+def test_slow_clients_are_disconnected() -> None:
     """A client that reads steadily, but below the minimum rate, is disconnected and its slot freed."""
     site = Site(Counted(), Streams(1, 1 << 30), stall_seconds=1.5)
     with ExitStack() as stack:
@@ -174,7 +174,7 @@ def test_ranges(text: str) -> None:
     assert choose_range({"range": text, "if-range": '"old"'}, 100, '"t"') == whole
 
 
-def test_names_of_files() -> None:
+def test_file_names_in_headers() -> None:
     """No file name breaks out of the header or hides its extension."""
     assert disposition("step-1.pt") == "attachment; filename=\"step-1.pt\"; filename*=UTF-8''step-1.pt"
     for name in ('a"; filename="x.exe', "ü\r\nX: y", "", "../../etc/passwd"):
@@ -187,7 +187,7 @@ def test_names_of_files() -> None:
 # -- shared plans --------------------------------------------------------------------------------------------
 
 
-def test_a_place_comes_before_planning() -> None:
+def test_requests_without_a_free_slot_plan_nothing() -> None:
     """A request without a free slot plans nothing; a second request for the same plan waits for it."""
     begun, go_on, made = threading.Event(), threading.Event(), []
 

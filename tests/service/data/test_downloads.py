@@ -33,7 +33,7 @@ from tests.support.service import wait_until
         *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("training", "stock", "turned.pt")),
     ],
 )
-def test_a_download_is_what_a_conversion_writes(source: str, to: str, site: DataSite, tmp_path: Path) -> None:
+def test_downloads_equal_converted_files(source: str, to: str, site: DataSite, tmp_path: Path) -> None:
     """A download has the bytes and the size of the file that `dcp.convert` writes, also in ranges."""
     target = tmp_path / ("out.safetensors" if to == "safetensors" else "out.pt")
     dcp.convert(site.folder / "main" / source, target, to=to, executor="inline")
@@ -48,7 +48,7 @@ def test_a_download_is_what_a_conversion_writes(source: str, to: str, site: Data
         assert part.status_code == 206 and part.content == whole[begin : end + 1]
 
 
-def test_a_download_that_broke_off_goes_on(site: DataSite) -> None:
+def test_downloads_resume_by_ranges_of_their_etag(site: DataSite) -> None:
     """A download has a file name, an ETag, and ranges that are valid for its content only."""
     url = f"{site.known()}/download"
     answer = site.http.get(url)
@@ -62,7 +62,7 @@ def test_a_download_that_broke_off_goes_on(site: DataSite) -> None:
     assert site.http.get(url, params={"format": "torch"}).headers["etag"] != tag
 
 
-def test_options_of_a_download(site: DataSite) -> None:
+def test_download_options(site: DataSite) -> None:
     """Names are selected and dtypes cast; options without a match or a meaning get 422."""
     url = f"{site.known('kinds')}/download"
     chosen = {"only": ["large", "scalar"], "dtype": "bfloat16"}
@@ -131,7 +131,7 @@ def test_a_range_of_a_zip_reads_nothing_before_it(own: DataSite, dtype: str | No
 # -- permissions and quotas ----------------------------------------------------------------------------------
 
 
-def test_who_may_and_in_which_state(own: DataSite) -> None:
+def test_hidden_and_deleted_checkpoints_are_refused(own: DataSite) -> None:
     """A key for another root gets 404, a request without a key 401, and a deleted checkpoint 410."""
     own.save("s")
     own.save("s", root="other")
@@ -155,7 +155,7 @@ MANY = 16_000_000
 """Elements of four bytes: more than the 36 MiB that Linux may buffer for a client that does not read."""
 
 
-def test_a_client_that_leaves_stops_the_reading(tmp_path: Path) -> None:
+def test_disconnected_clients_stop_the_reading(tmp_path: Path) -> None:
     """A disconnected client frees its slot, the only one, and the files are closed."""
     with ExitStack() as stack:
         site = data_site(stack, tmp_path, max_downloads=1)
@@ -181,7 +181,7 @@ def test_a_client_that_leaves_stops_the_reading(tmp_path: Path) -> None:
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("files/FILE", "tensors/data?name=w")),
     ],
 )
-def test_downloads_end_with_their_key(what: str, tmp_path: Path) -> None:
+def test_downloads_end_with_a_revoked_key(what: str, tmp_path: Path) -> None:
     """A revoked key ends its running downloads; one key may use half of the slots."""
     with ExitStack() as stack:
         site = data_site(stack, tmp_path, max_downloads=2)
@@ -203,7 +203,7 @@ def test_downloads_end_with_their_key(what: str, tmp_path: Path) -> None:
         assert received[1] == int(whole.headers["content-length"]) >= 4 * MANY
 
 
-def test_downloads_are_as_slow_as_a_quota_says(tmp_path: Path) -> None:
+def test_quotas_limit_the_rate_of_downloads(tmp_path: Path) -> None:
     """The downloads of a root share its bytes per second, also after a change of the quota; with a limit on
     their number, small downloads count too."""
     rate = 4 << 20
@@ -232,7 +232,7 @@ def test_downloads_are_as_slow_as_a_quota_says(tmp_path: Path) -> None:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def test_files(own: DataSite) -> None:
+def test_files_are_sent_unchanged(own: DataSite) -> None:
     """The files of a checkpoint are sent unchanged; a single-file checkpoint has this file alone."""
     folder = own.save("s")
     url = f"{own.known('s')}/files"
@@ -253,7 +253,7 @@ def test_files(own: DataSite) -> None:
     assert own.http.get(f"{single}/beside.txt").status_code == 404
 
 
-def test_from_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
+def test_downloads_from_s3(s3_server: S3Server, s3_root: str, tmp_path: Path) -> None:
     """Downloads from a bucket: a file is a redirect to a signed URL of the storage."""
     options = s3_server.storage_options
     dcp.save(STATE, checkpoint_id=f"{s3_root}/step-3", storage_options=options, no_dist=True)

@@ -43,7 +43,7 @@ def asked(site: DataSite, key: str, path: str, **params: Any) -> Any:
     return site.http.get(f"{site.known(key)}/{path}", params=params).raise_for_status().json()
 
 
-def test_a_matrix_in_cells(drawn: DataSite) -> None:
+def test_cells_have_numpys_statistics(drawn: DataSite) -> None:
     """Each cell has numpy's mean, minimum and maximum, and counts its NaNs; slices and vectors work too."""
     url = f"{drawn.known('run/step-1')}/tensors/grid"
     answer = drawn.http.get(url, params={"fqn": "w", "rows": 7, "columns": 5})
@@ -65,7 +65,7 @@ def test_a_matrix_in_cells(drawn: DataSite) -> None:
     assert part["min"] == values[1500, ::-500].tolist()
 
 
-def test_of_a_large_matrix_a_part_is_read(drawn: DataSite) -> None:
+def test_large_matrices_are_sampled(drawn: DataSite) -> None:
     """A large matrix is sampled in each cell; a tensor of three dimensions gets an error with the remedy."""
     found = asked(drawn, "large", "tensors/grid", fqn="w", rows=4, columns=2)
     assert found["is_sampled"] and 0 < found["read_elements"] <= 1 << 26 and found["mean"] == [3.0] * 8
@@ -109,7 +109,7 @@ def test_the_map_of_shards(drawn: DataSite) -> None:
     assert asked(drawn, "sharded", "shards/map", glob="nothing*")["cell_rows"] == []
 
 
-def test_a_replaced_one_is_read_anew(own: DataSite) -> None:
+def test_replaced_checkpoints_are_read_again(own: DataSite) -> None:
     """A checkpoint saved again is read again, although the first reading was cached."""
     for size in (3, 4):
         own.save("s", {"w": torch.ones(size)})

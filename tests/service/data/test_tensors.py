@@ -45,7 +45,7 @@ def test_each_kind_of_tensor(site: DataSite) -> None:
 
 
 @pytest.mark.parametrize("name", ["large", "kind.bfloat16"])
-def test_slices_are_numpys(site: DataSite, name: str) -> None:
+def test_slices_equal_numpys(site: DataSite, name: str) -> None:
     """A slice equals numpy's slice of the whole tensor, also in ranges of the file."""
     array = many_kinds()[name].float().numpy()
     for text in SLICES:
@@ -67,7 +67,7 @@ def test_slices_are_numpys(site: DataSite, name: str) -> None:
         assert raw(load_safetensors(answer.content)[shard]) == raw(tensor[1:, 2:-1]), shard
 
 
-def test_what_is_no_tensor_or_no_slice_is_refused(site: DataSite) -> None:
+def test_unknown_tensors_and_invalid_slices_are_refused(site: DataSite) -> None:
     """An unknown tensor gets 404 and an invalid slice 422; a slice has an ETag of its own."""
     for name, text, status in (
         ("none", None, 404),

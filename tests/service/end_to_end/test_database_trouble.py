@@ -98,7 +98,7 @@ def own_postgres() -> Iterator[StoppablePostgres]:
         yield server
 
 
-def test_postgres_goes_away_and_comes_back(tmp_path: Path, own_postgres: StoppablePostgres) -> None:
+def test_postgres_is_stopped_and_restarted(tmp_path: Path, own_postgres: StoppablePostgres) -> None:
     """Requests get 503 while PostgreSQL is stopped, and a service started meanwhile waits for the server."""
     settings = {**SETTINGS, "database_url": own_postgres.url(own_postgres.create_migrated())}
     service = Service(tmp_path / "service", settings, ready=False)
@@ -124,7 +124,7 @@ def test_postgres_goes_away_and_comes_back(tmp_path: Path, own_postgres: Stoppab
 
 
 @pytest.mark.exhaustive  # waits for several timeouts
-def test_postgres_does_not_answer(tmp_path: Path, own_postgres: StoppablePostgres) -> None:
+def test_postgres_hangs(tmp_path: Path, own_postgres: StoppablePostgres) -> None:
     """Requests to a hanging PostgreSQL server end in a timeout, with open connections too."""
     settings = {**SETTINGS, "database_url": own_postgres.url(own_postgres.create_migrated())}
     with Service(tmp_path / "service", settings) as service, service.client() as client:

@@ -186,7 +186,7 @@ def handing(make_database: MakeDatabase, tmp_path: Path, receiver: Receiver) -> 
         yield made
 
 
-def test_who_may_hand_over_what(handing: Catalog) -> None:
+def test_handovers_need_scope_target_and_checkpoint(handing: Catalog) -> None:
     """A handover needs the scope "write" for the root, a configured target and an existing checkpoint."""
     number = handing.add("run/step-1")
     path = f"/checkpoints/{number}/handovers"
@@ -221,7 +221,7 @@ def test_who_may_hand_over_what(handing: Catalog) -> None:
         (204, "failed", "has no model version"),
     ],
 )
-def test_answers_of_a_target(
+def test_errors_and_redirects_of_a_target(
     handing: Catalog, receiver: Receiver, answer: Any, state: str, said: str
 ) -> None:
     """A refused request fails the job, a temporary error is retried, and redirects are not followed."""
@@ -255,7 +255,7 @@ def test_answers_of_a_target(
         ({"when": [{"targets": ["wandb"]}]}, "features.handover.wandb is not configured"),
     ],
 )
-def test_settings_that_cannot_work_stop_the_start(tmp_path: Path, given: Any, said: str) -> None:
+def test_invalid_settings_stop_the_start(tmp_path: Path, given: Any, said: str) -> None:
     """Invalid settings stop the start; the message has the setting and the remedy, and no secret."""
     with (
         pytest.raises(Exception, match=r"settings features\.handover") as caught,

@@ -27,7 +27,7 @@ def check_unavailable(answer: httpx.Response) -> None:
     assert "127.0.0.1" not in answer.text
 
 
-def test_object_store_goes_away_and_comes_back(tmp_path: Path, s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_object_store_is_stopped_and_restarted(tmp_path: Path, s3_proxy: FaultProxy, s3_root: str) -> None:
     """Only requests for stored bytes get 503, a job waits, and the service recovers without intervention."""
     state: dict[str, Any] = {"weight": torch.arange(6000.0).reshape(60, 100)}
     direct, options = s3_proxy.server.storage_options, s3_proxy.storage_options

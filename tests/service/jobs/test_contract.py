@@ -68,7 +68,7 @@ def lose_every_phase(site: JobSite, number: int) -> set[str]:
         *(pytest.param(what, marks=pytest.mark.exhaustive) for what in ("stats", "diff", "dcp")),
     ],
 )
-def test_every_phase_may_be_lost_after_its_work(
+def test_jobs_take_effect_once_despite_lost_phases(
     what: str, local: JobSite, tmp_path: Path, state: dict[str, Any]
 ) -> None:
     """A job has its effect once, although workers die after the work of each phase and before its record."""
@@ -90,7 +90,7 @@ def test_every_phase_may_be_lost_after_its_work(
         assert len(local.audited(f"checkpoint.{what}")) == 1
 
 
-def test_every_kind_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, state: dict[str, Any]) -> None:
+def test_job_kinds_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, state: dict[str, Any]) -> None:
     """Jobs read and write S3, leave no temporary object, and show neither bucket nor secret."""
     options, said, read = s3_server.storage_options, [], {}
     with raw_s3(s3_server) as raw:
@@ -123,7 +123,7 @@ def test_every_kind_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, sta
 @pytest.mark.parametrize(
     ("what", "is_damaged"), [("verify", False), ("merge", False), *((what, True) for what in WRITERS[:2])]
 )
-def test_what_is_gone_or_damaged_fails_with_a_reason(
+def test_missing_or_damaged_data_fails_with_a_reason(
     what: str, is_damaged: bool, local: JobSite, tmp_path: Path
 ) -> None:
     """A job on missing or damaged data fails for good, writes no target and shows no path."""
@@ -141,7 +141,7 @@ def test_what_is_gone_or_damaged_fails_with_a_reason(
     assert local.found("main", "run/step-5").verification == "unverified"
 
 
-def test_a_key_for_other_roots_makes_no_job(local: JobSite) -> None:
+def test_jobs_on_hidden_roots_get_404(local: JobSite) -> None:
     """A job on a checkpoint, root or run that the key may not see is refused with 404."""
     stranger = local.app.client("read", "write", "convert", "delete", roots=["export"])
     for what in ALL:
@@ -152,7 +152,7 @@ def test_a_key_for_other_roots_makes_no_job(local: JobSite) -> None:
     assert local.jobs() == []
 
 
-def test_a_root_that_is_only_read(make_database: MakeDatabase, tmp_path: Path) -> None:
+def test_read_only_roots_refuse_changes(make_database: MakeDatabase, tmp_path: Path) -> None:
     """A read-only root refuses deletion, pruning, targets and policies."""
     save_apart(tmp_path / "main/run/step-5", 5)
     roots = {"main": {"url": str(tmp_path / "main"), "readonly": True}}

@@ -26,7 +26,7 @@ def given(site: JobSite, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("to", "key"), [("safetensors", "a/step-5"), ("torch", "step-5.pt"), ("dcp", "b/c/5")]
 )
-def test_to_another_root(to: str, key: str, local: JobSite, tmp_path: Path, state: dict[str, Any]) -> None:
+def test_target_formats(to: str, key: str, local: JobSite, tmp_path: Path, state: dict[str, Any]) -> None:
     """The target loads in each format, alone in its folder; a repeated submission joins the first job."""
     params = given(local, to=to, target_key=key, tags=["made"], rename={r"^w(\w+)$": r"m.w\1", r"^m\.": ""})
     assert local.submit("convert", **params) == local.submit("convert", **params)
@@ -43,7 +43,7 @@ def test_to_another_root(to: str, key: str, local: JobSite, tmp_path: Path, stat
     assert str(tmp_path) not in json.dumps(result)
 
 
-def test_a_cancelled_one_leaves_no_object(on_s3: JobSite, s3_server: S3Server, s3_root: str) -> None:
+def test_a_cancelled_conversion_leaves_no_object(on_s3: JobSite, s3_server: S3Server, s3_root: str) -> None:
     """A cancelled conversion deletes its objects, and the next conversion may use the target."""
     params = given(on_s3, to="safetensors", target_key="x.safetensors")
     number = on_s3.submit("convert", **params)
@@ -57,7 +57,7 @@ def test_a_cancelled_one_leaves_no_object(on_s3: JobSite, s3_server: S3Server, s
 
 
 @pytest.mark.parametrize("since_the_plan", [False, True])
-def test_what_is_there_stays(since_the_plan: bool, local: JobSite, tmp_path: Path) -> None:
+def test_existing_files_are_kept(since_the_plan: bool, local: JobSite, tmp_path: Path) -> None:
     """A file at the target that the catalog does not know fails the job and is kept."""
     number = local.submit("convert", **given(local, target_key="x.pt"))
     if since_the_plan:
@@ -86,7 +86,7 @@ def test_refused_targets(local: JobSite, tmp_path: Path) -> None:
     assert local.jobs() == []
 
 
-def test_parameters_that_cannot_be_meant(local: JobSite) -> None:
+def test_invalid_parameters_are_refused(local: JobSite) -> None:
     """Invalid parameters are refused at submission, not when the job runs."""
     turned = {"map": "llama:hf-to-titan"}
     wrong: list[dict[str, Any]] = [
@@ -120,7 +120,7 @@ def test_expressions_that_take_long_to_compile_are_refused(local: JobSite) -> No
 
 
 @pytest.mark.exhaustive  # waits for the timeout
-def test_an_expression_that_never_ends_is_broken_off(local: JobSite, tmp_path: Path) -> None:
+def test_endless_expressions_fail_the_job(local: JobSite, tmp_path: Path) -> None:
     """A regular expression that does not end fails the job once, with its text, and leaves nothing."""
     dcp.save({"a" * 40 + "!": torch.ones(3)}, checkpoint_id=tmp_path / "main/run/step-6", no_dist=True)
     local.scan("main")
@@ -170,7 +170,7 @@ def template(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_whole_folder_of_hugging_face(
+def test_known_files_of_a_template_are_copied(
     local: JobSite, template: Path, tmp_path: Path, state: dict[str, Any]
 ) -> None:
     """Known files of a template folder are copied, other files only by name, and no target of a link."""

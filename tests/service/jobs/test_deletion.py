@@ -60,7 +60,7 @@ _SOME = [_KEYS[0], _KEYS[4], *(pytest.param(key, marks=pytest.mark.exhaustive) f
 
 
 @pytest.mark.parametrize("key", _SOME)
-def test_deleted_restored_and_purged(key: str, site: JobSite, tmp_path: Path) -> None:
+def test_deletions_keep_the_bytes_until_the_purge(key: str, site: JobSite, tmp_path: Path) -> None:
     """A deletion keeps the bytes until the purge, and the purge deletes these alone."""
     path, run = tmp_path / "main" / key, tmp_path / "main/run"
     others = {file: data for file, data in contents(run).items() if not file.is_relative_to(path)}
@@ -79,7 +79,7 @@ def test_deleted_restored_and_purged(key: str, site: JobSite, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", _SOME)
-def test_what_was_saved_anew_stays(key: str, site: JobSite, tmp_path: Path) -> None:
+def test_a_purge_keeps_a_new_save(key: str, site: JobSite, tmp_path: Path) -> None:
     """A purge does not delete another checkpoint saved under the same key."""
     path = tmp_path / "main" / key
     number = delete(site, key)
@@ -99,7 +99,7 @@ def test_what_was_saved_anew_stays(key: str, site: JobSite, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("key", ["run/model-7.pt", "run/shards-9"])
-def test_an_export_of_the_same_size_stays(key: str, site: JobSite, tmp_path: Path) -> None:
+def test_a_purge_keeps_files_newer_than_its_plan(key: str, site: JobSite, tmp_path: Path) -> None:
     """A purge does not delete files written after its plan, although names and sizes are equal."""
     number = delete(site, key)
     job = site.submit("purge", checkpoint_id=number)
@@ -114,7 +114,7 @@ def test_an_export_of_the_same_size_stays(key: str, site: JobSite, tmp_path: Pat
     assert site.found("main", key).state == "vanished"
 
 
-def test_pins_and_aliases_keep_a_checkpoint(site: JobSite) -> None:
+def test_pins_and_aliases_prevent_deletion(site: JobSite) -> None:
     """Pinned checkpoints and targets of aliases are deleted neither by a request nor by a job."""
     four, five, other = (site.found("main", key) for key in ("run/step-4", "run/step-5", "run/model-7.pt"))
     site.http.put(f"/api/v1/checkpoints/{four.id}/pin").raise_for_status()
@@ -148,7 +148,7 @@ def test_a_pin_of_the_trainer_is_respected(site: JobSite, tmp_path: Path) -> Non
     assert (tmp_path / "main" / key / "manifest.msgpack").exists()
 
 
-def test_grace_and_restoring_beside_a_purge(site: JobSite) -> None:
+def test_restoring_cancels_a_queued_purge(site: JobSite) -> None:
     """A purge waits for the grace period; restoring cancels a queued purge, and fails during a purge."""
     number = delete(site, "run/step-5", grace_seconds=1000)
     with pytest.raises(RefusedError, match="grace"):
@@ -219,7 +219,7 @@ def test_a_job_drops_the_optimizer(lean: JobSite, run: Path, step: int) -> None:
     assert lean.result("prune", checkpoint_id=before.id)["outcome"] == "absent"
 
 
-def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
+def test_held_checkpoints_are_not_pruned(lean: JobSite, run: Path) -> None:
     """A pinned, aliased, used or newly saved checkpoint is not pruned."""
     pinned, named, used, _ = numbers(lean)
     run_id = lean.found("main", "run/step-1").run_id
@@ -235,7 +235,7 @@ def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
 
 
 @pytest.mark.parametrize("hold", ["pin", "alias"])
-def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hold: str) -> None:
+def test_a_late_pin_or_alias_stops_a_prune(lean: JobSite, run: Path, hold: str) -> None:
     """A pin or an alias set after the plan of a prune stops its task."""
     before = lean.found("main", "run/step-1")
     job = lean.submit("prune", checkpoint_id=before.id)
@@ -252,7 +252,7 @@ def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hol
     assert there(run) == ["whole"] * 4
 
 
-def test_a_policy_by_part(lean: JobSite, run: Path) -> None:
+def test_policies_prune_the_optimizer(lean: JobSite, run: Path) -> None:
     """A policy for the optimizer prunes all but the newest of each format by jobs; a dry run prunes none."""
     keep = {"optimizer": {"last": 1}}
     given = {"name": "lean", "root": "main", "run_glob": "*", "keep": keep, "grace_seconds": 0}

@@ -35,7 +35,7 @@ def site(make_database: MakeDatabase, tmp_path: Path) -> Iterator[JobSite]:
         yield made
 
 
-def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
+def test_verify_stores_its_verdict(site: JobSite, tmp_path: Path) -> None:
     """The verdict is stored with the checkpoint; findings show no path."""
     flip_bit(tmp_path / "main/run/step-2")
     good, bad = site.id("main", "run/step-1"), site.id("main", "run/step-2")
@@ -52,7 +52,7 @@ def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
     assert [one["outcome"] for one in site.audited("checkpoint.verify")] == ["damaged", "good"]
 
 
-def test_digests_find_those_with_the_same_tensors(site: JobSite, tmp_path: Path) -> None:
+def test_digests_find_equal_checkpoints(site: JobSite, tmp_path: Path) -> None:
     """Digests, also from verify, find checkpoints of any format with equal tensors until one changes."""
     step = tmp_path / "main/run/step-1"
     dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path / "main/run/step-3", digests=True))
@@ -76,7 +76,7 @@ def test_digests_find_those_with_the_same_tensors(site: JobSite, tmp_path: Path)
     assert also() == set()
 
 
-def test_a_verdict_on_replaced_content_changes_nothing(site: JobSite, tmp_path: Path) -> None:
+def test_verdicts_on_replaced_content_are_dropped(site: JobSite, tmp_path: Path) -> None:
     """A verdict is dropped if a scan found other content since the data was read."""
     site.submit("verify", checkpoint_id=site.id("main", "run/step-1"))
     site.step("plan")
@@ -114,7 +114,7 @@ def test_a_comparison_begins_again_if_a_checkpoint_is_replaced(
     assert job.result["is_empty"] if kind == "diff" else job.result["steps"][0]["problem"] is None
 
 
-def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path) -> None:
+def test_findings_survive_the_next_scan(site: JobSite, tmp_path: Path) -> None:
     """Verdict and statistics of a newly registered checkpoint survive a scan, and end with a new save."""
     key, path = "run/one-9.safetensors", tmp_path / "main/run/one-9.safetensors"
     for seconds in (None, 1_700_000_000.0):
@@ -132,7 +132,7 @@ def test_findings_outlive_the_next_scan(site: JobSite, tmp_path: Path) -> None:
         assert known == (("good", False) if seconds is None else ("unverified", True))
 
 
-def test_statistics_are_kept_unless_of_a_part(site: JobSite) -> None:
+def test_only_statistics_of_all_tensors_are_stored(site: JobSite) -> None:
     """Statistics are stored if computed for all tensors; infinities are null, because JSON has none."""
     number = site.id("main", "run/step-1")
     part = site.result("stats", checkpoint_id=number, only=["model.bias"])
@@ -167,7 +167,7 @@ def test_verifications_are_listed(site: JobSite, tmp_path: Path) -> None:
     assert site.app.client("write", roots=["other"]).post(url).status_code == 404
 
 
-def test_jobs_that_have_been_over_for_long_are_forgotten(site: JobSite) -> None:
+def test_the_clean_up_removes_old_jobs(site: JobSite) -> None:
     """The clean-up keeps jobs that the catalog refers to, the newest job, and jobs that have not ended."""
     one = site.id("main", "run/step-1")
     referred, plain = site.submit("verify", checkpoint_id=one), site.submit("diff", a=one, b=one)
@@ -181,7 +181,7 @@ def test_jobs_that_have_been_over_for_long_are_forgotten(site: JobSite) -> None:
     assert site.http.get(f"/api/v1/jobs/{plain}").status_code == 404
 
 
-def test_drift_is_of_its_run_and_for_its_keys(site: JobSite, tmp_path: Path) -> None:
+def test_drift_is_limited_to_run_and_root(site: JobSite, tmp_path: Path) -> None:
     """Drift of other runs is not returned, nor any drift to a key without the root; drift needs two steps."""
     for step in (1, 2):
         dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / f"main/still/step-{step}", no_dist=True)

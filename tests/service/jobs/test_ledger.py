@@ -103,7 +103,7 @@ def steps(database: Database) -> Steps:
     return Steps(database)
 
 
-def test_every_order_of_steps(database: Database) -> None:
+def test_work_completes_once_in_any_order(database: Database) -> None:
     """Claimed work is completed exactly once, in any order of actions of workers and users."""
     run_any_order(database, 120, 50)
 
@@ -111,7 +111,7 @@ def test_every_order_of_steps(database: Database) -> None:
 # -- scheduling ----------------------------------------------------------------------------------------------
 
 
-def test_what_failed_waits_for_its_turn(steps: Steps) -> None:
+def test_failed_tasks_wait_for_their_backoff(steps: Steps) -> None:
     """A failed task waits for its backoff while other tasks run; a job with a later start waits too."""
     job_id = steps.planned(2)
     first = steps.taken("task")
@@ -149,7 +149,7 @@ def test_keys_and_roots_take_turns(steps: Steps) -> None:
     assert [steps.taken().job.id for _ in range(9)] == [urgent, few[0], other, few[1], *many[1:]]
 
 
-def test_keys_take_turns_at_one_place(steps: Steps) -> None:
+def test_keys_take_turns_at_a_single_slot(steps: Steps) -> None:
     """With a single slot, keys take turns job by job."""
     many = [steps.add(created_by="key:many") for _ in range(4)]
     few = [steps.add(created_by="key:few") for _ in range(2)]
@@ -163,7 +163,7 @@ def test_keys_take_turns_at_one_place(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("kind", ["account", "key", "root"])
-def test_a_limit_of_running_jobs_holds_where_they_are_claimed(steps: Steps, kind: str) -> None:
+def test_limits_of_running_jobs_queue_the_next(steps: Steps, kind: str) -> None:
     """A limit of running jobs of an account, key or root queues its next jobs and lets other jobs pass."""
     quotas = {"quotas": {kind: {"jobs_running": 1}}}
     limits = claims.ClaimLimits(allowances=QuotaAllowances(Settings(features=quotas)))
@@ -212,7 +212,7 @@ def test_conversions_at_once_do_not_share_the_room_of_a_limit(steps: Steps) -> N
 # -- visibility ----------------------------------------------------------------------------------------------
 
 
-def test_a_job_is_visible_with_all_of_its_roots_alone(steps: Steps) -> None:
+def test_jobs_are_visible_to_keys_for_all_roots(steps: Steps) -> None:
     """A job, also as the last of a result key, is visible to keys for all roots of its checkpoints."""
     here, there = add_checkpoint(steps.database, "run/a"), add_checkpoint(steps.database, "b", root="other")
     named: dict[str, Any] = {"kind": "third-party", "root": "main", "result_key": "both"}
@@ -254,7 +254,7 @@ def together(count: int, act: Callable[[], None]) -> None:
 
 
 @pytest.mark.each_database
-def test_many_submit_the_same_at_once(steps: Steps) -> None:
+def test_concurrent_equal_submissions_share_a_job(steps: Steps) -> None:
     """Concurrent submissions with the same key share one job; a single caller learns that the job is new."""
     spec = JobSpec(kind="verify", params={}, created_by="test", dedup_key="one")
     found: list[tuple[int, bool]] = []
@@ -266,7 +266,7 @@ def test_many_submit_the_same_at_once(steps: Steps) -> None:
 
 
 @pytest.mark.each_database
-def test_many_claim_and_complete_at_once(steps: Steps) -> None:
+def test_concurrent_claims_give_each_task_one_owner(steps: Steps) -> None:
     """Each task has a single owner; the last completion, of any thread, advances the job."""
     count = 12
     job_id = steps.planned(count)
@@ -287,7 +287,7 @@ def test_many_claim_and_complete_at_once(steps: Steps) -> None:
 # -- leases, fences and ends ---------------------------------------------------------------------------------
 
 
-def test_a_lost_publisher_is_never_the_last(steps: Steps) -> None:
+def test_a_lost_publisher_does_not_end_the_job(steps: Steps) -> None:
     """Only a reported failure of publish ends the job: a lost publisher may have published."""
     job_id, now = steps.planned(0, max_attempts=2), NOW
     for _ in range(5):
@@ -347,7 +347,7 @@ def test_claims_of_an_earlier_plan_are_refused(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("hours", [2, 25])
-def test_a_job_waits_for_hours(hours: int, steps: Steps) -> None:
+def test_jobs_wait_for_a_full_disk(hours: int, steps: Steps) -> None:
     """A job on a full disk waits with growing pauses and keeps its attempts, but fails after a day."""
     job_id, now, pauses = steps.planned(1), NOW, list[float]()
     backoff = Backoff() if hours == 2 else Backoff(60.0, HOUR)
@@ -384,7 +384,7 @@ def test_all_tasks_of_a_job_wait_together(steps: Steps) -> None:
     assert steps.taken("task", NOW + 91.0).job.id == job_id
 
 
-def test_by_hand_it_goes_on_at_once(steps: Steps) -> None:
+def test_a_manual_retry_ends_the_pause(steps: Steps) -> None:
     """A manual retry ends the pause at once, also after a temporary error; so does cancelling."""
     job_id = steps.planned(2)
     with pytest.raises(ConflictError, match="waiting jobs"):
@@ -409,7 +409,7 @@ def test_by_hand_it_goes_on_at_once(steps: Steps) -> None:
 SPECS: Final = [TaskSpec(payload={"n": n}, weight_bytes=1) for n in range(5)]
 
 
-def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
+def test_incomplete_plans_are_not_shown(steps: Steps) -> None:
     """Tasks of an incomplete plan are not shown, and those of a killed planner are dropped."""
     job_id, first = steps.add(), steps.taken("plan")
     steps.add_tasks(first.held, SPECS[:3], 0)
@@ -430,7 +430,7 @@ def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
 # -- errors --------------------------------------------------------------------------------------------------
 
 
-def test_which_errors_are_waited_for_tried_again_or_final() -> None:
+def test_errors_are_waited_for_retried_or_final() -> None:
     """A lack of space or permission and outages are waited for; errors of data and of the job are final."""
     codes = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
     passing: list[Exception] = [OSError(code, os.strerror(code)) for code in codes]
@@ -448,7 +448,7 @@ def test_which_errors_are_waited_for_tried_again_or_final() -> None:
 # -- periodic work -------------------------------------------------------------------------------------------
 
 
-def test_periodic_work_is_of_one_process_at_a_time(database: Database, tmp_path: Path) -> None:
+def test_periodic_work_runs_in_one_process_at_a_time(database: Database, tmp_path: Path) -> None:
     """Periodic work runs in one process at a time, also after failures; expired leases are taken over."""
     now, done, go = [NOW], [], threading.Event()
 
@@ -486,7 +486,7 @@ def test_periodic_work_is_of_one_process_at_a_time(database: Database, tmp_path:
     two.close()
 
 
-def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Path) -> None:
+def test_roots_are_scanned_at_their_interval(database: Database, tmp_path: Path) -> None:
     """Each root has one scan at a time; a root with an interval of 0 is scanned on demand only."""
     places = {
         name: RootSettings(url=str(tmp_path / name), scan_seconds=seconds)

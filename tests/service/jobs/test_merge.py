@@ -77,7 +77,7 @@ def check(site: JobSite, key: str, sources: list[int], root: str = "export") -> 
         ),
     ],
 )
-def test_from_two_roots(
+def test_merges_from_two_roots(
     site: JobSite, tmp_path: Path, to: str, key: str, options: Any, weights: list[float]
 ) -> None:
     """A merge sums in each format and for each form of weights, and records its sources."""
@@ -90,7 +90,7 @@ def test_from_two_roots(
     assert str(tmp_path) not in json.dumps(result)
 
 
-def test_adapters(site: JobSite, tmp_path: Path) -> None:
+def test_adapters_are_merged(site: JobSite, tmp_path: Path) -> None:
     """An adapter of the catalog is merged like a checkpoint, and becomes a parent."""
     folder = tmp_path / "main/lora"
     folder.mkdir()
@@ -108,7 +108,7 @@ def test_adapters(site: JobSite, tmp_path: Path) -> None:
     check(site, "tuned", [base, lora])
 
 
-def test_what_does_not_go_together_fails_for_good(site: JobSite, tmp_path: Path) -> None:
+def test_incompatible_sources_fail_for_good(site: JobSite, tmp_path: Path) -> None:
     """Different shapes and sums that are not finite fail for good; the error names tensors and no path."""
     target = {"to": "dcp", "target_root": "export", "target_key": "out"}
     dcp.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path / "main/other", no_dist=True)
@@ -124,7 +124,7 @@ def test_what_does_not_go_together_fails_for_good(site: JobSite, tmp_path: Path)
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["third"]
 
 
-def test_the_newest_steps_of_a_run(site: JobSite, tmp_path: Path) -> None:
+def test_merges_of_the_newest_steps(site: JobSite, tmp_path: Path) -> None:
     """A merge of the newest steps takes the steps at the time of its plan, without earlier targets."""
     number = site.submit("merge", run_id=run_id(site), last=2, target_key="run/ema", **_EMA)
     place = tmp_path / "main/run/step-2"
@@ -145,7 +145,7 @@ def test_the_newest_steps_of_a_run(site: JobSite, tmp_path: Path) -> None:
     assert [one["step"] for one in more["sources"]] == [2, 1, 0]
 
 
-def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
+def test_unusable_steps_are_refused(site: JobSite, tmp_path: Path) -> None:
     """Missing, damaged, partial and duplicate steps are refused before a job exists."""
     run, database = run_id(site), site.app.service.database
     given = {"run_id": run, "target_key": "run/ema", **_EMA}
@@ -165,7 +165,7 @@ def test_steps_that_cannot_be_counted_on(site: JobSite, tmp_path: Path) -> None:
     refused(1, "step 7 exists 2 times")
 
 
-def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path) -> None:
+def test_a_step_deleted_while_the_job_waits(site: JobSite, tmp_path: Path) -> None:
     """A step deleted after the submission fails the job for good, with the number of steps left."""
     number = site.submit("merge", run_id=run_id(site), last=2, target_key="run/ema", **_EMA)
     site.http.delete(f"/api/v1/checkpoints/{site.id('main', 'run/step-1')}").raise_for_status()
@@ -176,7 +176,7 @@ def test_a_step_that_goes_bad_while_its_job_waits(site: JobSite, tmp_path: Path)
 
 
 @pytest.mark.parametrize("param", ["sources", "adapters"])
-def test_who_sees_a_merge_sees_all_that_it_is_made_of(param: str, site: JobSite) -> None:
+def test_merges_are_visible_with_all_source_roots(param: str, site: JobSite) -> None:
     """A merge, whose result and errors name its sources, is visible only to keys for all of their roots."""
     here, _, there = ids(site)
     own = site.submit("merge", sources=[here], to="dcp", target_root="main", target_key="own")
@@ -189,7 +189,7 @@ def test_who_sees_a_merge_sees_all_that_it_is_made_of(param: str, site: JobSite)
             assert (client.get(f"/api/v1/jobs/{number}").status_code == 200) == (number in expected), roots
 
 
-def test_parameters_that_cannot_be(site: JobSite) -> None:
+def test_invalid_parameters_are_refused(site: JobSite) -> None:
     """Invalid parameters are refused at submission."""
     last = {"sources": [], "run_id": 1}
     parameters: tuple[dict[str, Any], ...] = (

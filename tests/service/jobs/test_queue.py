@@ -80,7 +80,7 @@ def test_a_job_from_its_plan_to_its_record(database: Database, tmp_path: Path, e
 
 
 @BOTH
-def test_what_fails_in_passing_is_tried_again(database: Database, tmp_path: Path, executor: str) -> None:
+def test_temporary_errors_are_retried(database: Database, tmp_path: Path, executor: str) -> None:
     """Storage errors and killed processes are retried; completed tasks are kept."""
     job_id = put(database, tmp_path, "fail_once", "die_once", "write", plan_act="fail_once")
     settings = job_settings(database, tmp_path, executor=executor)
@@ -94,7 +94,7 @@ def test_what_fails_in_passing_is_tried_again(database: Database, tmp_path: Path
 
 
 @ONE
-def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, executor: str) -> None:
+def test_a_final_error_ends_the_job(database: Database, tmp_path: Path, executor: str) -> None:
     """A final error ends the job with this error, stops the other tasks and deletes their files."""
     job_id = put(database, tmp_path, "write", "fail", "sleep:1000")
     settings = job_settings(database, tmp_path, executor=executor, concurrency=3)
@@ -107,7 +107,7 @@ def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, ex
 
 
 @ONE
-def test_cancelling_ends_deaf_tasks_within_seconds(database: Database, tmp_path: Path, executor: str) -> None:
+def test_cancelling_kills_tasks_that_ignore_it(database: Database, tmp_path: Path, executor: str) -> None:
     """Cancellation kills tasks that ignore it, drops queued tasks, and leaves no process."""
     settings = job_settings(database, tmp_path, executor=executor, concurrency=7, poll_seconds=1.0)
     with working(settings):
@@ -123,7 +123,7 @@ def test_cancelling_ends_deaf_tasks_within_seconds(database: Database, tmp_path:
 
 
 @ONE
-def test_progress_is_known_while_a_task_runs(database: Database, tmp_path: Path, executor: str) -> None:
+def test_progress_is_shown_while_a_task_runs(database: Database, tmp_path: Path, executor: str) -> None:
     """Bytes of a running task are reported before its end."""
     job_id = put(database, tmp_path, "sleep:30")
     settings = job_settings(database, tmp_path, executor=executor, lease_seconds=1.0)
@@ -202,7 +202,7 @@ def test_large_plans_and_results_pass(database: Database, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
-def test_errors_tell_no_secrets_and_attempts_are_bounded(database: Database, tmp_path: Path) -> None:
+def test_errors_hide_secrets_and_attempts_are_bounded(database: Database, tmp_path: Path) -> None:
     """A job fails after its last attempt; secrets in errors of storage stay out of the ledger."""
     job_id = put(database, tmp_path, "secret", max_attempts=2)
     with working(job_settings(database, tmp_path)):
@@ -249,7 +249,7 @@ def test_long_jobs_leave_a_slot_for_scans(database: Database, tmp_path: Path) ->
             assert wait_for_end(database, job).state == "succeeded"
 
 
-def test_a_kind_runs_as_often_as_it_may(database: Database, tmp_path: Path) -> None:
+def test_kind_concurrency_limits_the_tasks(database: Database, tmp_path: Path) -> None:
     """`kind_concurrency` limits the tasks of a kind, however many slots are free."""
     job_id = put(database, tmp_path, *["sleep:0.05"] * 4)
     with working(job_settings(database, tmp_path, concurrency=4, kind_concurrency={"made": 1})):
@@ -259,7 +259,7 @@ def test_a_kind_runs_as_often_as_it_may(database: Database, tmp_path: Path) -> N
 
 
 @pytest.mark.each_database
-def test_jobs_of_others_pass_by_an_account_at_its_limit(database: Database, tmp_path: Path) -> None:
+def test_other_jobs_pass_an_account_at_its_limit(database: Database, tmp_path: Path) -> None:
     """With a limit of one, jobs of an account run one at a time, in order; jobs of other accounts pass."""
     folders = [tmp_path / name for name in ("a0", "a1", "a2", "b")]
     for folder in folders:
@@ -282,7 +282,7 @@ def test_jobs_of_others_pass_by_an_account_at_its_limit(database: Database, tmp_
         assert before.finished_at and after.started_at and before.finished_at <= after.started_at
 
 
-def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path: Path) -> None:
+def test_unknown_kinds_wait_for_newer_workers(database: Database, tmp_path: Path) -> None:
     """An older worker leaves an unknown kind to newer workers; the API shows the job as unserved."""
     job_id = put(database, tmp_path, "write", "exit")
     url = database.url.render_as_string(hide_password=False)
@@ -308,7 +308,7 @@ def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path
         assert "the kind made called sys.exit(3)" in failed.error.detail
 
 
-def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path: Path) -> None:
+def test_a_stopping_worker_releases_its_tasks(database: Database, tmp_path: Path) -> None:
     """A stopping worker releases its tasks: another worker starts at once, and no attempt is counted."""
     job_id = put(database, tmp_path, "write", "wait:go")
     with working(job_settings(database, tmp_path, shutdown_seconds=0.2)):
@@ -322,7 +322,7 @@ def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path
         assert wait_for_end(database, job_id).state == "succeeded"
 
 
-def test_a_job_is_cancelled_while_it_is_planned(database: Database, tmp_path: Path) -> None:
+def test_a_job_is_cancelled_while_planning(database: Database, tmp_path: Path) -> None:
     """A cancelled plan ends, and nothing is discarded."""
     job_id = put(database, tmp_path, "write", plan_act="sleep:1000")
     with working(job_settings(database, tmp_path)):

@@ -43,7 +43,7 @@ from tests.support.processes import lives, parent_of
 @pytest.mark.parametrize(
     "where", ["task", *(pytest.param(phase, marks=pytest.mark.exhaustive) for phase in ("plan", "publish"))]
 )
-def test_a_killed_worker_takes_its_processes_along_and_another_goes_on(
+def test_another_worker_completes_a_killed_workers_job(
     database: Database, tmp_path: Path, where: str
 ) -> None:
     """Processes of a killed worker end; another worker completes the job and repeats no completed task."""
@@ -68,9 +68,7 @@ def test_a_killed_worker_takes_its_processes_along_and_another_goes_on(
     assert len(pids_of(tmp_path, "task 0")) == 1
 
 
-def test_a_publisher_that_died_behind_its_commit_is_found_to_be_done(
-    database: Database, tmp_path: Path
-) -> None:
+def test_publishers_killed_after_their_commit_are_done(database: Database, tmp_path: Path) -> None:
     """A publisher that dies after its commit is recognized: the job publishes and records once."""
     job_id = put(database, tmp_path, "write", publish_act="die_after")
     with working(job_settings(database, tmp_path)):
@@ -80,7 +78,7 @@ def test_a_publisher_that_died_behind_its_commit_is_found_to_be_done(
     assert records_of(database) == 1
 
 
-def test_a_worker_that_slept_through_its_lease_changes_nothing(database: Database, tmp_path: Path) -> None:
+def test_results_after_the_end_of_a_lease_are_refused(database: Database, tmp_path: Path) -> None:
     """Results of a worker that slept beyond its lease are refused: another worker has done the task."""
     job_id = put(database, tmp_path, "wait:go")
     with WorkerProcess(job_settings(database, tmp_path)) as sleeper:
@@ -118,7 +116,7 @@ def test_the_warm_process_is_killed(database: Database, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_cancelled_job_of_a_dead_worker_is_cleared_away(database: Database, tmp_path: Path) -> None:
+def test_a_cancelled_job_of_a_dead_worker_is_cleaned_up(database: Database, tmp_path: Path) -> None:
     """A cancelled job of a dead worker is cleaned up after the leases end, work folders included."""
     job_id = put(database, tmp_path, "keep", "wait:never")
     with WorkerProcess(job_settings(database, tmp_path)):
@@ -135,7 +133,7 @@ def test_a_cancelled_job_of_a_dead_worker_is_cleared_away(database: Database, tm
 
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
-def test_a_lease_is_renewed_for_as_long_as_the_task_takes(database: Database, tmp_path: Path) -> None:
+def test_leases_are_renewed_while_a_task_runs(database: Database, tmp_path: Path) -> None:
     """A task longer than several leases runs in a single attempt."""
     job_id = put(database, tmp_path, "sleep:2.5")
     with working(job_settings(database, tmp_path, lease_seconds=1.0)):
@@ -196,7 +194,7 @@ def ended(site: JobSite, number: int) -> str:
 
 
 @pytest.mark.parametrize("is_cancelled", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_what_a_killed_worker_has_reserved_is_cleared_away(
+def test_files_of_a_killed_worker_are_deleted(
     make_database: MakeDatabase, tmp_path: Path, is_cancelled: bool
 ) -> None:
     """Files of a killed worker are deleted; only the target is left, or nothing after a cancellation."""

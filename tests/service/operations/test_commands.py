@@ -30,7 +30,7 @@ def run(line: str, status: int = 0) -> str:
     return " ".join(f"{done.out} {done.err}".split())
 
 
-def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
+def test_keys_are_created_listed_and_revoked(tmp_path: Path) -> None:
     """A key is printed once, listed without its secret, and valid until revoked."""
     # a typical first command: the database does not exist yet
     secret = run("keys create ci --scope read --scope write --expires 30d")
@@ -75,14 +75,14 @@ def test_the_state_of_the_database(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["keys list", "keys revoke 1", "roots list", "roots accept main"])
-def test_a_database_that_is_not_there_is_missed_and_not_made(line: str, tmp_path: Path) -> None:
+def test_commands_do_not_create_a_missing_database(line: str, tmp_path: Path) -> None:
     """Commands that list or revoke do not create a database: its name or the folder is probably wrong."""
     absent = tmp_path / "absent.sqlite"
     shown = run(f"{line} --database sqlite:///{absent}", status=3)
     assert f"database file {absent} not found" in shown and not absent.exists()
 
 
-def test_settings_that_are_none(tmp_path: Path) -> None:
+def test_invalid_settings_stop_the_start(tmp_path: Path) -> None:
     """Each invalid setting is reported in a line with its name and without its value, and nothing starts."""
     assert "auth=keys" in run("serve --host 0.0.0.0", status=3)
     config = tmp_path / "wrong.toml"
@@ -102,7 +102,7 @@ def test_settings_that_are_none(tmp_path: Path) -> None:
         assert rate in run(f"serve --config {config}", status=3)
 
 
-def test_a_persons_word(tmp_path: Path) -> None:
+def test_roots_accept_needs_yes(tmp_path: Path) -> None:
     """`dcp roots accept` needs --yes, and does nothing if more checkpoints are missing by now."""
     root = tmp_path / "main"
     for run_name in ("run", "other"):

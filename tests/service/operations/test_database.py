@@ -34,7 +34,7 @@ def postgres(postgres_server: PostgresServer) -> Iterator[str]:
     postgres_server.drop(name)
 
 
-def test_a_server_that_only_reads_is_unavailable_for_writes(postgres: str, tmp_path: Path) -> None:
+def test_writes_to_a_read_only_server_get_503(postgres: str, tmp_path: Path) -> None:
     """With a read-only server, as after a failover to a replica, writes get 503 and reads work."""
     with running_app(postgres, tmp_path, auth="off") as app:
         name = app.service.database.url.database
@@ -46,7 +46,7 @@ def test_a_server_that_only_reads_is_unavailable_for_writes(postgres: str, tmp_p
 
 
 @pytest.mark.each_database
-def test_errors_do_not_tell_values(
+def test_errors_do_not_reveal_values(
     make_database: MakeDatabase,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -68,7 +68,7 @@ def test_errors_do_not_tell_values(
 
 
 @pytest.mark.parametrize("content", [None, b"no database" * 1000])
-def test_a_file_that_is_gone_or_broken_is_unavailable(tmp_path: Path, content: bytes | None) -> None:
+def test_a_missing_or_broken_file_gets_503(tmp_path: Path, content: bytes | None) -> None:
     """A missing or broken file gets 503 while metrics still answer; a missing file is created again."""
     url, file = f"sqlite:///{tmp_path / 'a.sqlite'}", tmp_path / "a.sqlite"
     with running_app(url, tmp_path, auth="off") as app:

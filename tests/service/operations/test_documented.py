@@ -93,12 +93,12 @@ def test_every_route_outside_of_the_api_is_documented(catalog: Catalog) -> None:
         assert catalog.app.client().get(place.removeprefix("GET ")).status_code in (200, 401), place
 
 
-def test_openapi_has_all_that_was_promised() -> None:
+def test_openapi_keeps_all_promised_parts() -> None:
     """OpenAPI keeps all promised parts, and requests have no new requirement."""
     assert breaks(promised(), document()) == []
 
 
-def test_openapi_says_what_is_for_everybody() -> None:
+def test_openapi_shows_public_routes() -> None:
     """A public route has no security in OpenAPI, also if a page with a key has the same path."""
     paths = document()["paths"]
     assert all("security" not in paths[path]["get"] for path in ("/", "/healthz"))
@@ -143,7 +143,7 @@ def test_scopes_and_events_are_documented() -> None:
     assert sorted(events) == sorted(schemas["WebhookRequest"]["properties"]["events"]["items"]["enum"])
 
 
-def test_a_receiver_can_verify_as_the_example_does() -> None:
+def test_the_example_verifies_signatures() -> None:
     """The example accepts signatures of Standard Webhooks and refuses wrong, changed and old signatures. The
     documented pauses are those of the service."""
     block = re.findall(r"^```python\n(.*?)^```", section("Webhooks"), re.MULTILINE | re.DOTALL)[0]
@@ -194,7 +194,7 @@ def test_every_setting_has_a_description() -> None:
     assert not [name for name, field in fields.items() if not field.description]
 
 
-def test_the_examples_of_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_settings_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TOML blocks and variables of the page and the file in deploy/ are valid configurations."""
     blocks = re.findall(r"^ *```toml\n(.*?)^ *```", OPERATIONS, re.MULTILINE | re.DOTALL)
     assert blocks
@@ -217,7 +217,7 @@ def test_the_examples_of_settings_are_taken(tmp_path: Path, monkeypatch: pytest.
     assert settings.allowed_hosts == ("checkpoints.example.com",)
 
 
-def test_every_command_and_file_is_there() -> None:
+def test_every_command_and_linked_file_exists() -> None:
     """Each `dcp` command on the page exists, and each link leads to a file."""
     lines = re.findall(r"^ *dcp (.*)$|`dcp ([a-z][^`]*)`", OPERATIONS, re.MULTILINE)
     assert len(lines) >= 8
@@ -247,7 +247,7 @@ def check(expression: str, metrics: dict[str, set[str]]) -> int:
     return len(selectors)
 
 
-def test_every_metric_of_the_dashboard_and_the_alerts_is_there(metrics: dict[str, set[str]]) -> None:
+def test_dashboard_and_alerts_use_existing_metrics(metrics: dict[str, set[str]]) -> None:
     """Dashboard and alerts use existing metrics and labels; the dashboard shows each metric."""
     text = (DEPLOY / "grafana-dashboard.json").read_text()
     panels = json.loads(text)["panels"]
@@ -309,7 +309,7 @@ def environment(service: str) -> dict[str, str]:
     return image | own
 
 
-def test_the_services_are_locked_in_and_their_image_is_built_of_what_is_there() -> None:
+def test_services_are_isolated_and_copied_files_exist() -> None:
     """The database has a network of its own; each file that the build copies exists and is not ignored."""
     found = services()
     assert (instructions("USER"), instructions("ENTRYPOINT")) == (["10001:10001"], ['["dcp"]'])
@@ -334,7 +334,7 @@ def test_the_services_are_locked_in_and_their_image_is_built_of_what_is_there() 
     assert all(re.search(r":\S*\d+\.\d+", line) or "PYTHON" in line for line in instructions("FROM"))
 
 
-def test_the_service_is_asked_for_its_health(tmp_path: Path) -> None:
+def test_the_health_check_of_the_image(tmp_path: Path) -> None:
     """The health check of the image succeeds with the settings of compose, and fails without a service."""
     python, *arguments = json.loads(instructions("HEALTHCHECK")[0].split("CMD ", 1)[1])
     assert python == "python" and str(Settings().port) in arguments[-1]

@@ -196,7 +196,7 @@ def test_events_are_followed_to_the_end_and_replayed(catalog: Catalog, url: str)
     assert SOCKETS.get(place, headers=headers).status_code == 204
 
 
-def test_one_stream_has_the_events_of_all_jobs(catalog: Catalog, url: str) -> None:
+def test_a_stream_has_the_events_of_all_jobs(catalog: Catalog, url: str) -> None:
     """The stream of all jobs starts now or behind an event, without hidden roots; scans are optional."""
     before = submit(catalog)
     with stream(f"{url}{JOBS}/events", catalog.app.key("read", roots=["main"])) as events:
@@ -218,7 +218,7 @@ def test_one_stream_has_the_events_of_all_jobs(catalog: Catalog, url: str) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["postgresql"], indirect=True)
-def test_events_that_become_visible_late_are_told(catalog: Catalog, url: str) -> None:
+def test_events_of_late_commits_are_sent(catalog: Catalog, url: str) -> None:
     """An event of a transaction that commits late is sent, once."""
     ids, delays = [submit(catalog, name) for name in "ab"], [2.0]
     engine = catalog.app.service.database.writer
@@ -241,7 +241,7 @@ def test_events_that_become_visible_late_are_told(catalog: Catalog, url: str) ->
     assert found != sorted(found, key=int) and len({*found}) == 4
 
 
-def test_an_account_has_so_many_streams(catalog: Catalog, url: str) -> None:
+def test_streams_of_an_account_are_limited(catalog: Catalog, url: str) -> None:
     """All keys of an account share 32 streams: the next gets 429 until another ends."""
     place = f"{url}{JOBS}/{submit(catalog)}/events"
     number = catalog.http.post(f"{API}/accounts", json={"name": "ci"}).json()["id"]

@@ -31,9 +31,7 @@ def test_json_lines(logs_as_before: None, capsys: pytest.CaptureFixture[str]) ->
     assert "RuntimeError: with dcp_abcdefgh_***" in lines[2]["exception"]
 
 
-def test_what_others_write_does_nothing_to_a_terminal(
-    logs_as_before: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_are_escaped(logs_as_before: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Control characters are escaped; tracebacks keep their lines, and letters of any language stay."""
     configure_logs(Settings(log_format="console"))
     log = structlog.get_logger("ours")

@@ -42,7 +42,7 @@ def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
     assert differences(empty_database) == []
 
 
-def test_a_feature_may_bring_tables_later(database: Database, tmp_path: Path) -> None:
+def test_tables_of_a_new_feature_are_created(database: Database, tmp_path: Path) -> None:
     """Tables of a new feature are created in an up-to-date database."""
     table = Table("brought_later", metadata, Column("id", Integer, primary_key=True))
     try:
@@ -126,7 +126,7 @@ def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None
         assert str(inspect(connection).get_columns("theirs")[0]["type"]) == "JSONB"
 
 
-def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:
+def test_concurrent_upgrades_migrate_once(empty_database: Database) -> None:
     """Of several concurrent upgrades one migrates, and the others find the database up to date."""
     others = [Database(empty_database.url.render_as_string(hide_password=False)) for _ in range(3)]
     with ThreadPoolExecutor(4) as pool:

@@ -52,7 +52,7 @@ def fill(catalog: Catalog) -> None:
 
 
 @pytest.mark.each_database
-def test_the_state_of_the_database_is_told(catalog: Catalog) -> None:
+def test_metrics_show_the_state_of_the_database(catalog: Catalog) -> None:
     """Metrics show the state of the database, and are cached for a few seconds."""
     fill(catalog)
     found = read(catalog)
@@ -95,7 +95,7 @@ def test_the_state_of_the_database_is_told(catalog: Catalog) -> None:
     assert value(again, "dcp_catalog_runs") == (2 if is_kept else 3)  # read again after five seconds
 
 
-def test_metrics_need_a_key_for_all_roots_unless_it_is_said_otherwise(tmp_path: Path) -> None:
+def test_metrics_need_a_key_for_all_roots_by_default(tmp_path: Path) -> None:
     """Metrics name roots and routes: without a key 401, with a key for some roots 403, unless opened."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(url, tmp_path) as app:

@@ -68,7 +68,7 @@ def done(app: App) -> int:
 
 
 @pytest.mark.parametrize("name", POSTS)
-def test_the_database_goes_away_behind_the_effect(app: App, name: str) -> None:
+def test_the_database_fails_after_the_commit(app: App, name: str) -> None:
     """If the database fails after the commit, the first and a repeated request still get the response."""
     path, body = POSTS[name]
     before, engine = done(app), app.service.database.writer
@@ -122,7 +122,7 @@ def test_the_process_is_killed(make_database: MakeDatabase, tmp_path: Path, inst
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_database", ["postgresql"], indirect=True)
-def test_who_was_overtaken_does_nothing(make_database: MakeDatabase, tmp_path: Path) -> None:
+def test_an_overtaken_request_has_no_effect(make_database: MakeDatabase, tmp_path: Path) -> None:
     """A slow request whose reservation expired has no effect if another request took over."""
     begun, go_on, path = threading.Event(), threading.Event(), f"{API}/webhooks/1/test"
     reserved: set[str] = set()
@@ -156,7 +156,7 @@ def post(app: App, name: str = "check") -> Any:
     return app.base.post(f"{API}/rules", json={**RULE, "name": name}, headers=KEY)
 
 
-def test_an_answer_is_kept_for_a_day(app: App) -> None:
+def test_responses_are_stored_for_a_day(app: App) -> None:
     """A response is stored for a day, then the key is free; a failed request frees the key at once."""
     first = post(app)
     assert (

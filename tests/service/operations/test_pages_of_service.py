@@ -25,7 +25,7 @@ def blocks_of(page: str) -> list[str]:
     return [block for block in found if "dcp.server" in block]
 
 
-def test_the_examples_run_against_the_service_that_they_start(
+def test_the_examples_run_against_their_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The examples register, find, tag, verify and download; the file has the values of the model."""

@@ -34,7 +34,7 @@ def policy(catalog: Catalog, **changes: Any) -> int:
     return int(answer.json()["id"])
 
 
-def test_rules_keep_with_all_their_reasons(catalog: Catalog) -> None:
+def test_previews_show_all_reasons_to_keep(catalog: Catalog) -> None:
     """A preview shows all reasons to keep a checkpoint, and totals of kept and deleted bytes."""
     fill(catalog)
     keep = {"last": 1, "every_steps": 4, "best": [{"metric": "loss"}]}
@@ -50,7 +50,7 @@ def test_rules_keep_with_all_their_reasons(catalog: Catalog) -> None:
     assert set(catalog.states().values()) == {"committed"}
 
 
-def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(catalog: Catalog) -> None:
+def test_held_checkpoints_and_the_newest_good_are_kept(catalog: Catalog) -> None:
     """Pinned, aliased and stepless checkpoints are kept, and a good checkpoint in place of a damaged one."""
     numbers = fill(catalog)
     catalog.add("run/final")
@@ -69,7 +69,7 @@ def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(catalog: Catal
     }
 
 
-def test_a_rule_that_cannot_be_judged_deletes_nothing(catalog: Catalog) -> None:
+def test_a_metric_without_values_deletes_nothing(catalog: Catalog) -> None:
     """A metric that no checkpoint of a run has keeps the whole run, and the job reports this."""
     fill(catalog)
     number = policy(catalog, keep={"last": 1, "best": [{"metric": "los"}]})
@@ -96,7 +96,7 @@ def test_the_job_deletes_with_grace_and_a_dry_run_does_not(catalog: Catalog) -> 
     assert catalog.status("POST", f"/checkpoints/{gone[0]['id']}/restore") == 200
 
 
-def test_policies_and_purges_are_due_by_the_clock(catalog: Catalog) -> None:
+def test_policies_and_purges_run_when_due(catalog: Catalog) -> None:
     """A policy runs once in each interval, and a purge runs once after the grace period."""
     fill(catalog, steps=3)
     policy(catalog, keep={"last": 1}, interval_seconds=600)

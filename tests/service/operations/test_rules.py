@@ -41,7 +41,7 @@ def made(catalog: Catalog) -> list[tuple[str, str]]:
     return [(job["kind"], job["created_by"]) for job in reversed(jobs)]
 
 
-def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
+def test_commits_are_verified_and_converted(catalog: Catalog) -> None:
     """A commit is verified and converted; the target is verified too, and not converted again."""
     rule(catalog, VERIFY, CONVERT)
     save(catalog, "llama/step-10", 3.0)
@@ -58,7 +58,7 @@ def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
     assert {row["verification"] for row in catalog.rows().values()} == {"good"}
 
 
-def test_what_an_account_made_ends_with_its_role(catalog: Catalog) -> None:
+def test_rules_and_webhooks_end_with_the_role(catalog: Catalog) -> None:
     """A rule, a webhook and a retention policy end with the role of their account, until another admin
     enables them."""
     account = catalog.http.post(f"{API}/accounts", json={"name": "lead"}).json()["id"]
@@ -107,7 +107,7 @@ CONDITIONS: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-def test_all_conditions_that_are_given_must_hold(catalog: Catalog) -> None:
+def test_all_conditions_of_a_rule_must_hold(catalog: Catalog) -> None:
     """All conditions of a rule must hold: run, root, steps, format and tag."""
     for number, (condition, _) in enumerate(CONDITIONS):
         action = CONVERT | {"target_key": f"r{number}/{{run}}/{{name}}.safetensors"}
@@ -120,7 +120,7 @@ def test_all_conditions_that_are_given_must_hold(catalog: Catalog) -> None:
         assert sorted(ids[job["checkpoint_id"]] for job in mine) == keys, condition
 
 
-def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:
+def test_rules_start_on_verification_and_tags(catalog: Catalog) -> None:
     """Rules start on verification and on a tag too."""
     rule(catalog, VERIFY, name="first")
     rule(catalog, CONVERT, event="checkpoint.verified", name="second")
@@ -135,7 +135,7 @@ def test_verifying_and_tagging_are_events_too(catalog: Catalog) -> None:
     assert made(catalog) == [("verify", "rule:first"), ("convert", "rule:second"), ("stats", "rule:third")]
 
 
-def test_a_rule_is_for_what_happens_from_then_on(catalog: Catalog) -> None:
+def test_rules_ignore_earlier_commits(catalog: Catalog) -> None:
     """A rule ignores earlier commits, and makes one job for each later one, despite concurrent processes."""
     catalog.add("a/step-0")
     rule(catalog, VERIFY)
@@ -152,7 +152,7 @@ def test_a_rule_is_for_what_happens_from_then_on(catalog: Catalog) -> None:
     assert sorted(made(catalog)) == [("verify", "rule:r")] * 20
 
 
-def test_what_a_rule_cannot_do_is_in_the_audit_log(catalog: Catalog) -> None:
+def test_refused_actions_are_in_the_audit_log(catalog: Catalog) -> None:
     """A refused action is in the audit log, and stops neither other actions nor other events."""
     rule(catalog, CONVERT | {"target_key": "same.safetensors"}, VERIFY)
     rule(

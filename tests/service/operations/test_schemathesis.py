@@ -72,7 +72,7 @@ def _run(url: str, folder: Path, *arguments: str, with_key: bool) -> None:
 
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)
-def test_with_a_key(make_database: MakeDatabase, tmp_path: Path) -> None:
+def test_requests_with_a_key(make_database: MakeDatabase, tmp_path: Path) -> None:
     """A few valid and invalid requests to each operation, and chains, with a key of all scopes."""
     some = ("--phases", "examples,fuzzing,stateful", "--max-examples", "1", "--seed", "1")
     left_out = (part for name in _STREAMS for part in ("--exclude-operation-id", name))

@@ -28,7 +28,7 @@ _RSS_LIMIT_BYTES = 150 << 20
 _ALONE = {"embedded_worker": False}
 
 
-def test_with_nothing_configured(tmp_path: Path) -> None:
+def test_defaults_without_configuration(tmp_path: Path) -> None:
     """By default the service offers ./checkpoints on SQLite and loopback, with a worker, and exits with 0."""
     with Service(tmp_path, is_fresh=True) as service:
         with service.client() as client:
@@ -53,7 +53,7 @@ ROOTS = {"My Runs/": "my-runs", "here=./here/": "here", "./lr=0.1": "lr-0.1", "a
 """Arguments of --root, and the names of the roots."""
 
 
-def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
+def test_start_messages_and_the_life_of_the_worker(tmp_path: Path) -> None:
     """The log has the roots, the new database, the address, the first scan, and a missing root once. A killed
     worker is replaced, and the new worker ends with the service."""
     write_manifest(tmp_path / "My Runs" / "one" / "step-1")
@@ -92,7 +92,7 @@ def test_what_it_says_and_how_its_worker_follows_it(tmp_path: Path) -> None:
     ("number", "is_fresh"),
     [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.exhaustive)],
 )
-def test_a_signal_while_it_starts(tmp_path: Path, number: signal.Signals, is_fresh: bool) -> None:
+def test_a_signal_during_the_start(tmp_path: Path, number: signal.Signals, is_fresh: bool) -> None:
     """A signal during the start ends the service with status 0 and leaves no process."""
     process = DcpProcess(["serve", "--port", "0"], tmp_path, is_fresh=is_fresh).start()
     try:
@@ -167,7 +167,7 @@ SECRETS = {
 """Secrets in request paths, and their form in the log."""
 
 
-def test_requests_under_way_are_finished(tmp_path: Path) -> None:
+def test_running_requests_end_after_sigterm(tmp_path: Path) -> None:
     """SIGTERM lets running requests end, takes no new requests and completes streams. The JSON log has actor,
     request and status, but no key, query, body or secret of a path."""
     settings = {**_ALONE, "auth": "keys", "log_format": "json"}
@@ -240,7 +240,7 @@ def test_a_second_signal_while_bodies_are_sent(tmp_path: Path) -> None:
         assert service.log().count("stopped immediately; running requests were aborted") == 1
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported(tmp_path: Path) -> None:
     """A taken port is reported in one line, and nothing is created."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -291,7 +291,7 @@ def _until_cut(connection: socket.socket, send: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
-def test_a_head_that_does_not_end_is_cut_off(slow_heads: int, head: bytes) -> None:
+def test_unfinished_request_heads_are_cut_off(slow_heads: int, head: bytes) -> None:
     """A connection with a missing, partial or very slow request head is closed."""
     with socket.create_connection(("127.0.0.1", slow_heads), 30) as connection:
         connection.sendall(head)
@@ -299,7 +299,7 @@ def test_a_head_that_does_not_end_is_cut_off(slow_heads: int, head: bytes) -> No
 
 
 @pytest.mark.exhaustive
-def test_kept_connections_take_their_time(slow_heads: int) -> None:
+def test_idle_connections_are_kept(slow_heads: int) -> None:
     """Only request heads have the timeout, each of them: a connection may be idle between two requests."""
     head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", slow_heads), 30) as connection:

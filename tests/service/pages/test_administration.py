@@ -51,7 +51,7 @@ def test_a_key_is_shown_once_and_works(keyed: App, admin: Browser) -> None:
     assert told["expires_at"] is not None
 
 
-def test_revoking_asks_and_ends_it_at_once(keyed: App, admin: Browser) -> None:
+def test_revoking_asks_and_ends_the_key_at_once(keyed: App, admin: Browser) -> None:
     """Revoking asks first and ends the key with its sessions; the log names the actor."""
     other = Browser(keyed.client())
     other.sign_in(keyed.key("read", name="old"))
@@ -91,7 +91,7 @@ def test_revoking_ones_own_key(keyed: App, admin: Browser) -> None:
         ({"name": "ada"}, 409, "choose another name"),
     ],
 )
-def test_what_is_no_key_is_said_beside_what_was_typed(
+def test_invalid_keys_are_refused_with_the_reason(
     keyed: App, admin: Browser, fields: dict[str, str | list[str]], status: int, said: str
 ) -> None:
     """An invalid key is refused with the reason and the typed values, and not created."""
@@ -105,7 +105,7 @@ def test_what_is_no_key_is_said_beside_what_was_typed(
     assert len(keyed.client("admin", name="x").get("/api/v1/keys").json()["items"]) == 2
 
 
-def test_who_may_not_is_told_so(keyed: App) -> None:
+def test_keys_that_only_read_get_403(keyed: App) -> None:
     """A key that only reads gets 403 with its identity and the remedy, and no link to these pages."""
     browser = Browser(keyed.client())
     browser.sign_in(keyed.key("read", name="k0"))
@@ -127,7 +127,7 @@ def _rows(page: PageText) -> int:
 @pytest.mark.parametrize(
     "text", ["<script>alert(1)</script>", "\u202e\U0001f4a5", "'onclick='x", "y" * 10_000]
 )
-def test_foreign_words_in_the_log_are_text(keyed: App, admin: Browser, text: str) -> None:
+def test_hostile_text_in_the_log_is_text(keyed: App, admin: Browser, text: str) -> None:
     """Hostile text in an audit entry is shown as text and adds no link."""
     note(keyed, text, text, f"root:{text}", {text: {"deep": [text]}}, address=text)
     page = admin.page("/audit")

@@ -120,7 +120,7 @@ def test_pages_loaded_at_all_widths_and_colours(site: Site, width: int, colours:
         assert seen.faults == []
 
 
-def test_looking_around(site: Site) -> None:
+def test_browsing_the_catalog(site: Site) -> None:
     """Search by keyboard, charts, filters in the URL, the back button, copying and color schemes work."""
     with site.kept_window() as seen:
         page = seen.page
@@ -250,7 +250,7 @@ _FOCUSED: Final = """
 
 
 @pytest.mark.exhaustive
-def test_by_keys_alone(site: Site) -> None:
+def test_tab_reaches_each_control(site: Site) -> None:
     """Tab reaches each control of a page, visible and marked, and leaves the page, also on the map of shards.
     The skip link skips, and Escape closes a menu and returns the focus."""
     with site.window() as seen:
@@ -288,7 +288,7 @@ def _tabbed(page: Page) -> list[Any]:
 
 
 @pytest.mark.exhaustive
-def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> None:
+def test_hidden_tabs_free_their_connections(site: Site) -> None:
     """Hidden tabs, more than a browser has connections, free them; a visible tab shows missed changes."""
     with site.window() as seen:
         pages = [seen.page, *(seen.page.context.new_page() for _ in range(7))]
@@ -306,7 +306,7 @@ def test_tabs_that_nobody_looks_at_leave_connections_to_others(site: Site) -> No
         assert seen.faults == []
 
 
-def test_a_key_from_its_making_to_its_end(site: Site) -> None:
+def test_keys_are_created_copied_and_revoked(site: Site) -> None:
     """A key is created and copied, is gone when the page is shown again, and is revoked."""
     with site.window() as seen:  # a window of its own, because this test ends at an error page
         page = seen.page
@@ -342,7 +342,7 @@ def test_signing_out(site: Site) -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
+def test_slow_responses_do_not_overwrite_typed_text(site: Site) -> None:
     """A slow response does not overwrite text typed meanwhile."""
     with site.window() as seen:
         page = seen.page
@@ -361,7 +361,7 @@ def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
         expect(page.locator("#glob")).to_be_focused()
 
 
-def test_a_run_that_trains_while_it_is_looked_at(site: Site) -> None:
+def test_new_checkpoints_arrive_on_an_open_page(site: Site) -> None:
     """New checkpoints arrive by one stream and keep selections and open tables; a hidden tab requests
     nothing; the page has the same text without scripts."""
     folder = site.service.folder.parent / "runs/live"

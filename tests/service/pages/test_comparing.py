@@ -78,7 +78,7 @@ def rows_of(page: PageText) -> str:
 # -- two checkpoints -----------------------------------------------------------------------------------------
 
 
-def test_what_changed_at_once_and_by_values(site: Site) -> None:
+def test_changes_by_checksums_and_by_values(site: Site) -> None:
     """Checksums show at once which tensors changed; a job, followed by the page, shows by how much."""
     a, b = site.id(2), site.id(3)
     path = f"/diff?a={a}&b={b}"
@@ -103,7 +103,7 @@ def test_what_changed_at_once_and_by_values(site: Site) -> None:
     assert (answer["basis"], answer["matching"], answer["job_id"]) == ("values", 5, 1)
 
 
-def test_what_was_deleted_is_told_as_such(site: Site) -> None:
+def test_deleted_checkpoints_show_how_to_restore(site: Site) -> None:
     """A deleted checkpoint gets the way to restore it and another pair to compare."""
     one, two, three = site.id(1), site.id(2), site.id(3)
     site.app.base.delete(f"/api/v1/checkpoints/{two}").raise_for_status()
@@ -117,7 +117,7 @@ def test_what_was_deleted_is_told_as_such(site: Site) -> None:
     assert "Values of a checkpoint in the state deleted" in page.text
 
 
-def test_a_comparison_that_fails_says_so(site: Site, tmp_path: Path) -> None:
+def test_a_failed_comparison_shows_its_error(site: Site, tmp_path: Path) -> None:
     """A failed comparison shows its error and a button to retry."""
     a, b = site.id(1), site.id(2)
     path = f"/diff?a={a}&b={b}"

@@ -47,7 +47,7 @@ def reached(browser: Browser, *starts: str, most: int = 120) -> dict[str, PageTe
     return found
 
 
-def test_all_that_is_linked_is_there(app: App, browser: Browser) -> None:
+def test_each_linked_page_exists(app: App, browser: Browser) -> None:
     """Each linked page exists, with its JSON; a hostile run name adds no element that the policy forbids."""
     run = f"run {HOSTILE[0].replace('/', '|')} {HOSTILE[1]}"
     first = add_checkpoint(app.service.database, f"{run}/step-1", metrics={"loss": 2.0, "acc": 0.1})
@@ -73,7 +73,7 @@ def test_all_that_is_linked_is_there(app: App, browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_of_any_kind_are_text(app: App, browser: Browser, name: str) -> None:
+def test_names_and_metadata_are_escaped(app: App, browser: Browser, name: str) -> None:
     """Names of runs, checkpoints and tensors, and metadata, are escaped, isolated and complete in the title.
     Characters that change the text direction are written as escapes, except in form fields."""
     key = f"{name.replace('/', '|')[:400]}/{name.replace('/', '|')[:400]}"
@@ -145,7 +145,7 @@ def test_labels_by_forms(app: App, browser: Browser) -> None:
     assert send("alias", alias="no blanks") == "422"
 
 
-def test_what_is_done_to_an_alias_is_undone(app: App, browser: Browser) -> None:
+def test_a_moved_alias_can_be_moved_back(app: App, browser: Browser) -> None:
     """A moved alias is confirmed and can be moved back, unless another change came between."""
     one, two, three = (add_checkpoint(app.service.database, f"run/step-{n}") for n in (1, 2, 3))
     stranger = add_checkpoint(app.service.database, "another/step-1")
@@ -265,7 +265,7 @@ def test_a_checkpoint_without_its_data_is_not_green(app: App, tmp_path: Path) ->
     assert app.base.get(path).json()["missing"] == [missing]
 
 
-def test_what_is_partial_or_not_finite_says_so(app: App, browser: Browser) -> None:
+def test_partial_saves_and_nans_are_marked(app: App, browser: Browser) -> None:
     """A partial save is marked as partial; a NaN metric is shown instead of the last finite value."""
     for step, user in ((1, {}), (2, {"metrics": {"loss": math.nan, "lr": 0.1}, "partial": ["model"]})):
         metrics = {"loss": 0.25} if step == 1 else {"lr": 0.1}
@@ -302,7 +302,7 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
     assert "any number" not in strip and " yes" not in strip and "damaged" in strip
 
 
-def test_answers_are_compressed(app: App) -> None:
+def test_large_pages_are_compressed(app: App) -> None:
     """Large pages are compressed on request, small and tagged responses are not; each has its own token."""
     for step in range(40):
         add_checkpoint(app.service.database, f"run/step-{step}")
@@ -323,7 +323,7 @@ def test_answers_are_compressed(app: App) -> None:
         assert "content-encoding" not in client.get(path, headers=given).headers, path
 
 
-def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
+def test_a_job_is_cancelled_and_retried(app: App, browser: Browser) -> None:
     """A job is cancelled and retried with buttons; the page names its checkpoint, the log the actor."""
     number = add_checkpoint(app.service.database, "run/step-1")
     browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/jobs/verify"))
@@ -343,7 +343,7 @@ def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
     assert app.base.get("/api/v1/jobs/1").json()["state"] == "queued"
 
 
-def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
+def test_keys_that_only_read_see_no_forms(keyed: App) -> None:
     """A key that only reads sees no forms, and is refused if it submits them anyway."""
     number = add_checkpoint(keyed.service.database, "run/step-1")
     reader, writer = Browser(keyed.client()), Browser(keyed.client())
@@ -365,7 +365,7 @@ def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
     assert keyed.client("read", name="r2").get(f"/api/v1/checkpoints/{number}").json()["tags"] == []
 
 
-def test_other_roots_do_not_show(keyed: App, of_main: Browser) -> None:
+def test_hidden_roots_are_not_shown(keyed: App, of_main: Browser) -> None:
     """Hidden roots appear in no list, count, search or neighbor; their ids get 404."""
     own = add_checkpoint(keyed.service.database, "shared-name/step-1")
     other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
@@ -386,9 +386,7 @@ def test_other_roots_do_not_show(keyed: App, of_main: Browser) -> None:
     assert of_main.get("/lookup?root=other&key=secret-name/step-2").status_code == 404
 
 
-def test_nothing_is_compared_with_what_is_in_other_roots(
-    keyed: App, of_main: Browser, tmp_path: Path
-) -> None:
+def test_hidden_roots_are_not_compared(keyed: App, of_main: Browser, tmp_path: Path) -> None:
     """No page, difference or job shows a checkpoint of a hidden root: each answers as for a missing one."""
     own = add_checkpoint(keyed.service.database, "shared-name/step-1")
     other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
@@ -432,9 +430,7 @@ def test_nothing_is_compared_with_what_is_in_other_roots(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("steps", "layers"), [(5_000, 5_000)])
-def test_large_runs_and_checkpoints_stay_small_pages(
-    app: App, browser: Browser, steps: int, layers: int
-) -> None:
+def test_pages_of_large_runs_stay_small(app: App, browser: Browser, steps: int, layers: int) -> None:
     """Pages stay small with thousands of steps and layers."""
     structure = structure_of([f"m.layers.{n}.{part}" for n in range(layers) for part in "abcdefghij"])
     number = add_checkpoint(app.service.database, "big/step-0", structure=structure)

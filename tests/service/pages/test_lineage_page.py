@@ -8,7 +8,7 @@ from tests.support.page_rows import add_steps, derive
 from tests.support.pages import HOSTILE, Browser
 
 
-def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
+def test_ancestors_and_descendants_are_shown(keyed: App, of_main: Browser) -> None:
     """Ancestors and descendants are shown with links, relation, job and map."""
     base, mine, export, hidden = (
         add_checkpoint(keyed.service.database, key, root=root, resumed_from=resumed_from)
@@ -41,7 +41,7 @@ def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
     assert of_main.get("/checkpoints/99/lineage").status_code == 404
 
 
-def test_a_huge_family_is_a_small_page(keyed: App, reader: Browser) -> None:
+def test_the_page_of_a_large_family_is_small(keyed: App, reader: Browser) -> None:
     """A large family has 500 rows in the table and a dozen boxes; the page says how many are left out."""
     base = add_checkpoint(keyed.service.database, "r/base", step=None)
 
@@ -54,7 +54,7 @@ def test_a_huge_family_is_a_small_page(keyed: App, reader: Browser) -> None:
     assert len(boxes) == 13, "none lies on another"
 
 
-def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(keyed: App, of_main: Browser) -> None:
+def test_pages_link_checkpoints_with_equal_tensors(keyed: App, of_main: Browser) -> None:
     """A checkpoint's page links to visible checkpoints with the same tensors, with hostile names as text."""
     database = keyed.service.database
     one = add_checkpoint(database, "run/step-1", content_digest="d" * 32)

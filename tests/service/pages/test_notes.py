@@ -19,7 +19,7 @@ from tests.support.receivers import Receiver
 
 
 @pytest.mark.each_database
-def test_a_note_from_its_creation_to_its_end(catalog: Catalog) -> None:
+def test_notes_are_listed_edited_and_deleted(catalog: Catalog) -> None:
     """A note is listed, found by text, edited with its versions kept, and deleted. Each change is audited,
     and a repeated POST creates no second note."""
     number, http = catalog.add("llama/step-10"), catalog.http
@@ -108,7 +108,7 @@ def test_who_may_read_and_change_a_note(catalog: Catalog) -> None:
 
 
 @pytest.mark.each_database
-def test_edits_at_once_lose_nothing(catalog: Catalog) -> None:
+def test_concurrent_edits_lose_nothing(catalog: Catalog) -> None:
     """Of concurrent edits with the same ETag one succeeds; edits without If-Match all become versions."""
     number = catalog.add("a/step-1")
     note = catalog.http.post(f"{API}/checkpoints/{number}/notes", json={"text": "0"}).json()
@@ -144,7 +144,7 @@ def test_a_webhook_is_sent_new_notes(tmp_path: Path) -> None:
     assert document["data"]["detail"]["note_id"] == made["id"] and b"secret" not in sent.body
 
 
-def test_writing_without_script(keyed: App) -> None:
+def test_notes_are_written_without_script(keyed: App) -> None:
     """Notes are previewed, saved, edited and deleted with forms; a refused or late text is not lost."""
     number = add_checkpoint(keyed.service.database, "a/step-1")
     alice, bob = Browser(keyed.client()), Browser(keyed.client())

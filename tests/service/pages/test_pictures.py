@@ -26,7 +26,7 @@ from dcp.server.features.tensors import mark_of, statistics_json
         ([], None, None, ""),
     ],
 )
-def test_what_is_dead_and_what_explodes(
+def test_dead_and_exploding_tensors(
     values: list[float], second: list[float] | None, kind: str | None, says: str
 ) -> None:
     """A tensor is dead or exploding by the rules on the page; single numbers, such as steps, are neither."""

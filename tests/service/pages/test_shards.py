@@ -38,7 +38,7 @@ def registered(app: App, path: Path, key: str) -> int:
     return note_one(app, key)
 
 
-def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_bytes_by_rank(app: App, browser: Browser, tmp_path: Path) -> None:
     """The page shows bytes by rank in text and links; ranks lead to a part, chunks have a page."""
     number = sharded(app, tmp_path)
     assert f"/checkpoints/{number}/shards" in browser.page(f"/checkpoints/{number}").links
@@ -64,7 +64,7 @@ def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -
         assert browser.get(f"/checkpoints/{number}/shards?{wrong}").status_code == 422, wrong
 
 
-def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_blocked_time_of_a_save(app: App, browser: Browser, tmp_path: Path) -> None:
     """The page separates blocked time from background work, by phase and rank, and marks stragglers."""
     ranks = [
         {"blocked": 0.5, "staging": 0.4, "local_plan": 0.01, "plan": 0.2, "write": 2.0 + 3 * (rank == 70)}
@@ -89,7 +89,7 @@ def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path)
     assert "No such ranks" in browser.page(f"/checkpoints/{number}/anatomy?first_rank=500").text
 
 
-def test_what_has_no_ranks_or_phases(app: App, browser: Browser, tmp_path: Path) -> None:
+def test_formats_without_ranks_and_phases(app: App, browser: Browser, tmp_path: Path) -> None:
     """Other formats have no ranks and phases; missing files get 410 and an unknown id 404."""
     path = tmp_path / "main" / "weights.pt"
     torch.save({"w": torch.ones(4, 4)}, path)

@@ -31,7 +31,7 @@ VENDORED = {
 """SHA-256 of the files as released by their authors on npm."""
 
 
-def test_vendored_files_are_those_that_were_released() -> None:
+def test_vendored_files_equal_the_released_files() -> None:
     """Vendored files equal the released files, each with a licence; an additional file is noticed."""
     found = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (STATIC / "vendor").iterdir()
@@ -42,7 +42,7 @@ def test_vendored_files_are_those_that_were_released() -> None:
         assert f"{package}.LICENSE" in found
 
 
-def test_files_may_be_kept_for_ever(keyed: App) -> None:
+def test_static_files_are_cached_forever(keyed: App) -> None:
     """Static files are cached forever by a URL with their digest, and need no key."""
     browser = Browser(keyed.client())
     page = browser.page("/sign-in")
@@ -91,7 +91,7 @@ def test_every_page_is_guarded(app: App, keyed: App, path: str) -> None:
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_nobody_sees_a_page_without_signing_in(keyed: App) -> None:
+def test_pages_need_a_sign_in(keyed: App) -> None:
     """Without a session a page leads to the form and back; a request of htmx redirects the whole page."""
     client = keyed.client()
     answer = client.get("/jobs?state=failed", headers=HTML, follow_redirects=False)
@@ -120,7 +120,7 @@ def test_signing_in_and_out(keyed: App) -> None:
     assert browser.get(f"{API}/runs").status_code == 401
 
 
-def test_over_https_the_cookies_are_for_https(keyed: App) -> None:
+def test_cookies_set_over_https_are_secure(keyed: App) -> None:
     """Cookies set over HTTPS are sent over HTTPS only."""
     client = keyed.client()
     answer = client.get("https://localhost/sign-in", headers=HTML)
@@ -141,7 +141,7 @@ def test_a_session_ends_with_its_key_and_its_time(keyed: App) -> None:
         assert browser.get("/jobs").url.path == "/sign-in"
 
 
-def test_a_session_reads_and_changes_nothing_but_by_forms(keyed: App) -> None:
+def test_sessions_may_only_get_in_the_api(keyed: App) -> None:
     """In the API a session may only GET, and not from pages of other sites, whatever its key may."""
     browser = Browser(keyed.client())
     browser.sign_in(keyed.key("admin"))
@@ -182,7 +182,7 @@ def test_refused_keys_are_counted(tmp_path: Path) -> None:
         "/search?q=a%7F",
     ],
 )
-def test_what_an_address_cannot_mean_is_said(app: App, address: str) -> None:
+def test_invalid_parameters_of_urls_get_422(app: App, address: str) -> None:
     """An invalid parameter in the URL of a page gets 422 with its name."""
     add_checkpoint(app.service.database, "run/step-1")
     browser = app.client()
@@ -204,7 +204,7 @@ def test_what_an_address_cannot_mean_is_said(app: App, address: str) -> None:
         "",
     ],
 )
-def test_signing_in_leads_nowhere_else(keyed: App, next: str) -> None:
+def test_signing_in_redirects_to_no_other_site(keyed: App, next: str) -> None:
     """Signing in does not redirect to other sites."""
     browser = Browser(keyed.client())
     answer = browser.sign_in(keyed.key("read"), next)
@@ -237,7 +237,7 @@ def test_forms_of_other_sites(app: App, browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("body", [b"\xff", b"a=%ff", b"&".join(b"a=1" for _ in range(300))])
-def test_forms_that_are_none(app: App, body: bytes) -> None:
+def test_malformed_forms_are_refused(app: App, body: bytes) -> None:
     """Malformed forms get 400 or 415."""
     client = app.client()
     form = {"content-type": "application/x-www-form-urlencoded", **HTML}
@@ -246,7 +246,7 @@ def test_forms_that_are_none(app: App, body: bytes) -> None:
     assert client.post(f"{API}/jobs", content=b"a=1", headers=form).status_code == 415
 
 
-def test_the_colours_stay(app: App, browser: Browser) -> None:
+def test_the_color_scheme_is_kept(app: App, browser: Browser) -> None:
     """The color scheme is kept in a cookie, without scripts; an invalid cookie is ignored."""
     assert '<html lang="en" data-theme="system">' in browser.get("/jobs?state=failed").text
     for expected in ("light", "dark", "system"):
@@ -259,7 +259,7 @@ def test_the_colours_stay(app: App, browser: Browser) -> None:
     assert 'data-theme="system"' in browser.get("/").text
 
 
-def test_empty_fields_are_no_part_of_an_address(app: App) -> None:
+def test_empty_fields_are_removed_from_urls(app: App) -> None:
     """Empty fields of a form without scripts are removed from the URL."""
     answer = app.client().get("/jobs?state=&kind=scan&scans=", headers=HTML)
     assert str(answer.url) == "http://localhost/jobs?kind=scan"

@@ -123,7 +123,7 @@ def test_the_page_of_a_tensor(site: Any) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_names_of_any_kind(site: Any, name: str) -> None:
+def test_tensors_are_found_by_any_name(site: Any, name: str) -> None:
     """A tensor is found in the list by any name: slashes, globs, 10,000 characters, NUL."""
     _, browser, _ = site
     listed = browser.page("/checkpoints/1?view=list")
@@ -181,7 +181,7 @@ def test_chunks_as_boxes(site: Any) -> None:
     assert "split along too many dimensions" in text and text.count(".distcp") == 8
 
 
-def test_what_an_optimizer_keeps(site: Any) -> None:
+def test_optimizer_states_are_shown_with_weights(site: Any) -> None:
     """Optimizer states are shown with their weight, from both pages, with derived gradients."""
     _, browser, _ = site
     for fqn in ("model.layers.0.weight", "optim.state.layers.0.weight.exp_avg"):
@@ -195,7 +195,7 @@ def test_what_an_optimizer_keeps(site: Any) -> None:
     assert "Optimizer" not in browser.page(tensor(1, "model.conv")).text
 
 
-def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
+def test_large_tensors_are_read_on_request(site: Any) -> None:
     """Values of a large tensor are loaded on request; a larger tensor needs a job."""
     app, browser, folder = site
     huge = torch.from_numpy(np.zeros((1 << 24) + 1, np.float32))  # allocates no memory
@@ -215,7 +215,7 @@ def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ["order", "named", "twice", "buffers"])
-def test_numbers_stand_for_names_only_where_that_is_known(site: Any, case: str) -> None:
+def test_numbered_states_are_matched_to_weights(site: Any, case: str) -> None:
     """Numbered optimizer states are matched to weights by names in the groups, or by an unambiguous order."""
     app, browser, folder = site
     model: Any = torch.nn.BatchNorm1d(4) if case == "buffers" else torch.nn.Linear(3, 5)

@@ -80,7 +80,7 @@ def shapes(**changes: Any) -> dict[str, Any]:
     return {name: one for name, one in {**state, **changes}.items() if one is not None}
 
 
-def test_a_state_that_fits_under_other_names(here: App, tmp_path: Path) -> None:
+def test_states_with_other_names_get_a_rename(here: App, tmp_path: Path) -> None:
     """A state with other names gets a rename, and code that loads the checkpoint."""
     page = pasted(here, "run/step-1", json.dumps(shapes()))
     assert "Yes, with a rename." in page.text and "4 of 4 names match" in page.text
@@ -152,7 +152,7 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
     assert str(tmp_path) not in problem.text
 
 
-def test_what_does_not_fit_is_listed(here: App) -> None:
+def test_all_mismatches_are_listed(here: App) -> None:
     """Missing and unexpected names, and other shapes and dtypes, are listed with both sides."""
     given = shapes(
         **{
@@ -215,7 +215,7 @@ def test_hostile_text_is_refused(here: App) -> None:
         ]
 
 
-def test_what_people_have_of_a_state(here: App) -> None:
+def test_accepted_forms_of_a_state(here: App) -> None:
     """Output of dcp show --json, safetensors headers and indexes, and plain shapes are accepted."""
     shown = [{"fqn": name, **one} for name, one in shapes().items()]
     short = {"torch.float32": "F32", "float32": "F32"}
@@ -229,7 +229,7 @@ def test_what_people_have_of_a_state(here: App) -> None:
 # -- models of Hugging Face ----------------------------------------------------------------------------------
 
 
-def test_a_config_is_a_job(here: App) -> None:
+def test_a_pasted_config_becomes_a_job(here: App) -> None:
     """A pasted config becomes a job that the page follows; results before its end get 409."""
     two = number(here, "run/step-1")
     page = pasted(here, "run/step-1", json.dumps(CONFIG))
@@ -254,7 +254,7 @@ def _made(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_models_are_made_without_weights_and_without_anybodys_code(tmp_path: Path) -> None:
+def test_models_are_built_without_weights_and_foreign_code(tmp_path: Path) -> None:
     """Known models are built as in transformers; configs that need code or too much memory are refused."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

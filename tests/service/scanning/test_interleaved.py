@@ -59,7 +59,7 @@ def test_a_root_that_is_replaced_during_a_scan(catalog: Catalog, replace: Callab
     assert catalog.states() == dict.fromkeys(sorted(keys | new), "committed")
 
 
-def test_a_scan_that_stops_halfway_is_gone_on_with(catalog: Catalog) -> None:
+def test_an_interrupted_scan_is_completed(catalog: Catalog) -> None:
     """An interrupted scan leaves complete checkpoints and no vanished ones; the next attempt completes."""
     keys = {f"run-{number % 50:02}/step-{number}" for number in range(296)}  # more than a transaction writes
     for key in keys:
@@ -81,7 +81,7 @@ def test_a_scan_that_stops_halfway_is_gone_on_with(catalog: Catalog) -> None:
     assert catalog.scan()["opened"] == 0
 
 
-def test_two_at_once(catalog: Catalog) -> None:
+def test_concurrent_scans_of_a_root(catalog: Catalog) -> None:
     """Concurrent scans of a root write and count each checkpoint once."""
     for step in range(60):
         catalog.save(f"run/step-{step}", save_id=f"{step}")
@@ -113,7 +113,7 @@ def test_a_deletion_beside_a_new_save(catalog: Catalog) -> None:
 
 @pytest.mark.parametrize("make_database", ["sqlite"], indirect=True)  # a file that other processes write too
 @pytest.mark.parametrize("count", [8_000, pytest.param(300_000, marks=pytest.mark.exhaustive)])
-def test_others_write_while_a_large_one_is_registered(catalog: Catalog, count: int) -> None:
+def test_large_registrations_do_not_block_writers(catalog: Catalog, count: int) -> None:
     """Another process writes during a large registration, which commits after a limited number of rows."""
     state = {f"layers.{n}.weight": torch.zeros(2) for n in range(count)}
     dcp.save(state, checkpoint_id=catalog.place("step-1"), no_dist=True)

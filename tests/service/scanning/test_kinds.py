@@ -66,7 +66,7 @@ def found_in(catalog: Catalog) -> dict[str, tuple[str, str, int | None]]:
     return {key: (row["state"], row["format"], row["step"]) for key, row in catalog.rows().items()}
 
 
-def test_everything_that_is_a_checkpoint_is_found_on_a_disk(catalog: Catalog) -> None:
+def test_scans_find_all_kinds_on_a_disk(catalog: Catalog) -> None:
     """A scan finds dcp, stock torch, single files and model hubs; equal names give equal structures."""
     fill(catalog.place(""))
     assert catalog.scan()["trouble"] == []
@@ -79,7 +79,7 @@ def test_everything_that_is_a_checkpoint_is_found_on_a_disk(catalog: Catalog) ->
     assert catalog.scan()["opened"] == 0
 
 
-def test_the_same_is_found_on_s3(
+def test_scans_find_all_kinds_on_s3(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> None:
     """A scan of S3 lists the objects; deleted checkpoints vanish."""
@@ -102,7 +102,7 @@ def test_the_same_is_found_on_s3(
         assert found_in(catalog)["hub/checkpoint-500"] == ("vanished", "safetensors", 500)
 
 
-def test_ranks_that_saved_on_their_own(catalog: Catalog) -> None:
+def test_independent_commits_of_ranks(catalog: Catalog) -> None:
     """Independent commits of ranks are one checkpoint."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=catalog.place("whole"), no_dist=True)
     folder = catalog.place("run/step-4")

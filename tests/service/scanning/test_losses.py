@@ -30,9 +30,7 @@ KEYS = ("run/step-1", "run/step-2", "alone-7")
 
 
 @pytest.mark.parametrize("replace", PLACES)
-def test_another_place_under_the_name_of_a_root_loses_nothing(
-    catalog: Catalog, replace: Callable[[Path], None]
-) -> None:
+def test_a_root_without_its_mount_loses_nothing(catalog: Catalog, replace: Callable[[Path], None]) -> None:
     """A root without its mount loses no checkpoint; its check shows the reason, and the service is ready."""
     for key in KEYS:
         catalog.save(key)
@@ -54,7 +52,7 @@ def test_another_place_under_the_name_of_a_root_loses_nothing(
     assert root_of(catalog)["scan_error"] is None
 
 
-def test_a_root_that_is_away_gives_no_bytes(catalog: Catalog) -> None:
+def test_requests_to_a_missing_root_get_503(catalog: Catalog) -> None:
     """A missing root is not created, requests for stored bytes get 503, and a reported deletion gets 503."""
     number = catalog.add("run/step-1")
     is_removed(catalog.place(""))
@@ -91,7 +89,7 @@ def test_a_purge_waits_for_the_disk(catalog: Catalog) -> None:
     assert catalog.states()["run/step-1"] == "purged"
 
 
-def test_a_large_part_needs_a_word(catalog: Catalog) -> None:
+def test_large_losses_need_a_confirmation(catalog: Catalog) -> None:
     """A loss of 12 of 40 needs a confirmation of this number, also after the root has grown."""
     for run in range(4):
         for step in range(10):
@@ -117,7 +115,7 @@ def test_a_large_part_needs_a_word(catalog: Catalog) -> None:
     assert root_of(catalog)["scan_error"] is None
 
 
-def test_few_are_believed_and_many_are_not(catalog: Catalog) -> None:
+def test_small_losses_need_no_confirmation(catalog: Catalog) -> None:
     """A loss of up to a fifth of all checkpoints, or of fewer than ten, needs no confirmation."""
     for run, known in (("a", 11), ("b", 49)):
         for step in range(known):
@@ -129,7 +127,7 @@ def test_few_are_believed_and_many_are_not(catalog: Catalog) -> None:
         assert catalog.scan(below=below)["vanished"] == vanished
 
 
-def test_what_trainers_take_away_needs_no_word(catalog: Catalog) -> None:
+def test_rotated_steps_need_no_confirmation(catalog: Catalog) -> None:
     """A run that keeps its newest steps loses old steps without confirmation, also alone in a root."""
     for step in range(20):
         catalog.save(f"run/step-{step}")

@@ -15,7 +15,7 @@ MAX_DEPTH = 24
 STATE = {"w": torch.arange(8.0)}
 
 
-def test_names_are_counted_with_reasons(catalog: Catalog) -> None:
+def test_invalid_names_are_counted_by_reason(catalog: Catalog) -> None:
     """Names that are invalid as keys, too deep or too long are counted by reason, with an example."""
     catalog.save("run/step-1")
     for name in ("two\nlines", "\x1b[2Jansi", "back\\slash", "%2e%2e", "~home", "a::b"):

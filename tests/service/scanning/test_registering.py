@@ -34,7 +34,7 @@ def test_a_registration_is_read_by_the_server(catalog: Catalog) -> None:
     assert catalog.rows()["run/step-1"]["step"] == 5
 
 
-def test_what_is_said_twice_or_found_by_a_scan_is_one(catalog: Catalog) -> None:
+def test_repeated_registrations_leave_one_row(catalog: Catalog) -> None:
     """Registering twice, or scanning after a registration, leaves the same unchanged row."""
     catalog.save("run/step-1", seconds=None)
     first, again = say(catalog, "run/step-1"), say(catalog, "run/step-1")
@@ -46,7 +46,7 @@ def test_what_is_said_twice_or_found_by_a_scan_is_one(catalog: Catalog) -> None:
     assert catalog.rows()["run/step-1"]["version"] == before["version"]
 
 
-def test_what_is_not_committed_is_not_registered(catalog: Catalog) -> None:
+def test_uncommitted_data_is_not_registered(catalog: Catalog) -> None:
     """A missing checkpoint gets 404, and data without a commit 409, until the commit."""
     assert say(catalog, "run/step-1").status_code == 404
     folder = catalog.place("run/step-1")
@@ -58,7 +58,7 @@ def test_what_is_not_committed_is_not_registered(catalog: Catalog) -> None:
     assert say(catalog, "run/step-1").status_code == 201
 
 
-def test_a_deletion_is_believed_as_far_as_storage_bears_it_out(catalog: Catalog) -> None:
+def test_reported_deletions_are_checked(catalog: Catalog) -> None:
     """A reported deletion is checked: present files stay, missing files vanish, unknown keys are accepted."""
     catalog.add("run/step-1")
     assert say(catalog, "run/step-1", deleted=True).json()["is_present"]
@@ -69,7 +69,7 @@ def test_a_deletion_is_believed_as_far_as_storage_bears_it_out(catalog: Catalog)
     assert say(catalog, "run/step-2", deleted=True).json()["id"] is None
 
 
-def test_the_root_is_the_innermost_that_holds_the_url(
+def test_urls_belong_to_the_innermost_root(
     make_database: MakeDatabase, tmp_path: Path, s3_server: S3Server, s3_root: str
 ) -> None:
     """Root and key are derived from a path or URL, with the innermost root and any scheme of S3."""
@@ -96,7 +96,7 @@ def test_the_root_is_the_innermost_that_holds_the_url(
             assert say(catalog, "step-1", root_url=url).status_code == 404, url
 
 
-def test_what_cannot_be_meant_is_refused(catalog: Catalog) -> None:
+def test_urls_outside_of_all_roots_are_refused(catalog: Catalog) -> None:
     """URLs outside of all roots, two places or none, and hidden roots are refused."""
     catalog.save("run/step-1")
     main = str(catalog.place("")).rstrip("/")

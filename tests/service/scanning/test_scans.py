@@ -11,7 +11,7 @@ from tests.support.catalog import Catalog, pages
 from tests.support.catalog_roots import OLD_SECONDS, age
 
 
-def test_a_scan_finds_all_that_manifests_say(catalog: Catalog) -> None:
+def test_a_scan_reads_all_facts_of_manifests(catalog: Catalog) -> None:
     """Steps, metrics, sizes and provenance come from the manifest; runs have counts."""
     for step in (10, 20):
         user = {"step": step, "run": "a", "metrics": {"loss": 1 / step, "odd name": 1.0}}
@@ -38,7 +38,7 @@ def test_a_scan_finds_all_that_manifests_say(catalog: Catalog) -> None:
     assert runs == {"llama": (2, 20), "deep/er": (1, None)}
 
 
-def test_what_has_not_changed_is_not_opened(catalog: Catalog) -> None:
+def test_unchanged_checkpoints_are_not_opened(catalog: Catalog) -> None:
     """A second scan finds all checkpoints of any state, opens none and changes no row."""
     for step in range(5):
         catalog.save(f"run/step-{step}")
@@ -66,7 +66,7 @@ def test_a_young_file_is_read_again(catalog: Catalog) -> None:
     assert [catalog.scan()["opened"] for _ in range(2)] == [1, 0]
 
 
-def test_another_save_to_a_key_is_other_content(catalog: Catalog) -> None:
+def test_a_new_save_replaces_facts_and_metrics(catalog: Catalog) -> None:
     """A new save under a key replaces facts and metrics, keeps tags and pins, and counts as a commit."""
     catalog.save("run/step-1", save_id="first", user={"metrics": {"loss": 2.0}})
     catalog.scan()
@@ -81,7 +81,7 @@ def test_another_save_to_a_key_is_other_content(catalog: Catalog) -> None:
     assert (row["tags"], row["is_pinned"]) == (["mine"], True)
 
 
-def test_unreadable_ones_say_why_and_hide_nothing_else(catalog: Catalog) -> None:
+def test_unreadable_files_have_a_reason(catalog: Catalog) -> None:
     """Unreadable files have a reason without server paths, hide no others, and are repaired by a new save."""
     path = catalog.save("run/step-1")
     data = bytearray(path.read_bytes())
@@ -103,7 +103,7 @@ def test_unreadable_ones_say_why_and_hide_nothing_else(catalog: Catalog) -> None
     assert (row["state"], row["problem"]) == ("committed", None)
 
 
-def test_what_went_has_vanished_and_may_come_back(catalog: Catalog) -> None:
+def test_vanished_checkpoints_may_return(catalog: Catalog) -> None:
     """Deleted and moved checkpoints vanish, and are committed again when they return."""
     for key in ("a/step-1", "a/step-2", "b/step-1", "b/inner/step-1", "alone-7", "d/step-1"):
         catalog.save(key)
@@ -160,7 +160,7 @@ def test_hostile_names_and_values_fail_no_scan(catalog: Catalog) -> None:
 
 
 @pytest.mark.each_database
-def test_what_is_deleted_stays_deleted_until_it_is_saved_anew(catalog: Catalog) -> None:
+def test_deleted_checkpoints_stay_so_until_saved_again(catalog: Catalog) -> None:
     """A deleted checkpoint stays deleted while a scan finds its files, until a later save under the key."""
     number = catalog.add("run/step-1")
     assert catalog.status("DELETE", f"/checkpoints/{number}") == 200

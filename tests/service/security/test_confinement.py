@@ -106,7 +106,7 @@ def say(catalog: Catalog, key: str, **place: Any) -> int:
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)
-def test_keys_that_are_refused(empty: Catalog, key: str) -> None:
+def test_unsafe_keys_are_refused(empty: Catalog, key: str) -> None:
     """Unsafe keys get 422 as a checkpoint, below a URL, as a folder to scan and as a target."""
     assert say(empty, key) == say(empty, key, root_url=str(empty.place(""))) == 422
     for kind, params in (
@@ -119,7 +119,7 @@ def test_keys_that_are_refused(empty: Catalog, key: str) -> None:
             assert empty.status("POST", "/jobs", content=body, headers=headers) == 422, kind
 
 
-def test_keys_that_are_plain_names(local: Catalog) -> None:
+def test_safe_keys_are_exact_names(local: Catalog) -> None:
     """A safe key means the folder of this exact name, and is decoded nowhere."""
     for number, key in enumerate(GOOD_KEYS):
         local.save(key, save_id=f"{number:08x}")
@@ -134,7 +134,7 @@ def test_keys_that_are_plain_names(local: Catalog) -> None:
         max_size=12,
     ).map("".join)
 )
-def test_whatever_is_accepted_stays_inside(empty: Catalog, key: str) -> None:
+def test_accepted_keys_stay_inside(empty: Catalog, key: str) -> None:
     """An accepted key stays below the root, also after normalizing and repeated URL decoding."""
     if say(empty, key) == 422:
         return
@@ -333,7 +333,7 @@ def test_s3_keys_stay_below_the_prefix(tmp_path: Path, s3_server: S3Server, s3_r
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_link_that_is_exchanged_meanwhile(local: Catalog, outside: Outside, what: str) -> None:
+def test_links_switched_during_requests(local: Catalog, outside: Outside, what: str) -> None:
     """A link that is switched during requests never leads to an outside file."""
     number, folder = local.register("run/step-1"), local.place("run/step-1")
     (folder / "data.bin").write_bytes(b"inside")

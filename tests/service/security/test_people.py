@@ -230,7 +230,7 @@ FORGED: dict[str, Callable[[dict[str, Any], dict[str, Any]], str | None]] = {
 
 
 @pytest.mark.parametrize("what", FORGED)
-def test_a_forged_token_signs_nobody_in(catalog: Catalog, provider: Provider, what: str) -> None:
+def test_forged_tokens_are_refused(catalog: Catalog, provider: Provider, what: str) -> None:
     """A forged token gets 403, without session and account; a valid token is accepted afterwards."""
     provider.forge = FORGED[what]
     browser = Browser(catalog.app.client())
@@ -242,9 +242,7 @@ def test_a_forged_token_signs_nobody_in(catalog: Catalog, provider: Provider, wh
     assert go(browser).status_code == 303
 
 
-def test_a_sign_in_ends_once_and_in_its_own_browser(
-    catalog: Catalog, tmp_path: Path, provider: Provider
-) -> None:
+def test_sign_ins_end_once_and_in_one_browser(catalog: Catalog, tmp_path: Path, provider: Provider) -> None:
     """A forged state, another browser, a replay and a refusal fail; another process may end a sign-in."""
     mine, other = Browser(catalog.app.client()), Browser(catalog.app.client())
     other.page("/sign-in")
@@ -268,7 +266,7 @@ def test_a_sign_in_ends_once_and_in_its_own_browser(
     assert go(mine).status_code == 303 and mine.client.cookies["dcphub_session"] != before
 
 
-def test_a_provider_with_new_keys_one_that_is_away_and_bad_ones(catalog: Catalog, provider: Provider) -> None:
+def test_rotated_keys_and_an_outage_of_a_provider(catalog: Catalog, provider: Provider) -> None:
     """Rotated keys are read again; during an outage a page says so, and keys of the service work."""
     provider.replies["/jwks"] = (503, "")
     assert go(Browser(catalog.app.client())).status_code == 503
@@ -304,7 +302,7 @@ def test_a_provider_with_new_keys_one_that_is_away_and_bad_ones(catalog: Catalog
 
 
 @pytest.mark.parametrize("change", [{"groups_claim": "realm.roles"}, {"allowed_groups": ["vision"]}, {}])
-def test_names_are_of_one_person_alone(tmp_path: Path, provider: Provider, change: dict[str, Any]) -> None:
+def test_account_names_are_unique(tmp_path: Path, provider: Provider, change: dict[str, Any]) -> None:
     """A second person with the same address gets another name; an unverified address names no account."""
     people = [
         ALICE | {"realm": {"roles": ["vision"]}},
@@ -345,7 +343,7 @@ def test_names_are_of_one_person_alone(tmp_path: Path, provider: Provider, chang
         assert "No matches" in boss.page("/people?q=zzz").text
 
 
-def test_an_address_is_verified_by_the_document_that_has_it(catalog: Catalog, provider: Provider) -> None:
+def test_addresses_are_verified_by_their_own_document(catalog: Catalog, provider: Provider) -> None:
     """An address counts as verified only by its own document; thousands of groups keep a person's rights."""
     provider.person = {"sub": "a9", "email": "boss@example.org"}
     groups = ["vision", *(f"z{number}" for number in range(3000))]
@@ -374,7 +372,7 @@ def test_a_provider_that_hangs_holds_few_threads(catalog: Catalog, provider: Pro
         assert sum(done.result().status_code == 303 for done in signing_in) == 12
 
 
-def test_an_admin_of_a_root_rules_it_alone(catalog: Catalog, provider: Provider) -> None:
+def test_admins_of_a_root_manage_this_root_only(catalog: Catalog, provider: Provider) -> None:
     """An admin of a root manages grants, keys, rules and the log of this root, and nothing else."""
     provider.person = ALICE | {"sub": "r1", "email": "root@example.org", "groups": ["vision-admins"]}
     browser = person(catalog.app)
@@ -502,7 +500,7 @@ def test_keys_of_accounts(catalog: Catalog, provider: Provider) -> None:
     assert catalog.status("GET", "/whoami", with_key(catalog.app, key)) == 401
 
 
-def test_admins_do_it_all_by_pages(catalog: Catalog, provider: Provider) -> None:
+def test_admins_manage_accounts_by_pages(catalog: Catalog, provider: Provider) -> None:
     """Admins manage accounts, keys and roles with forms: create, grant, disable, enable, sign out, revoke."""
     browser = person(catalog.app)
     boss = Browser(catalog.app.client())
@@ -539,7 +537,7 @@ def test_admins_do_it_all_by_pages(catalog: Catalog, provider: Provider) -> None
     )
 
 
-def test_without_settings_nothing_is_offered_and_wrong_ones_are_refused(tmp_path: Path) -> None:
+def test_missing_and_unsafe_settings_of_a_provider(tmp_path: Path) -> None:
     """Without a provider there is no button and no route; unsafe settings stop the start with the reason."""
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with running_app(url, tmp_path) as app:

@@ -63,7 +63,7 @@ def routes(app: App) -> dict[str, set[str]]:
     return found
 
 
-def test_nobody_without_a_key(app: App) -> None:
+def test_routes_need_a_key(app: App) -> None:
     """Except for public paths, each route and unknown path gets 401 or leads to the sign-in."""
     client, public = app.client(), set()
     for path, methods in routes(app).items():
@@ -102,7 +102,7 @@ def test_hosts(app: App) -> None:
             assert status == 200 or answer.headers["content-type"] == "application/problem+json"
 
 
-def test_two_lengths_of_one_body(app: App) -> None:
+def test_chunked_bodies_with_a_length_get_400(app: App) -> None:
     """A chunked request with a Content-Length gets 400, and its connection is closed."""
     with (
         listening(app.app) as place,
@@ -119,7 +119,7 @@ def test_two_lengths_of_one_body(app: App) -> None:
     assert answer.startswith(b"HTTP/1.1 400") and b"exclude each other" in answer
 
 
-def test_large_bodies_are_taken_a_few_at_a_time(tmp_path: Path, url: str) -> None:
+def test_concurrent_large_bodies_are_limited(tmp_path: Path, url: str) -> None:
     """A key may send two large bodies at a time, more get 429; other keys and requests are not affected."""
     with (
         running_app(url, tmp_path, **MANY) as app,
@@ -174,7 +174,7 @@ def test_pages_of_other_sites(app: App) -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_headers_of_every_answer(app: App) -> None:
+def test_headers_of_every_response(app: App) -> None:
     """Each response has the security headers; a well-formed request id of the caller is kept."""
     client = app.client("admin", name="headers")
     for path in ("/healthz", f"{API}/roots", f"{API}/nowhere", "/docs", "/metrics"):
@@ -207,7 +207,7 @@ def test_headers_of_every_answer(app: App) -> None:
         (b"name=x", "application/x-www-form-urlencoded", 415),
     ],
 )
-def test_bodies_that_are_none(app: App, content: bytes, content_type: str, status: int) -> None:
+def test_malformed_bodies_never_get_5xx(app: App, content: bytes, content_type: str, status: int) -> None:
     """Malformed bodies get problem documents, and never 5xx."""
     headers = bearer(app.key("admin", name=f"b{time.time_ns()}"))
     headers |= {"Content-Type": content_type} if content_type else {}
@@ -228,7 +228,7 @@ def test_large_bodies(tmp_path: Path, url: str) -> None:
         assert client.get(f"/healthz?{'x' * 20_000}").status_code == 400
 
 
-def test_slow_answers_are_given_up(tmp_path: Path, url: str) -> None:
+def test_slow_responses_get_503(tmp_path: Path, url: str) -> None:
     """A response that does not begin in time gets 503; the next request is answered."""
     with running_app(url, tmp_path, request_seconds=0.3) as app:
         client = app.client("admin")
@@ -245,7 +245,7 @@ def test_slow_answers_are_given_up(tmp_path: Path, url: str) -> None:
 # -- rate limits ---------------------------------------------------------------------------------------------
 
 
-def test_rates(tmp_path: Path, url: str) -> None:
+def test_requests_of_a_key_are_limited(tmp_path: Path, url: str) -> None:
     """A key has a number of requests in a window, which begins with the first; /healthz does not count."""
     with running_app(url, tmp_path, rate_limit="5 per 2seconds") as app:
         client = app.client("read", name="a")
@@ -257,7 +257,7 @@ def test_rates(tmp_path: Path, url: str) -> None:
         assert client.get(f"{API}/roots").status_code == 200
 
 
-def test_a_wrong_key_locks_nobody_out(tmp_path: Path, url: str) -> None:
+def test_refused_keys_lock_no_valid_key_out(tmp_path: Path, url: str) -> None:
     """Refused keys count by prefix and network, /64 in IPv6, and lock no valid key out, also one with the
     same prefix. Many prefixes from one address count as requests without a key."""
     limits: dict[str, Any] = {
@@ -320,7 +320,7 @@ def test_documentation_is_offline(app: App) -> None:
         assert client.get(f"/docs/static/{name}").status_code == 404
 
 
-def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
+def test_readiness_depends_on_the_database(make_database: MakeDatabase, tmp_path: Path) -> None:
     """Readiness depends on the database alone; checks of roots are shown to keys for these roots."""
     with running_app(make_database(), tmp_path) as app:
         (tmp_path / "main").rmdir()
@@ -337,7 +337,7 @@ def test_ready(make_database: MakeDatabase, tmp_path: Path) -> None:
         assert app.client("write").get(checks).status_code == 403
 
 
-def test_a_root_that_hangs_is_waited_for_once(tmp_path: Path, url: str) -> None:
+def test_a_hanging_root_is_waited_for_once(tmp_path: Path, url: str) -> None:
     """A hanging root is waited for once; later checks and metrics answer at once, without its address."""
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         port = hanging.getsockname()[1]
@@ -360,7 +360,7 @@ def test_not_ready_without_the_schema(tmp_path: Path, url: str) -> None:
         assert "dcp db upgrade" in answer.json()["checks"]["database"]
 
 
-def test_a_path_that_is_spelled_out_has_its_own_methods_alone(app: App) -> None:
+def test_fixed_paths_have_only_their_own_methods(app: App) -> None:
     """A fixed path that also fits a template has only its own methods; other words there are ids."""
     client, methods = app.client("admin", name="paths"), routes(app)
     assert methods[f"{API}/checkpoints/facets"] == {"GET"} < methods[f"{API}/checkpoints/{{checkpoint_id}}"]
@@ -376,7 +376,7 @@ def test_a_path_that_is_spelled_out_has_its_own_methods_alone(app: App) -> None:
     assert app.client().delete(f"{API}/checkpoints/facets").status_code == 401
 
 
-def test_keys_end_at_their_time(tmp_path: Path, url: str) -> None:
+def test_keys_end_at_their_expiry(tmp_path: Path, url: str) -> None:
     """A key with an expiry ends on time; its last use is recorded to the minute."""
     now = [time.time()]
     with running_app(url, tmp_path, clock=lambda: now[0]) as app:

@@ -50,7 +50,7 @@ PUBLIC = "1.1.1.1 8.8.8.8 172.32.0.1 100.128.0.1 192.0.1.1 223.255.255.255 2606:
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC.split())
-def test_addresses_that_are_not_public_are_refused_written_and_resolved(address: str) -> None:
+def test_addresses_that_are_not_public_are_refused(address: str) -> None:
     """Addresses that are not public are refused as the host and as any result of a resolution."""
     host = f"[{address}]" if ":" in address else address
     with pytest.raises(RefusedUrlError, match="webhook_allow_private"):
@@ -63,7 +63,7 @@ def test_addresses_that_are_not_public_are_refused_written_and_resolved(address:
 
 
 @pytest.mark.parametrize("address", [*PUBLIC.split(), "64:ff9b::1.1.1.1", "::ffff:8.8.8.8"])
-def test_public_addresses_are_taken(address: str) -> None:
+def test_public_addresses_are_accepted(address: str) -> None:
     """Public addresses are accepted, also as IPv4 in IPv6."""
     host = f"[{address}]" if ":" in address else address
     parse_url(f"https://{host}/hook", NOTHING)
@@ -117,7 +117,7 @@ def test_urls_in_other_forms_are_refused(url: str) -> None:
         parse_url(url, Allowed.parse(["127.0.0.0/8", "example.com"]))
 
 
-def test_urls_are_taken_apart() -> None:
+def test_urls_are_split_into_their_parts() -> None:
     """The host is lowercase without a final dot, the port that of the scheme, path and query unchanged."""
     assert parse_url("https://Hooks.Example.com/a/%2e?b=c@d", NOTHING) == WebhookUrl(
         "https", "hooks.example.com", 443, "/a/%2e?b=c@d"
@@ -130,7 +130,7 @@ def test_urls_are_taken_apart() -> None:
     assert (six.host, six.host_header) == ("2606:4700::1111", "[2606:4700::1111]:8443")
 
 
-def test_http_is_for_what_the_operator_names_only() -> None:
+def test_plain_http_needs_an_allowed_host() -> None:
     """Plain HTTP is for allowed networks and hosts; a name with another address is refused when sent."""
     with pytest.raises(RefusedUrlError, match="https"):
         parse_url("http://hooks.example.com/", NOTHING)
@@ -143,7 +143,7 @@ def test_http_is_for_what_the_operator_names_only() -> None:
         permitted_addresses(target, LOOPBACK, lambda host, port: ["127.0.0.1", "1.1.1.1"])
 
 
-def test_allowed_networks_and_hosts_open_no_more_than_they_say() -> None:
+def test_allowed_networks_and_hosts_are_exact() -> None:
     """An allowed network has exactly its addresses, also as IPv4 in IPv6; an allowed host any address."""
     entries = ("10.1.0.0/16", "fd12::/16", "192.168.7.7", "Hooks.Internal.")
     allowed = Allowed.parse(Settings(webhook_allow_private=entries).webhook_allow_private)
@@ -160,7 +160,7 @@ def test_allowed_networks_and_hosts_open_no_more_than_they_say() -> None:
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.1/8", "10.0.0.0/33", "fe80::/129", "not a host", "a/b", ""])
-def test_entries_that_mean_nothing_are_refused(entry: str) -> None:
+def test_invalid_entries_are_refused(entry: str) -> None:
     """Invalid entries of webhook_allow_private stop the start."""
     with pytest.raises(ValueError):
         Allowed.parse([entry])
@@ -168,7 +168,7 @@ def test_entries_that_mean_nothing_are_refused(entry: str) -> None:
         Settings(webhook_allow_private=(entry,))
 
 
-def test_what_resolves_to_nothing_or_to_no_address_is_no_target() -> None:
+def test_hosts_without_an_address_are_refused() -> None:
     """A name without an address, or with a scoped address, is refused."""
     target = parse_url("https://hooks.example.com/", NOTHING)
     with pytest.raises(OSError, match="no address"):
@@ -184,7 +184,7 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 BODY = b'{"test": 2432232314}'
 
 
-def test_the_example_of_the_standard_comes_out() -> None:
+def test_the_standards_example_gives_its_signature() -> None:
     """The example of the Standard Webhooks specification gives its signature."""
     assert headers_for([SECRET], "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330.0, BODY) == {
         "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
@@ -224,7 +224,7 @@ def send(
     return post(target, addresses, {"X-Mine": "1"}, body, timeout_seconds=timeout_seconds, context=context)
 
 
-def test_a_request_goes_to_the_address_under_the_name_of_the_url() -> None:
+def test_requests_use_the_checked_address() -> None:
     """The request goes to the given address without a resolution, and the certificate must fit the URL."""
     with Receiver(tls=True) as receiver:
         target = WebhookUrl("https", "hooks.example.com", receiver.port, "/a?b=c")
@@ -235,7 +235,7 @@ def test_a_request_goes_to_the_address_under_the_name_of_the_url() -> None:
         assert request.headers["x-mine"] == "1"
 
 
-def test_certificates_of_others_and_of_nobody_are_refused() -> None:
+def test_certificates_for_other_hosts_are_refused() -> None:
     """A certificate for another name or of an unknown authority is refused before sending."""
     with Receiver(tls=True) as receiver:
         with pytest.raises(SendError, match="certificate"):
@@ -246,7 +246,7 @@ def test_certificates_of_others_and_of_nobody_are_refused() -> None:
         assert receiver.requests == []
 
 
-def test_the_next_address_is_tried_where_one_takes_no_connection() -> None:
+def test_the_next_address_is_tried_after_a_refusal() -> None:
     """If an address refuses the connection, the next one is tried; without a next one an error is raised."""
     with Receiver() as receiver:
         target = WebhookUrl("http", "hooks.example.com", receiver.port, "/")
@@ -281,7 +281,7 @@ def _continues(connection: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("act", "scheme"), [(_silent, "https"), (_drips_headers, "http"), (_continues, "http")]
 )
-def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], scheme: str) -> None:
+def test_slow_receivers_end_at_the_timeout(act: Callable[[socket.socket], None], scheme: str) -> None:
     """Silence, slow bytes and endless interim responses end at the timeout, also during TLS."""
     with raw_server(act) as port:
         began = time.monotonic()
@@ -298,7 +298,7 @@ def test_no_receiver_stretches_the_time(act: Callable[[socket.socket], None], sc
     ],
     ids=["nothing", "zeros", "ssh", "status", "many-headers", "long-header"],
 )
-def test_what_is_no_answer_is_an_error(answer: bytes) -> None:
+def test_other_protocols_raise(answer: bytes) -> None:
     """Other protocols and endless heads raise an error, with bounded memory."""
 
     def act(connection: socket.socket) -> None:
@@ -327,7 +327,7 @@ def test_bodies_are_not_read() -> None:
 KEY = "first key of the operator, long enough"
 
 
-def test_what_was_changed_is_not_opened() -> None:
+def test_changed_sealed_secrets_are_detected() -> None:
     """A changed byte or length of a sealed secret is detected."""
     sealer = Sealer((KEY.encode(),))
     data = base64.urlsafe_b64decode(sealer.seal(new_secret()).removeprefix(SEALED_PREFIX))
@@ -340,7 +340,7 @@ def test_what_was_changed_is_not_opened() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"webhook_key": "short"}, {"webhook_key_before": KEY}])
-def test_keys_that_cannot_be_meant(wrong: dict[str, str]) -> None:
+def test_invalid_keys_stop_the_start(wrong: dict[str, str]) -> None:
     """A short key, or a previous key without a current key, stops the start."""
     with pytest.raises(ValidationError, match="webhook_key"):
         Settings.model_validate(wrong)

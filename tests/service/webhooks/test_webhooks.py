@@ -48,7 +48,7 @@ def make(client: TestClient, **values: Any) -> dict[str, Any]:
     return found
 
 
-def test_admins_of_some_roots_may_for_these_only(app: App, admin: TestClient) -> None:
+def test_admins_of_roots_manage_their_webhooks_only(app: App, admin: TestClient) -> None:
     """Admins of some roots create, see and change webhooks of these roots only."""
     everything, main, both = (make(admin, roots=roots) for roots in (None, ["main"], ["main", "other"]))
     limited = app.client("admin", roots=["main"])
@@ -97,7 +97,7 @@ def test_a_delivery_is_tested_listed_and_sent_again(app: App, admin: TestClient)
 # -- secrets -------------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_shown_them(app: App, admin: TestClient, capfd: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_shown_once(app: App, admin: TestClient, capfd: pytest.CaptureFixture[str]) -> None:
     """A secret is shown once, and is in no other response, log, stored response or delivery."""
     refused = f"{FIRST}*"
     with Receiver(answers=[500]) as receiver:
@@ -147,7 +147,7 @@ def test_with_a_key_the_database_has_no_secret(make_database: MakeDatabase, tmp_
         assert signed_with(app, receiver, second["id"], [second["secret"], rotated["secret"]])
 
 
-def test_a_key_that_comes_later_or_changes(make_database: MakeDatabase, tmp_path: Path) -> None:
+def test_a_new_webhook_key_seals_existing_secrets(make_database: MakeDatabase, tmp_path: Path) -> None:
     """The clean-up seals existing secrets, and seals them again with a new key; clients see no change."""
     url = make_database()
     with Receiver() as receiver:
@@ -172,7 +172,7 @@ def test_a_key_that_comes_later_or_changes(make_database: MakeDatabase, tmp_path
             assert signed_with(app, receiver, made["id"], [FIRST])
 
 
-def test_a_key_that_is_lost(make_database: MakeDatabase, tmp_path: Path) -> None:
+def test_with_a_lost_key_nothing_is_sent(make_database: MakeDatabase, tmp_path: Path) -> None:
     """With a lost key nothing is sent unsigned; the delivery says why, and a new secret repairs it."""
     url = make_database()
     with Receiver() as receiver:

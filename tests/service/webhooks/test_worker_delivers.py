@@ -18,7 +18,7 @@ from tests.support.receivers import Receiver
 from tests.support.service import wait_until
 
 
-def test_what_is_registered_and_verified_is_told_by_the_worker(
+def test_the_worker_sends_registrations_and_verdicts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A registration and a verification are sent in order and signed; the deliveries are listed."""
