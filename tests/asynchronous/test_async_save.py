@@ -37,7 +37,7 @@ def overwrite(state: Any) -> None:
 # -- saved values --------------------------------------------------------------------------------------------
 
 
-def test_one_future_serves_both_usages(tmp_path: Path) -> None:
+def test_the_future_is_torchs_async_save_response(tmp_path: Path) -> None:
     """`result()` returns the Metadata, and both completions of torch's AsyncSaveResponse are set."""
     future = save(version_state(7), checkpoint_id=tmp_path / "x")
     assert isinstance(future, Future) and isinstance(future, AsyncSaveResponse)
@@ -49,7 +49,7 @@ def test_one_future_serves_both_usages(tmp_path: Path) -> None:
     assert seen_by_dcp(tmp_path / "x") == seen_by_stock(tmp_path / "x") == 7
 
 
-def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
+def test_changes_after_the_call_are_not_saved(tmp_path: Path) -> None:
     """A save holds the tensors, lists and values at the time of the call, although the write is later.
     Several saves are under way, most of them by one writer object, whose checkpoint_id changes meanwhile."""
     gate = FileGate(tmp_path / "gate")
@@ -78,7 +78,7 @@ class Lazy(stock_staging.BlockingAsyncStager):
 # -- failures ------------------------------------------------------------------------------------------------
 
 
-def test_errors_are_those_of_the_future(tmp_path: Path) -> None:
+def test_background_errors_are_raised_by_result(tmp_path: Path) -> None:
     """An error in the background is raised by `result()` with its type and name; the next save succeeds."""
     (tmp_path / "file").write_text("in the way")
     cases: list[tuple[dict[str, Any], Path, type[Exception], str]] = [
@@ -145,7 +145,7 @@ def save_while_training(rank: int, world_size: int, root: Path) -> list[bool]:
     return [is_saved(rank, root / str(version), version) for version in range(1, 5)]
 
 
-def test_saves_run_beside_the_trainings_collectives(tmp_path: Path) -> None:
+def test_saves_run_beside_collectives_of_training(tmp_path: Path) -> None:
     """Saves use a process group of their own: each of four saves, two under way at a time, is consistent."""
     assert run_ranks(2, save_while_training, tmp_path) == [[True] * 4] * 2
 
@@ -195,7 +195,7 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path, how: str) -> list[A
         ("changed", "'plain'"),
     ],
 )
-def test_staging_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, how: str, text: str) -> None:
+def test_a_staging_error_on_one_rank_fails_all_ranks(tmp_path: Path, how: str, text: str) -> None:
     """If staging fails on one rank, all ranks raise its error without a wait, and the next save succeeds."""
     other, own, *_ = run_ranks(2, fail_on_one_rank, tmp_path, how)
     assert own[0] == ("KeyboardInterrupt" if how == "interrupted" else "RankFailedError")

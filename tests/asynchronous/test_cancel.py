@@ -73,7 +73,7 @@ def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], b
 
 
 @pytest.mark.parametrize("old", [0, 1])
-def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: int) -> None:
+def test_cancel_returns_the_truth_at_every_operation(tmp_path: Path, old: int) -> None:
     """`cancel` by two threads is True and the folder is unchanged, or False once the commit has begun."""
     seen: list[tuple[list[bool], bool]] = []
     number = 0
@@ -95,7 +95,7 @@ def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: in
     assert kinds.count(False) >= 4 and kinds.count(True) >= 2
 
 
-def test_after_its_end_nothing_is_cancelled(tmp_path: Path) -> None:
+def test_cancel_after_the_end_has_no_effect(tmp_path: Path) -> None:
     """A committed save stays, a failed save stays failed, and neither counts as cancelled."""
     future = save(version_state(1), checkpoint_id=tmp_path / "x")
     future.result(240)
@@ -112,7 +112,7 @@ def state_of_ranks(rank: int) -> dict[str, Any]:
     return {f"r{rank}.{n}": torch.full((1 << 18,), float(n)) for n in range(150 - 148 * rank)}
 
 
-def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kind: str) -> list[Any]:
+def cancel_on_the_finished_rank(rank: int, world_size: int, root: Path, kind: str) -> list[Any]:
     """Cancel by rank 1, whose files are written, when rank 0 has hardly begun to write."""
     gate = FileGate(root / f"gate-{rank}")
     if rank == 1:
@@ -134,14 +134,14 @@ def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kin
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
+def test_cancel_on_any_rank_ends_all_writes(tmp_path: Path, kind: str) -> None:
     """`cancel` on a rank that has finished writing ends the writes of all ranks; the error names the rank."""
     alike = [True, True, [1], False, False]
-    found = run_ranks(2, cancel_by_the_rank_that_is_ready, tmp_path, kind)
+    found = run_ranks(2, cancel_on_the_finished_rank, tmp_path, kind)
     assert found == [[None, *alike], [True, *alike]]
 
 
-def test_an_interrupted_save_in_the_loop_has_ended(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_sync_save_ends_a_cancel(tmp_path: Path) -> None:
     """Ctrl-C in a save with mode="sync" ends the wait of another thread in `cancel`."""
 
     def interrupt(_: object) -> None:
@@ -157,7 +157,7 @@ def test_an_interrupted_save_in_the_loop_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
-def test_a_cancelled_save_is_no_failure(tmp_path: Path, on_failure: Any) -> None:
+def test_a_cancelled_save_is_not_a_failure(tmp_path: Path, on_failure: Any) -> None:
     """A cancelled save has its own event and is no failure; the older step stays, the next one is saved."""
     gate, seen = Gate(), Recorder()
 

@@ -102,7 +102,7 @@ class Changing:
         return same and (found["notes"], found["version"]) == ([version, ["none", None]], version)
 
 
-def endure(
+def save_many_times(
     rank: int, world_size: int, root: Path, mode: Literal["thread", "process"], saves: int
 ) -> dict[str, Any]:
     """Save many times; return the versions with wrong values, and footprints after two and all saves."""
@@ -145,12 +145,12 @@ _LONG = [("thread", 1, 14), ("thread", 2, 100), ("process", 1, 100)]
     ("mode", "world_size", "saves"),
     [("process", 1, 7), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in _LONG)],
 )
-def test_saves_are_their_own_snapshots_and_leave_nothing(
+def test_many_saves_keep_their_values_and_leak_nothing(
     tmp_path: Path, mode: str, world_size: int, saves: int
 ) -> None:
     """Each save has the values of its version, and memory, descriptors and threads of trainers and the one
     writer process do not grow. /dev/shm has no named file."""
-    for result in run_ranks(world_size, endure, tmp_path / "run", mode, saves):
+    for result in run_ranks(world_size, save_many_times, tmp_path / "run", mode, saves):
         assert result["wrong"] == []
         for before, after in zip(result["before"], result["after"], strict=True):
             assert after.resident_bytes - before.resident_bytes < GROWTH_BYTES

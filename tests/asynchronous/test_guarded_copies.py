@@ -18,7 +18,7 @@ from tests.support.versions import is_version, version_state
 NAMES = ("model.w", "model.layers.0", "model.layers.1", "model.half", "large")
 
 
-class _MeddlingCopier(Copier):
+class _ChangingCopier(Copier):
     """A copier that changes a tensor after the samples are taken and before the copies begin."""
 
     change: Callable[[], object] = staticmethod(lambda: None)
@@ -38,10 +38,10 @@ def tensor_of(state: dict[str, Any], name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("guard", ["sampled", "full"])
-def test_every_copy_is_guarded_not_only_the_first(guard: Guard) -> None:
+def test_every_copy_of_a_save_is_guarded(guard: Guard) -> None:
     """A tensor that changes during any copy raises a StagingError with its name alone; the next copy is
     right. With the full guard only one element changes."""
-    stager, copier = DefaultStager(guard=guard), _MeddlingCopier(guard, 1)
+    stager, copier = DefaultStager(guard=guard), _ChangingCopier(guard, 1)
     stager._copier = copier
     for number in range(2 * len(NAMES)):
         name = NAMES[number % len(NAMES)]

@@ -61,7 +61,7 @@ def writer(tmp_path: Path) -> int:
     return pid
 
 
-def test_two_saves_under_way_are_both_whole(tmp_path: Path, writer: int) -> None:
+def test_two_concurrent_saves_are_complete(tmp_path: Path, writer: int) -> None:
     """A save is staged and sent while another is written; both are right, and progress is reported."""
     gate = FileGate(tmp_path / "gate")
     reports: list[Any] = []
@@ -87,7 +87,7 @@ class Negating(dcp.DefaultSavePlanner):
         return -object if isinstance(object, torch.Tensor) else object
 
 
-def test_planner_and_storage_of_a_user(tmp_path: Path, writer: int) -> None:
+def test_a_users_planner_and_storage_run_in_the_writer(tmp_path: Path, writer: int) -> None:
     """A user's planner and storage writer run in the writer process; the storage's metadata comes back."""
     state: dict[str, Any] = {"w": torch.arange(6.0), "step": 3}
     future = by_process(state, checkpoint_id=tmp_path / "ours", planner=Negating())
@@ -105,7 +105,7 @@ def test_planner_and_storage_of_a_user(tmp_path: Path, writer: int) -> None:
     assert got["w"].tolist() == torch.arange(6.0).tolist() and got["vocabulary"] == state["vocabulary"]  # type: ignore[attr-defined]
 
 
-def test_what_the_process_cannot_rebuild_is_refused(tmp_path: Path, writer: int) -> None:
+def test_objects_that_cannot_be_sent_are_refused(tmp_path: Path, writer: int) -> None:
     """A planner class defined in a function or script, or a lambda as `open_store`, is refused with the
     remedy. The next save succeeds."""
     local = type("Local", (Negating,), {})
@@ -120,7 +120,7 @@ def test_what_the_process_cannot_rebuild_is_refused(tmp_path: Path, writer: int)
     assert saved_by(writer, tmp_path / "x", 2)
 
 
-def test_a_sigterm_to_all_processes_costs_no_save(tmp_path: Path, writer: int) -> None:
+def test_signals_to_the_writer_stop_no_save(tmp_path: Path, writer: int) -> None:
     """SIGTERM, SIGINT and SIGHUP to the writer process stop neither the save under way nor a later one."""
     gate = FileGate(tmp_path / "gate")
     under_way = save(tmp_path / "1", 1, storage_writer=gated_writer(tmp_path / "1", gate))
@@ -132,7 +132,7 @@ def test_a_sigterm_to_all_processes_costs_no_save(tmp_path: Path, writer: int) -
     assert saved_by(writer, tmp_path / "2", 2)
 
 
-def test_a_cancelled_save_leaves_nothing(tmp_path: Path, writer: int) -> None:
+def test_a_cancelled_save_leaves_no_files(tmp_path: Path, writer: int) -> None:
     """After `cancel` no file is left, and the same writer process makes the next save."""
     state = {str(number): torch.ones(1 << 14) for number in range(60)}
     future = by_process(state, storage_writer=slow_writer(tmp_path / "1", 0.1))
@@ -141,7 +141,7 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path, writer: int) -> None:
     assert saved_by(writer, tmp_path / "2", 2)
 
 
-def test_a_killed_process_costs_one_save(tmp_path: Path, writer: int) -> None:
+def test_a_killed_writer_fails_one_save(tmp_path: Path, writer: int) -> None:
     """SIGKILL of the writer process fails the save that was not read yet; a committed save stays, and the
     next save starts a new process."""
     is_read = threading.Event()

@@ -225,7 +225,7 @@ _SOME: Plan = {2: "call", 3: "completion", 4: "lock", 6: "call"}
     ("mode", "plan", "back_to"),
     [("thread", _EACH, [2, 3]), pytest.param("process", _SOME, [*_SOME], marks=pytest.mark.exhaustive)],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_equals_an_uninterrupted_run(
     tmp_path: Path, mode: Mode, plan: Plan, back_to: list[int]
 ) -> None:
     """With and without overlap, by threads and by processes that share memory with the trainers, all later

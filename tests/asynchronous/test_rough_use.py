@@ -31,7 +31,7 @@ def version_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", [THREAD, pytest.param(PROCESS, marks=pytest.mark.exhaustive)])
-def test_a_relative_id_is_of_the_folder_where_it_was_given(
+def test_a_relative_id_is_resolved_at_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: dcp.AsyncCheckpointerType
 ) -> None:
     """A relative checkpoint_id is resolved when the save is called, although a later chdir precedes the
@@ -80,7 +80,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
-def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
+def test_interpreter_exit_waits_for_saves(tmp_path: Path, kind: str) -> None:
     """Interpreter exit waits for commits, a manager's too and after Ctrl-C, but not for a hanging storage."""
     ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
     assert ended.returncode == 3, ended.stderr
@@ -118,7 +118,7 @@ def fork_while_saving(root: Path, kind: dcp.AsyncCheckpointerType) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [THREAD, pytest.param(PROCESS, marks=pytest.mark.exhaustive)])
-def test_forks_leave_the_saves_to_their_parent(tmp_path: Path, kind: dcp.AsyncCheckpointerType) -> None:
+def test_a_fork_does_not_disturb_a_save(tmp_path: Path, kind: dcp.AsyncCheckpointerType) -> None:
     """A fork, such as a data loader's worker, exits at once, does no harm to the save, and may save."""
     assert in_lab(fork_while_saving, tmp_path, kind) == [0, False, 0, False]
     found = [version_of(tmp_path / name) for name in ("first", "second", "fork", "last")]

@@ -66,7 +66,7 @@ UNHEARD = error_to_data(CheckpointError("late", committed=True))
         ([Ending(error=LATE), Ending(died="x")], True, ("StorageError", True)),
     ],
 )
-def test_all_ranks_make_the_same_of_all_endings(
+def test_all_ranks_reach_the_same_verdict(
     endings: list[Ending], together: bool, expected: tuple[str | None, bool]
 ) -> None:
     """All ranks reach the same verdict: a known commit decides, and a death precedes the errors it caused."""
@@ -81,9 +81,7 @@ def test_all_ranks_make_the_same_of_all_endings(
             assert {"RankFailedError", expected[0]} <= names
 
 
-def test_a_reply_that_cannot_be_understood_costs_one_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_reply_fails_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An invalid reply of the writer process fails one save with a clear error; the next has a new
     process."""
 

@@ -31,7 +31,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert other.ratio_peer is not None and other.ratio_peer.median == 0.5
 
 
-def test_workloads_have_the_sizes_they_are_named_for() -> None:
+def test_workloads_have_their_documented_sizes() -> None:
     """W1 has 1 GiB in 291 tensors, with Adam three more for each; others have 20,000 of 16 KiB and four of
     512 MiB."""
     counts = {name: len(tensor_specs(name, 1.0)) for name in ("W1", "W1-opt", "W2", "W3")}
@@ -41,7 +41,7 @@ def test_workloads_have_the_sizes_they_are_named_for() -> None:
     assert (sizes["W2"], sizes["W3"]) == (20_000 << 14, 4 * 512 << 20)
 
 
-def test_wrong_contents_are_noticed_after_a_load() -> None:
+def test_wrong_values_are_found_after_a_load() -> None:
     """Every element is compared, at its index in the whole tensor."""
     state = build_state("W1-opt", 0.002, rank=0, world_size=1)
     assert state.is_intact()
@@ -72,7 +72,7 @@ print(memory.peak - memory.before)
 """
 
 
-def test_memory_and_processor_time_of_children_count() -> None:
+def test_memory_and_cpu_time_of_children_count() -> None:
     """A child that fills 64 MiB and computes counts in the figures of its parent."""
     ran = run_program("-c", _PARENT, cwd=Path(__file__).parents[2])
     first, grown_mebibytes = ran.stdout.splitlines()

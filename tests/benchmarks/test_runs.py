@@ -46,7 +46,7 @@ def rows_of(folder: Path, *options: str) -> dict[str, Any]:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_workload_has_rows_with_both_sides(
+def test_a_workload_has_rows_of_dcp_and_baseline(
     tmp_path: Path, options: tuple[str, ...], operations: list[str]
 ) -> None:
     """Each operation has its seconds and those of stock torch or another baseline."""

@@ -40,7 +40,7 @@ def _model(name: str) -> ObjectModel:
     return model
 
 
-def test_the_replaced_checkpoint_is_there_until_the_new_one_is(tmp_path: Path) -> None:
+def test_the_old_checkpoint_stays_until_the_new_commits(tmp_path: Path) -> None:
     """Old files stay until the new manifest is published; then exactly the old files are removed."""
     inner = PosixStore(tmp_path)
     _save(inner, 1)
@@ -63,7 +63,7 @@ def test_stock_torch_reads_nothing_before_the_commit(tmp_path: Path) -> None:
     assert [step.name for step in steps.log if step.op == "publish"] == [MANIFEST, METADATA]
 
 
-def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
+def test_a_commit_aborts_older_uploads() -> None:
     """A commit ends uploads of killed and overtaken saves, but neither later uploads nor foreign files."""
     model = _model("uploads")
     for name in ("__0_0.0a1b2c3d.distcp", "__7_1.0a1b2c3e.distcp", "a user's own"):
@@ -77,7 +77,7 @@ def test_uploads_that_were_there_are_ended_by_the_commit() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, kind: str) -> None:
+def test_a_hostile_old_checkpoint_deletes_no_user_files(tmp_path: Path, kind: str) -> None:
     """A predecessor may list any file as its data; only files with names of checkpoint data are removed."""
     if kind == "ours":
         _save(tmp_path, 1)
@@ -94,7 +94,7 @@ def test_a_hostile_predecessor_has_nothing_of_the_user_deleted(tmp_path: Path, k
     assert _value(tmp_path) == 2
 
 
-def test_files_of_stock_stay_if_stock_saves_meanwhile(tmp_path: Path) -> None:
+def test_files_of_a_concurrent_stock_save_stay(tmp_path: Path) -> None:
     """Stock torch uses the same file names in each save, so the replaced files may belong to a newer save."""
 
     def stock_save(value: int) -> None:
@@ -109,7 +109,7 @@ def test_files_of_stock_stay_if_stock_saves_meanwhile(tmp_path: Path) -> None:
     assert _value(tmp_path) == 2 and len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_commit_demands_its_data_files(tmp_path: Path) -> None:
+def test_a_commit_requires_its_data_files(tmp_path: Path) -> None:
     """If data files were deleted before the commit, nothing is committed and the error lists them."""
     inner = PosixStore(tmp_path)
 
@@ -127,7 +127,7 @@ def _eio() -> OSError:
     return OSError(errno.EIO, "Input/output error")
 
 
-def test_what_was_replaced_stays_until_the_manifest_is_durable(tmp_path: Path) -> None:
+def test_replaced_files_stay_until_the_manifest_is_durable(tmp_path: Path) -> None:
     """If the folder's fsync fails after the manifest's rename, the error says that the save is committed. A
     power cut that undoes the rename leaves the old checkpoint whole; the next save removes it."""
     folder = tmp_path / "x"
@@ -158,7 +158,7 @@ def test_what_was_replaced_stays_until_the_manifest_is_durable(tmp_path: Path) -
         ((Fault("delete", name=METADATA, error=_eio()),), True, "stock torch loads the previous one"),
     ],
 )
-def test_a_metadata_that_cannot_be_written_leaves_none_of_the_checkpoint_before(
+def test_a_failed_metadata_write_removes_the_old_metadata(
     tmp_path: Path, faults: tuple[Any, ...], is_left: bool, said: str
 ) -> None:
     """Stock torch would load an old `.metadata`, so it is removed, or the error warns; the commit loads."""

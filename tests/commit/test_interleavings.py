@@ -26,7 +26,7 @@ from tests.support.examples import examples
 from tests.support.lockless import Stopped, by_plan
 
 LONG = ("create, create bare", "overwrite, overwrite bare", "overwrite bare with both", "overwrite stock")
-"""Scenes with the most plans. `test_three_writers_in_any_order` and `test_a_writer_is_killed_beside_another`
+"""Scenes with the most plans. `test_three_writers_in_any_order` and `test_a_writer_killed_beside_another`
 sample similar orders."""
 
 
@@ -37,7 +37,7 @@ sample similar orders."""
         *(pytest.param(name, 1, marks=pytest.mark.exhaustive) for name in SCENES),
     ],
 )
-def test_two_writers_interrupt_each_other_anywhere(name: str, every: int) -> None:
+def test_two_writers_interleaved_anywhere(name: str, every: int) -> None:
     """A whole checkpoint is visible at any time. Of writers that saw the same state one commits. The others
     raise CheckpointConflictError; `.metadata` is the winner's, and no file is left over."""
     scene = SCENES[name]
@@ -77,7 +77,7 @@ def test_three_writers_in_any_order(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["create, create bare", "overwrite, overwrite", "overwrite stock"])
 @examples(20)
 @given(data=st.data())
-def test_a_writer_is_killed_beside_another(name: str, data: st.DataObject) -> None:
+def test_a_writer_killed_beside_another(name: str, data: st.DataObject) -> None:
     """Readers always see a whole checkpoint, and the next save commits and removes all leftovers."""
     scene = SCENES[name]
     stage = Stage(scene)

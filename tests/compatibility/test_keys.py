@@ -65,7 +65,7 @@ def _stepped(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[torch.nn.Mod
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_survives_the_way_to_a_torch_file(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_survives_conversion_to_torch(name: str, tmp_path: Path) -> None:
     """An optimizer state saved, converted, and loaded by torch has the right state per parameter."""
     model, optimizer = _stepped(OPTIMIZERS[name])
     dcp.save({"o": optimizer.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -80,7 +80,7 @@ def test_an_optimizer_survives_the_way_to_a_torch_file(name: str, tmp_path: Path
     assert shape(read_all("o.state", checkpoint_id=tmp_path / "c")["o"]["state"]) == shape(loaded["state"])
 
 
-def test_every_kind_of_key_and_empty_containers_on_every_way(tmp_path: Path) -> None:
+def test_all_key_types_and_empty_containers_are_kept(tmp_path: Path) -> None:
     """Read without a template, and converted to all formats and back, keys keep their types and order."""
     expected = shape(_mixed())
     dcp.save(_mixed(), checkpoint_id=tmp_path / "c", no_dist=True)
@@ -108,7 +108,7 @@ def test_every_kind_of_key_and_empty_containers_on_every_way(tmp_path: Path) -> 
         {"x": {True: {"a": 1}, "True": {"b": 2}}},
     ],
 )
-def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> None:
+def test_keys_with_one_flat_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> None:
     """Two keys with the same flat name are refused: one would be lost, or both would become one dict."""
     with pytest.raises(dcp.errors.PlanError, match="duplicated flatten key"):
         dcp.save(clash, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -117,7 +117,7 @@ def test_keys_of_one_name_are_refused(clash: dict[Any, Any], tmp_path: Path) -> 
         dcp.open_index(tmp_path / "c.pt")
 
 
-def test_stock_torch_reads_what_has_such_keys(tmp_path: Path) -> None:
+def test_stock_torch_reads_all_key_types(tmp_path: Path) -> None:
     """Stock torch loads into a template with such keys, and without one as strings, as from its own saves."""
     _, optimizer = _stepped(OPTIMIZERS["AdamW"])
     state = {"o": optimizer.state_dict()}
@@ -159,7 +159,7 @@ def keys_of_ranks(rank: int, world: int, root: str) -> dict[str, Any]:
     return {"clash": clash, "own": target["own"].value}
 
 
-def test_ranks_with_different_keys(tmp_path: Path) -> None:
+def test_different_keys_of_ranks_are_kept(tmp_path: Path) -> None:
     """All ranks' keys are kept; keys of different types with one name are an error on all ranks."""
     results = run_ranks(2, keys_of_ranks, str(tmp_path))
     for rank, result in enumerate(results):
@@ -192,7 +192,7 @@ def _as_text(state: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_whole_checkpoint_or_parts_of_it(package: str, tmp_path: Path) -> None:
+def test_a_load_with_keys_and_without(package: str, tmp_path: Path) -> None:
     """Without keys the whole checkpoint is loaded, with keys all entries at or below them, as in torch."""
     PACKAGES[package].save(_a_state(), checkpoint_id=tmp_path, no_dist=True)
     assert _as_text(_load_state_dict_from_keys(checkpoint_id=tmp_path)) == _as_text(_a_state())

@@ -66,7 +66,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("how", ["save", "thread", pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_parts_come_back(tmp_path: Path, how: str) -> None:
+def test_tensor_subclasses_round_trip(tmp_path: Path, how: str) -> None:
     """A load fills the existing tensor; stock torch and `dcp.read` see the parts."""
     state: dict[str, Any] = {"model": {"w": _weight()}, "n": 1}
     if how == "save":
@@ -86,7 +86,7 @@ def test_parts_come_back(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("planner", [None, "protocol"])
-def test_one_of_other_settings_is_an_error(tmp_path: Path, planner: str | None) -> None:
+def test_a_target_with_other_settings_is_an_error(tmp_path: Path, planner: str | None) -> None:
     """A target with other settings is an error, and so is a plain tensor for a subclass or the reverse."""
     dcp.save({"w": _weight(), "v": torch.ones(ROWS, 2)}, checkpoint_id=tmp_path)
 
@@ -123,7 +123,7 @@ def _load_sharded(rank: int, world_size: int, path: str) -> list[Any]:
     return [local.data_.tolist(), local.scale.tolist()]
 
 
-def test_parts_of_dtensors_are_resharded(tmp_path: Path) -> None:
+def test_subclasses_in_dtensors_are_resharded(tmp_path: Path) -> None:
     """2 ranks save; 3 ranks load unevenly; a single process loads the whole tensor."""
     run_ranks(2, _save_sharded, str(tmp_path))
     whole = _weight()
@@ -135,7 +135,7 @@ def test_parts_of_dtensors_are_resharded(tmp_path: Path) -> None:
     assert _equal(target, whole)
 
 
-def test_torchaos_quantised_weights(tmp_path: Path) -> None:
+def test_quantized_weights_of_torchao(tmp_path: Path) -> None:
     """A quantized model, as a `Stateful` of the user, has bit for bit the same outputs after a load."""
     quantization = pytest.importorskip("torchao.quantization")
 
@@ -200,7 +200,7 @@ def _load_dequantized(rank: int, world: int, folder: str, expected: dict[str, to
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_weights_arrive_dequantized(world: int, tmp_path: Path) -> None:
+def test_quantized_weights_load_dequantized(world: int, tmp_path: Path) -> None:
     """fp8 in blocks and MXFP4 are loaded as float32 by default, with any sharding."""
     expected = write_folder(tmp_path)
     run_ranks(world, _load_dequantized, str(tmp_path), expected)

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "iter_0000007"
 
 
-def test_what_is_dcp_in_it_loads_and_converts(folder: Path, tmp_path: Path) -> None:
+def test_a_megatron_folder_loads_and_converts(folder: Path, tmp_path: Path) -> None:
     """The folder loads and converts as the sharded checkpoint, and common.pt as a file of torch.save."""
     state = {"model.decoder.weight": torch.zeros(3, 4)}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
@@ -42,7 +42,7 @@ def test_what_is_dcp_in_it_loads_and_converts(folder: Path, tmp_path: Path) -> N
     }
 
 
-def test_it_is_shown_and_verified(folder: Path) -> None:
+def test_a_megatron_folder_is_shown_and_verified(folder: Path) -> None:
     """show and verify work with the two other files in the folder."""
     assert "model.decoder.weight" in run("show", folder).out
     verified = run("verify", folder, "--json")

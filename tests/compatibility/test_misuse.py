@@ -16,7 +16,7 @@ import torch
 import dcp
 
 
-def test_a_module_is_no_state_dict(tmp_path: Path) -> None:
+def test_a_module_as_state_dict_is_refused(tmp_path: Path) -> None:
     """save, async_save and load refuse a module, and say what to pass."""
     module = torch.nn.Linear(2, 2)
     with pytest.raises(dcp.errors.PlanError, match="not a Linear: put the Linear into one"):
@@ -33,7 +33,7 @@ def test_a_module_is_no_state_dict(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The argument order")
-def test_a_path_is_no_storage(tmp_path: Path) -> None:
+def test_a_path_as_storage_is_refused(tmp_path: Path) -> None:
     """The second positional argument is the storage, as before torch 2.2."""
     with pytest.raises(dcp.CheckpointError, match=f"checkpoint_id='{tmp_path}'"):
         dcp.save({"a": torch.ones(2)}, str(tmp_path))  # type: ignore[call-arg]
@@ -43,7 +43,7 @@ def test_a_path_is_no_storage(tmp_path: Path) -> None:
         dcp.async_save({"a": torch.ones(2)}, storage_writer=str(tmp_path))  # type: ignore[arg-type]
 
 
-def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
+def test_swapped_storages_are_refused(tmp_path: Path) -> None:
     """A writer as storage_reader, the reverse, or a class is refused before any access."""
     writer, reader = dcp.FileSystemWriter(tmp_path), dcp.FileSystemReader(tmp_path)
     with pytest.raises(dcp.CheckpointError, match="FileSystemWriter is not a storage_reader"):
@@ -54,7 +54,7 @@ def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
         dcp.save({"a": torch.ones(2)}, storage_writer=dcp.FileSystemWriter)  # type: ignore[arg-type]
 
 
-def test_text_is_no_flag_and_a_wrong_name_has_a_suggestion(tmp_path: Path) -> None:
+def test_text_for_a_flag_and_misspelled_names_are_refused(tmp_path: Path) -> None:
     """A text for a flag is refused by each function, since "no" would count as True."""
     state = {"a": torch.ones(2)}
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -78,7 +78,7 @@ def test_text_is_no_flag_and_a_wrong_name_has_a_suggestion(tmp_path: Path) -> No
     manager.close()
 
 
-def test_options_that_match_nothing_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_a_match_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Options that match no entry are warned of once; a dict in place of a value is refused."""
     dcp.save({"a": torch.ones(2), "d": 1}, checkpoint_id=tmp_path, apart="x.*", no_dist=True)
     state: dict[str, Any] = {"a": torch.zeros(2), "d": 0}
@@ -90,7 +90,7 @@ def test_options_that_match_nothing_are_told(tmp_path: Path, caplog: pytest.LogC
         dcp.load({"d": {"n": 0}}, checkpoint_id=tmp_path, no_dist=True)
 
 
-def test_without_torch_the_extra_is_named() -> None:
+def test_without_torch_errors_name_the_extra() -> None:
     """`dcp.save` without the extra says what to install; names that do not need torch can be used."""
     program = """
         import sys
@@ -122,7 +122,7 @@ def _nested(levels: int, value: float) -> dict[str, Any]:
     return state
 
 
-def test_state_dicts_that_contain_themselves(tmp_path: Path) -> None:
+def test_self_referring_state_dicts_are_refused(tmp_path: Path) -> None:
     """Self-referring dicts and lists are an error that names the limit, at once, in save, async_save and
     load; 200 levels are accepted."""
     ring: dict[str, Any] = {"t": torch.ones(1)}
@@ -142,7 +142,7 @@ def test_state_dicts_that_contain_themselves(tmp_path: Path) -> None:
                 act()
 
 
-def test_one_of_several_processes_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_under_torchrun_need_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun, before ``init_process_group()``, saves are refused, because each process would save all
     of the state to one id. A load works as rank 0, with a warning. ``no_dist=True`` allows both. `dcp.read`
     gives each process the same, without a warning."""

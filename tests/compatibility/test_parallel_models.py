@@ -90,7 +90,7 @@ def _assert_none_differ(results: list[Found], cases: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 4, 8))])
-def test_every_parallelism_round_trips_between_ours_and_stock(world: int, tmp_path: Path) -> None:
+def test_every_parallelism_round_trips_with_stock(world: int, tmp_path: Path) -> None:
     """Model and optimizer of each recipe are equal: dcp's loaded by dcp and stock, stock's loaded by dcp."""
     names = _recipes(world)
     cases = sum(2 if f"{name}-{world}" in STOCK_CANNOT else 3 for name in names)

@@ -133,7 +133,7 @@ def own_parts(rank: int, world: int, root: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_parts_written_from_the_interface_alone_work(world: int, tmp_path: Path) -> None:
+def test_minimal_storages_and_planners_work(world: int, tmp_path: Path) -> None:
     """A storage that pickles each item, and planners without defaults, work with both packages."""
     assert run_ranks(world, own_parts, str(tmp_path)) == [[]] * world
 
@@ -161,7 +161,7 @@ def _counting(base: type[Any], step: str) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_each_step_that_a_planner_overrides_is_called(package: str, tmp_path: Path) -> None:
+def test_overridden_planner_steps_are_called(package: str, tmp_path: Path) -> None:
     """A single overridden step of either package's planner is called, and its result is saved or loaded."""
     for step in SAVE_STEPS:
         planner, calls = _counting(PACKAGES[package].DefaultSavePlanner, step)
@@ -191,7 +191,7 @@ class _ByProtocol(_WithoutY):
 
 
 @pytest.mark.parametrize("kind", [_WithoutY, _ByProtocol])
-def test_a_planner_may_leave_entries_out_where_others_share_memory(kind: Any, tmp_path: Path) -> None:
+def test_entries_that_a_planner_leaves_out_are_unchanged(kind: Any, tmp_path: Path) -> None:
     """With both load paths an entry that a planner leaves out is unchanged, and tied entries are loaded."""
     weight = torch.arange(6.0)
     dcp.save({"w": weight, "tied": weight, "y": weight}, checkpoint_id=tmp_path, no_dist=True)

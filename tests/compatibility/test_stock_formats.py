@@ -72,7 +72,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize(("package", "options"), WRITERS)
-def test_options_of_the_writers_do_not_show_in_what_is_loaded(
+def test_writer_options_do_not_change_loaded_values(
     package: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Safetensors payloads, several threads or a file a tensor give equal bytes on any number of ranks."""
@@ -86,7 +86,7 @@ def test_options_of_the_writers_do_not_show_in_what_is_loaded(
         assert len(list(Path(folder).glob("__0_*.distcp"))) >= 3
 
 
-def test_torch_compatible_off_leaves_stocks_parts_out(tmp_path: Path) -> None:
+def test_torch_compatible_off_writes_no_metadata(tmp_path: Path) -> None:
     """torch_compatible=False saves fewer bytes and no `.metadata`; only dcp loads the checkpoint."""
     small, large = str(tmp_path / "small"), str(tmp_path / "large")
     run_ranks(2, _save_with, small, "ours", {"torch_compatible": False})
@@ -129,7 +129,7 @@ def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["ours", "stock"])
-def test_ranks_that_saved_alone_are_loaded_together(package: str, tmp_path: Path) -> None:
+def test_saves_without_collectives_load_together(package: str, tmp_path: Path) -> None:
     """Saves with use_collectives=False load on the same ranks, and by dcp on any number of ranks."""
     folder = str(tmp_path / package)
     assert run_ranks(3, save_alone, folder, package) == [[]] * 3
@@ -156,7 +156,7 @@ def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str
     return found
 
 
-def test_some_of_the_ranks_save_and_load(tmp_path: Path) -> None:
+def test_a_subgroup_saves_and_loads(tmp_path: Path) -> None:
     """A process group whose first rank is not rank 0 has its own coordinator."""
     for members in ([2, 3], [1, 3], [3]):
         root = str(tmp_path / "".join(map(str, members)))
@@ -183,7 +183,7 @@ def overwritten(rank: int, world: int, folder: str) -> list[str]:
     return found
 
 
-def test_each_overwrites_the_others_checkpoints(tmp_path: Path) -> None:
+def test_dcp_and_stock_overwrite_each_other(tmp_path: Path) -> None:
     """After each save of dcp or stock both load the last save; a save by dcp leaves no other data file."""
     assert run_ranks(2, overwritten, str(tmp_path)) == [[], []]
     index = dcp.open_index(str(tmp_path))

@@ -82,7 +82,7 @@ def layouts(*, lazy: bool = True) -> State:
     return state
 
 
-def test_every_dtype_round_trips_between_ours_and_stock(tmp_path: Path) -> None:
+def test_every_dtype_round_trips_with_stock(tmp_path: Path) -> None:
     """Tensors of each dtype, large, small, 0-d and empty, have equal bytes on each route."""
     for saver, loader in ROUTES:
         folder = str(tmp_path / f"{saver}-{loader}")
@@ -111,7 +111,7 @@ def test_lazily_conjugated_records_of_stock_are_refused(tmp_path: Path) -> None:
         dcp.load({"x": torch.zeros(6, 7, dtype=torch.complex64)}, checkpoint_id=str(tmp_path))
 
 
-def test_views_of_any_strides_are_loaded_into(tmp_path: Path) -> None:
+def test_loads_fill_views_of_any_strides(tmp_path: Path) -> None:
     """Strided, channels-last, conjugate and negative views are filled in place, without other changes."""
     for saver, loader in ROUTES:
         folder = str(tmp_path / f"{saver}-{loader}")
@@ -194,7 +194,7 @@ def _quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saves_of_quantized_tensors_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     """The error says how to keep the values, and no file is written."""
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
     said = r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
@@ -209,7 +209,7 @@ def test_a_save_says_why_it_cannot_keep_them(dtype: torch.dtype, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_what_stock_torch_saved_is_not_loaded_as_other_values(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_stocks_saves_of_quantized_tensors_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     """Stock drops the scale, so a load into another scale gives other numbers; dcp refuses."""
     stock.save({"q": _quantized(dtype)}, checkpoint_id=tmp_path, no_dist=True)
     target = {"q": _quantized(dtype, scale=0.5)}
@@ -235,7 +235,7 @@ ROADS: dict[str, Any] = {
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path, road: str, strided: bool) -> None:
+def test_backward_detects_a_load_after_forward(tmp_path: Path, road: str, strided: bool) -> None:
     """After a load between forward and backward, backward raises, since gradients would be wrong."""
     dcp.save({"w": torch.full((4, 3), 5.0)}, checkpoint_id=tmp_path)
     weight = torch.ones(3, 4).T if strided else torch.ones(4, 3)
@@ -264,7 +264,7 @@ def _dtensors(rank: int, world_size: int, path: str) -> list[str]:
     return caught
 
 
-def test_dtensors_are_noticed(tmp_path: Path) -> None:
+def test_backward_detects_loads_into_dtensors(tmp_path: Path) -> None:
     """Backward detects a load into a DTensor's local tensor; stock's load gives a wrong gradient."""
     for caught in run_ranks(2, _dtensors, str(tmp_path)):
         assert [CHANGED in text for text in caught] == [True] * 4

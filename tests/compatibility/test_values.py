@@ -129,7 +129,7 @@ def test_harmless_values_keep_their_types(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["arrays", "scalars", "stdlib"])
-def test_harmless_values_are_converted_and_back(kind: str, tmp_path: Path) -> None:
+def test_harmless_values_survive_conversion(kind: str, tmp_path: Path) -> None:
     """Such values are converted to torch.save and back, and loaded from a torch.save file."""
     values = HARMLESS[kind]
     dcp.save({"w": torch.ones(2), **values}, checkpoint_id=tmp_path / "c")
@@ -209,7 +209,7 @@ class Overriding(dcp.DefaultSavePlanner):
         return super().create_global_plan([dataclasses.replace(plan) for plan in all_plans])
 
 
-def test_what_equals_plain_data_is_saved_as_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_equal_to_plain_data_become_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Values equal to plain data are saved as plain data, without a warning, also by users' planners, writer
     processes and torch.save. They load by default, and stock torch reads the same."""
     with caplog.at_level(logging.WARNING):
@@ -229,7 +229,7 @@ def test_what_equals_plain_data_is_saved_as_that(tmp_path: Path, caplog: pytest.
         _check_equal(tmp_path / name)
 
 
-def test_what_equals_no_plain_data_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_other_than_plain_data_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A value unequal to plain data is stored as its class, needs weights_only=False, and warns."""
     tagged, weighed = Step(3), Weighed(0.5)
     vars(tagged)["tag"], weighed.unit = "x", "kg"
@@ -271,7 +271,7 @@ def _blanked(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else "not loaded"
 
 
-def test_nested_structures_come_back_in_place(tmp_path: Path) -> None:
+def test_nested_structures_load_in_place(tmp_path: Path) -> None:
     """Dicts, lists, tuples and int keys of any nesting load into the target's keys. Stock finds dcp's entries
     under the names of its own saves."""
     for saver, save in SAVE.items():

@@ -59,7 +59,7 @@ FAILURES: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("failure", FAILURES)
-def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: Path) -> None:
+def test_messages_have_torchs_phrases(package: str, failure: str, tmp_path: Path) -> None:
     """An error has torch's phrase, by which programs decide on a retry."""
     stock.save(_state(), checkpoint_id=tmp_path, no_dist=True)
     words, fail = FAILURES[failure]
@@ -70,7 +70,7 @@ def test_messages_have_the_words_of_torch(package: str, failure: str, tmp_path: 
 
 @pytest.mark.parametrize("writers", PACKAGES)
 @pytest.mark.parametrize("readers", PACKAGES)
-def test_metadata_have_the_save_id_of_their_writer(writers: str, readers: str, tmp_path: Path) -> None:
+def test_metadata_has_the_save_id_of_the_writer(writers: str, readers: str, tmp_path: Path) -> None:
     """The save id is in the metadata of a save and of each package's reader."""
     writer = PACKAGES[writers].FileSystemWriter(tmp_path)
     metadata = PACKAGES[writers].save(_state(), storage_writer=writer, no_dist=True)

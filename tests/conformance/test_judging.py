@@ -86,7 +86,7 @@ _FAULTS: dict[str, tuple[Callable[[torch.dtype], torch.Tensor], str, str, str]] 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("fault", _FAULTS)
-def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
+def test_findings_have_kind_place_and_origin(dtype: torch.dtype, fault: str) -> None:
     """A finding has kind, places and origin. In dtypes of few bits some values are right by chance, so the
     finding may have a count of places."""
     make, kind, places, origin = _FAULTS[fault]
@@ -98,7 +98,7 @@ def test_each_fault_has_its_name(dtype: torch.dtype, fault: str) -> None:
         assert one.found == origin
 
 
-def test_garbage_and_what_nobody_had() -> None:
+def test_garbage_and_unknown_tensors_are_reported() -> None:
     """Garbage is reported with samples, and a tensor with a name or shape of no rank as never saved."""
     made = _values(torch.float32, "a")
     made[2] = float("nan")

@@ -34,7 +34,7 @@ def _told(report: Report, saved_by: int, loaded_by: int) -> list[Finding]:
 # -- public bugs ---------------------------------------------------------------------------------------------
 
 
-def test_experts_of_one_rank_alone() -> None:
+def test_experts_numbered_by_rank_are_reported() -> None:
     """KempnerForge#202: each rank numbers its experts from 0, so one rank's experts are saved for all. With
     part_of= the lost experts are named, without it the rank of origin."""
     report = _tried(builds.experts_renumbered, stock.save, stock.load, worlds=(2, 1))
@@ -57,7 +57,7 @@ def test_experts_of_one_rank_alone() -> None:
         assert (name, other) in pairs or (other, name) in pairs
 
 
-def test_shards_in_the_order_of_the_mesh() -> None:
+def test_strided_shards_joined_as_plain_are_reported() -> None:
     """pytorch#129206: strided shards are joined as plain shards; all elements are present at wrong places."""
     report = _tried(
         builds.fsdp2_tensor_parallel, faulty.save_full_in_order_of_the_mesh, faulty.load_full, worlds=(4, 1)
@@ -83,7 +83,7 @@ def fused_by_rank() -> Report:
     )
 
 
-def test_fused_projections_put_together_by_rank() -> None:
+def test_fused_projections_joined_by_rank_are_reported() -> None:
     """Megatron-LM#4841: no finding on as many ranks; on others gate and up projections are mixed."""
     report = fused_by_rank()
     assert not _told(report, 2, 2)
@@ -92,7 +92,7 @@ def test_fused_projections_put_together_by_rank() -> None:
     assert found.from_places == "[12:18, 6:12]"
 
 
-def test_an_optimizer_that_nobody_finds_again() -> None:
+def test_a_skipped_optimizer_is_reported() -> None:
     """All optimizer entries are findings, moments and learning rate, if the load skips them."""
     report = _tried(builds.tied, faulty.save_weights_alone, faulty.load_weights_alone, worlds=(1,))
     assert {(found.kind, found.part, found.name) for found in report.findings} == {
@@ -101,7 +101,7 @@ def test_an_optimizer_that_nobody_finds_again() -> None:
     }
 
 
-def test_a_save_behind_the_loop_that_copies_nothing() -> None:
+def test_an_async_save_without_a_copy_is_reported() -> None:
     """Values from after the save in the checkpoint are reported as stale."""
     report = _tried(builds.tied, faulty.save_later_without_a_copy, faulty.load_weights_alone, worlds=(1,))
     (weight,) = [found for found in report.findings if found.part == "model"]
@@ -127,14 +127,14 @@ _USUAL = (builds.fsdp2_tensor_parallel, builds.experts_by_number)
     "build",
     [pytest.param(b, marks=() if b in _USUAL else pytest.mark.exhaustive, id=b.__name__) for b in _WORLDS],
 )
-def test_ours_keeps_every_element(build: Any) -> None:
+def test_dcp_keeps_every_element(build: Any) -> None:
     """Each parallelism, saved on some ranks and loaded on others, has no finding."""
     report = _tried(build, worlds=_WORLDS[build])
     assert report.ok, report
     assert all(trial.tensors > 3 * trial.loaded_by for trial in report.trials)
 
 
-def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
+def test_dcp_refuses_experts_numbered_by_rank() -> None:
     """dcp raises an error, where stock torch silently drops one rank's experts."""
     report = _tried(builds.experts_renumbered, worlds=(2,))
     assert {found.kind for found in report.findings} == {"failed"}
@@ -144,14 +144,14 @@ def test_ours_refuses_experts_that_are_counted_by_rank() -> None:
 # -- ranks that fail -----------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_dies_in_a_save() -> None:
+def test_a_rank_killed_in_a_save_is_reported() -> None:
     """The killed rank is reported with its exit code, and the waiting rank is ended."""
     report = _tried(builds.ddp, faulty.save_and_die, dcp.load, worlds=(2, 1))
     assert [(found.kind, found.rank) for found in report.findings] == [("failed", 0), ("failed", 1)]
     assert "exit code -9" in report.findings[1].found
 
 
-def test_what_cannot_be_sent_to_a_process() -> None:
+def test_invalid_arguments_are_refused() -> None:
     """Functions that cannot be sent to a process, invalid worlds, and globs without a match are errors."""
     with pytest.raises(OptionError, match="importable by name"):
         _tried(lambda rank, world: builds.ddp(rank, world))
@@ -183,7 +183,7 @@ def make_optimizer(model):
 
 
 @pytest.mark.exhaustive
-def test_the_page_is_a_test_of_pytest(tmp_path: Path) -> None:
+def test_the_docs_example_passes(tmp_path: Path) -> None:
     """The example of the page passes in a user's folder, with default processes."""
     root = Path(__file__).parents[2]
     (block,) = re.findall(

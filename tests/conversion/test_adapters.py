@@ -83,7 +83,7 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         for case in _CONFIGS
     ],
 )
-def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
+def test_merged_adapters_equal_pefts(tmp_path: Path, case: str) -> None:
     """All weights, targeted or not, and the outputs of the model equal peft's merge."""
     from peft import PeftModel
 
@@ -110,7 +110,7 @@ def test_as_peft_merges_it(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "lm_head"]])
-def test_an_adapter_of_a_tied_output(tmp_path: Path, modules: list[str]) -> None:
+def test_an_adapter_of_tied_weights_is_refused(tmp_path: Path, modules: list[str]) -> None:
     """An adapter of one tied weight would change the other as well: an error, also if only the target's
     configuration ties them. Without a configuration the two become separate weights. An adapter of both with
     tying is merged into both."""
@@ -159,7 +159,7 @@ _FACTORS = {"m.lora_A.weight": torch.ones(2, 5), "m.lora_B.weight": torch.ones(3
         ({"r": 3}, "has rank 2, but the configuration says 3"),
     ],
 )
-def test_configurations_that_are_not_merged(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+def test_unsupported_configurations_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     """One error names all unsupported settings of a configuration, before any file is written."""
     save_file({"m.weight": torch.ones(3, 5)}, tmp_path / "base.safetensors")
     write_adapter(tmp_path / "lora", _PLAIN | config, _FACTORS)

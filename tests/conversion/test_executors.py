@@ -67,7 +67,7 @@ def test_a_dask_cluster_converts_and_merges(cluster: str, source: Path, tmp_path
     assert torch.equal(here["w0"], there["w0"])
 
 
-def test_processes_say_how_far_they_are(source: Path, tmp_path: Path) -> None:
+def test_processes_report_progress(source: Path, tmp_path: Path) -> None:
     """Progress counts bytes up to the total."""
     seen: list[Any] = []
     report = dcp.convert(source, tmp_path / "model", workers=2, progress=seen.append, **_SHARDS)
@@ -76,7 +76,7 @@ def test_processes_say_how_far_they_are(source: Path, tmp_path: Path) -> None:
     assert seen[-1].phase == "convert"
 
 
-def test_an_executor_of_the_callers(source: Path, tmp_path: Path) -> None:
+def test_a_callers_executor_runs_the_tasks(source: Path, tmp_path: Path) -> None:
     """The caller's threads run the tasks, and the pool is not shut down."""
     with ThreadPoolExecutor(2) as pool:
         dcp.convert(source, tmp_path / "model", executor=pool, **_SHARDS)

@@ -79,7 +79,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("way", _WAYS, ids="-".join)
-def test_all_of_a_torch_file_comes_back(way: tuple[str, ...], original: Path, tmp_path: Path) -> None:
+def test_a_torch_file_round_trips(way: tuple[str, ...], original: Path, tmp_path: Path) -> None:
     """Types of containers and keys, order, values, bytes, ties and metadata survive each way around."""
     source = original
     for number, to in enumerate(way):
@@ -93,7 +93,7 @@ def test_all_of_a_torch_file_comes_back(way: tuple[str, ...], original: Path, tm
     assert got["model"]._metadata == OrderedDict({"": {"version": 1}})
 
 
-def test_a_part_keeps_its_containers_and_renamed_entries_leave_them(original: Path, tmp_path: Path) -> None:
+def test_a_filtered_conversion_keeps_containers(original: Path, tmp_path: Path) -> None:
     """A filtered conversion keeps the containers of selected entries; a renamed entry moves."""
     expected = _torch(original)
     _convert(original, tmp_path / "part.pt", to="torch", only=["optimizer", "layers"])
@@ -110,7 +110,7 @@ def test_a_part_keeps_its_containers_and_renamed_entries_leave_them(original: Pa
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_a_torch_file_is_what_stock_makes(kind: str, training: dict[str, Path], tmp_path: Path) -> None:
+def test_a_torch_file_equals_stocks(kind: str, training: dict[str, Path], tmp_path: Path) -> None:
     """Nesting, values and bytes equal those of dcp_to_torch_save, loaded or mapped. The zip is valid, with
     storages at the offsets that torch computes."""
     source, target = training[kind], tmp_path / "model.pt"
@@ -132,7 +132,7 @@ def test_a_torch_file_is_what_stock_makes(kind: str, training: dict[str, Path], 
     assert folder_of(target) == ["model.pt", "stock.pt"]
 
 
-def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -> None:
+def test_names_and_dtypes_are_selected(training: dict[str, Path], tmp_path: Path) -> None:
     """Globs select, regular expressions rename, and the first glob that matches a name casts."""
     source = training_state()
     given: dict[str, Any] = {"only": ["model.*", "epoch"], "exclude": "*.bias", "dtype": "bfloat16"}
@@ -165,7 +165,7 @@ def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -
         ({"dtype": {"nothing.*": "float16"}}, r"'nothing\.\*' match no tensor"),
     ],
 )
-def test_options_that_cannot_be_meant_write_nothing(
+def test_invalid_options_write_no_files(
     options: dict[str, Any], words: str, training: dict[str, Path], tmp_path: Path
 ) -> None:
     """Each invalid option raises an error with the reason, and no file is written."""
@@ -225,7 +225,7 @@ def test_format_utils_are_torchs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
-def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> None:
+def test_a_conversion_keeps_unrelated_files(tmp_path: Path, to: str) -> None:
     """A conversion keeps other files of the folder, also the source, but replaces no source file."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -255,7 +255,7 @@ def test_a_folder_keeps_what_is_not_the_checkpoints(tmp_path: Path, to: str) -> 
 # -- safetensors ---------------------------------------------------------------------------------------------
 
 
-def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> None:
+def test_a_safetensors_file_equals_the_librarys(tmp_path: Path) -> None:
     """Header, order, padding and payload of all dtypes equal the library's; an unsupported one is named."""
     kinds = many_kinds()
     dcp.save(kinds, checkpoint_id=tmp_path / "flat", no_dist=True)
@@ -271,7 +271,7 @@ def test_a_safetensors_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> Non
         _convert(tmp_path / "complex", tmp_path / "n.safetensors", to="safetensors")
 
 
-def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path: Path) -> None:
+def test_shards_have_hugging_faces_layout(training: dict[str, Path], tmp_path: Path) -> None:
     """Only shards of a single tensor exceed shard_bytes; the index names the shard of each tensor."""
     target = tmp_path / "model"
     report = _convert(training["ours"], target, to="safetensors", only="model", shard_bytes=1000)
@@ -294,7 +294,7 @@ def test_shards_are_as_hugging_face_has_them(training: dict[str, Path], tmp_path
 
 
 @pytest.mark.parametrize(("files", "chunks"), [(1, "keep"), (3, "keep"), (3, "split")])
-def test_a_checkpoint_loads_and_verifies(files: int, chunks: Any, sharded: Path, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_verifies(files: int, chunks: Any, sharded: Path, tmp_path: Path) -> None:
     """Both packages load the same from any number of files, with the source's chunks or new ones. The
     conversion reads no byte twice."""
     target, expected = tmp_path / "copy", {**sharded_tensors(), "step": 12}
@@ -318,7 +318,7 @@ def test_a_checkpoint_loads_and_verifies(files: int, chunks: Any, sharded: Path,
         assert [len(index.chunks(index.position[fqn])) for fqn in ("wide", "both")] == [3, 1]
 
 
-def test_a_copy_of_a_training_state_has_all_of_it(training: dict[str, Path], tmp_path: Path) -> None:
+def test_a_converted_training_state_is_complete(training: dict[str, Path], tmp_path: Path) -> None:
     """Values, paths and ties are kept, and the provenance of the copy names the source."""
     _convert(training["ours"], tmp_path / "copy", to="dcp", files=2)
     source, copy = dcp.open_index(training["ours"]), dcp.open_index(tmp_path / "copy")
@@ -332,7 +332,7 @@ def test_a_copy_of_a_training_state_has_all_of_it(training: dict[str, Path], tmp
     assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "two.pt").read_bytes()
 
 
-def test_a_checkpoint_that_is_replaced_leaves_nothing(training: dict[str, Path], tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_leaves_no_files(training: dict[str, Path], tmp_path: Path) -> None:
     """The old files are deleted after the new manifest is published, and kept without overwrite."""
     target = tmp_path / "copy"
     _convert(training["ours"], target, to="dcp", only="model")
@@ -345,7 +345,7 @@ def test_a_checkpoint_that_is_replaced_leaves_nothing(training: dict[str, Path],
     assert command("verify", target).status == 0 and names_in(tmp_path) == ["copy"]
 
 
-def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Path) -> None:
+def test_the_source_is_refused_as_target(training: dict[str, Path], tmp_path: Path) -> None:
     """A conversion does not replace the source, a file of the source, or a path other than a regular file."""
     source = training["ours"]
     with pytest.raises(PlanError, match="both"):
@@ -359,7 +359,7 @@ def test_a_source_is_not_its_own_target(training: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize(("to", "name"), list(_NAMES.items()))
-def test_damage_of_the_source_stops_it(to: str, name: str, tmp_path: Path) -> None:
+def test_a_damaged_source_is_an_error(to: str, name: str, tmp_path: Path) -> None:
     """A flipped bit is an error with the tensor's name, without a target. verify="none" converts it."""
     dcp.save({"w": torch.ones(5000)}, checkpoint_id=tmp_path / "damaged", no_dist=True)
     flip(tmp_path / "damaged")

@@ -113,7 +113,7 @@ _OF_MODEL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 4000])
-def test_a_model_is_what_was_trained(
+def test_from_pretrained_loads_the_model(
     template: Path, checkpoint: Path, tmp_path: Path, shard_bytes: int | None
 ) -> None:
     """`from_pretrained` of the folder, one file or shards with an index, has each tensor, the outputs, the
@@ -151,7 +151,7 @@ def _adapted(base: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_whole_state", [False, True])
-def test_an_adapter_is_what_was_trained(tmp_path: Path, is_whole_state: bool) -> None:
+def test_from_pretrained_loads_the_adapter(tmp_path: Path, is_whole_state: bool) -> None:
     """`PeftModel.from_pretrained` has each tensor and computes the same, from PEFT's own state dict and from
     the selected part of a whole training state."""
     from peft import PeftModel, get_peft_model_state_dict
@@ -178,9 +178,7 @@ def test_an_adapter_is_what_was_trained(tmp_path: Path, is_whole_state: bool) ->
     assert not dcp.load(state, checkpoint_id=made, no_dist=True).unexpected  # dcp can load the folder
 
 
-def test_the_configuration_says_the_dtype_of_the_weights(
-    template: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_config_has_the_dtype_of_the_weights(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """config.json gets the dtype of the weights; `from_pretrained` would otherwise use the template's."""
     dcp.convert(checkpoint, tmp_path / "hf", **_OF_MODEL, hf=template, dtype="bfloat16")
     found = _loaded(tmp_path / "hf")
@@ -190,7 +188,7 @@ def test_the_configuration_says_the_dtype_of_the_weights(
     assert {key for key in before | after if before.get(key) != after.get(key)} == {"dtype"}
 
 
-def test_names_that_nobody_would_read_are_refused(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_names_that_no_model_reads_are_refused(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """A conversion is refused if no tensor has a name of the template: `from_pretrained` would ignore the
     tensors and initialise the model at random."""
     with pytest.raises(PlanError, match=r"no tensor has a name of the template .*: 'model\.model\.embed"):
@@ -217,9 +215,7 @@ def _hostile(folder: Path, template: Path) -> Path:
     return folder
 
 
-def test_a_stranger_s_template_gives_known_files_alone(
-    template: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_only_known_template_files_are_copied(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """No code, weights, checkpoint commits, or targets of links outside of the template are copied; links
     within are read. hf_also= copies further files, but never weights and links to the outside."""
     folder = _hostile(tmp_path / "template", template)
@@ -264,7 +260,7 @@ def _with_folders(folder: Path, template: Path) -> Path:
     return folder
 
 
-def test_folders_of_a_template(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_subfolders_of_a_template(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """Sub-folders of chat templates and tokenizers are copied, files of trainers, exports and links are not.
     hf_also= copies code by a glob, but neither weights of other formats nor those of another model."""
     folder = _with_folders(tmp_path / "template", template)
@@ -291,7 +287,7 @@ def test_folders_of_a_template(template: Path, checkpoint: Path, tmp_path: Path)
         ({"to": "safetensors", "hf": "nowhere/at/all"}, "is neither a folder nor the name of a model"),
     ],
 )
-def test_options_that_cannot_be_meant(
+def test_invalid_options_are_refused(
     template: Path, checkpoint: Path, tmp_path: Path, options: dict[str, Any], told: str
 ) -> None:
     """Each combination raises its own error."""
@@ -300,7 +296,7 @@ def test_options_that_cannot_be_meant(
         dcp.convert(checkpoint, tmp_path / options.pop("target"), **options)
 
 
-def test_what_stood_in_the_folder_before(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_replaces_an_old_adapter(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """A model replaces an adapter: `from_pretrained` reads no old file; unrelated files stay."""
     target = tmp_path / "hf"
     _adapted(_model()).save_pretrained(target)
@@ -329,7 +325,7 @@ def _hub_cache(folder: Path, template: Path) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_model_of_the_hub(template: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_template_in_the_hub_cache(template: Path, checkpoint: Path, tmp_path: Path) -> None:
     """A model is found by its name in the cache, without a network."""
     _hub_cache(tmp_path / "cache", template)
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}

@@ -139,9 +139,7 @@ def _collect(root: Path) -> None:
         ),
     ],
 )
-def test_killed_anywhere_it_is_whole_or_not_there(
-    kind: str, is_there: bool, every: int, tmp_path: Path
-) -> None:
+def test_a_kill_leaves_a_whole_target_or_none(kind: str, is_there: bool, every: int, tmp_path: Path) -> None:
     """The old target is whole until the new one is, with all other files. A rerun completes and leaves no
     other file. So does ``dcp gc``, which also restores a folder that was moved aside."""
     wrong, steps = in_lab(_killed_anywhere, str(tmp_path), kind, every, is_there)
@@ -177,7 +175,7 @@ def _each_death(place: str, to: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("to", ["safetensors", pytest.param("dcp", marks=pytest.mark.exhaustive)])
-def test_what_is_done_is_never_read_again(to: str, tmp_path: Path) -> None:
+def test_finished_tasks_are_not_repeated(to: str, tmp_path: Path) -> None:
     """Killed after one task, once or repeatedly, all runs together read the source once."""
     assert in_lab(_each_death, str(tmp_path), to) == [(True, False, n, 4 - n) for n in range(1, 5)]
 
@@ -189,7 +187,7 @@ def test_what_is_done_is_never_read_again(to: str, tmp_path: Path) -> None:
         ("dcp", {"to": "dcp", "only": "m", "rename": {"^m": "n"}}),
     ],
 )
-def test_one_that_was_finished_is_compared(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_a_finished_conversion_is_compared(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """A finished conversion that runs again writes nothing. A target that differs is refused."""
     for which, number in (("a", 1.0), ("b", 2.0)):
         state = {"m": {"w": torch.full((10, 3), number), "v": torch.ones(2)}, "step": 3, "none": {}}
@@ -215,7 +213,7 @@ def test_one_that_was_finished_is_compared(tmp_path: Path, name: str, options: d
 
 
 @pytest.mark.parametrize("change", [{"only": "t0"}, {"resume": False}, {"dtype": {"*": "float16"}}, "source"])
-def test_another_conversion_begins_anew(change: Any, tmp_path: Path) -> None:
+def test_changed_options_discard_finished_tasks(change: Any, tmp_path: Path) -> None:
     """Work done with other options or from other bytes is discarded, and so is all work with resume=False."""
     source, target = tmp_path / "source", tmp_path / "m.pt"
     dcp.save({"t0": torch.ones(9), "t1": torch.zeros(9)}, checkpoint_id=source, no_dist=True)
@@ -227,7 +225,7 @@ def test_another_conversion_begins_anew(change: Any, tmp_path: Path) -> None:
     assert folder_of(target) == ["m.pt", "source"]
 
 
-def test_two_at_once_are_told_apart(tmp_path: Path) -> None:
+def test_a_second_conversion_at_once_is_refused(tmp_path: Path) -> None:
     """A second conversion to the same target is refused during the first."""
     source, target, refused = _save(tmp_path / "source", 1), tmp_path / "m.pt", []
 
@@ -255,7 +253,7 @@ def _converted(source: Path, target: Path) -> None:
     _convert(source, target, "dcp", overwrite=False)
 
 
-def test_several_at_once_make_one_target(tmp_path: Path) -> None:
+def test_concurrent_conversions_make_one_target(tmp_path: Path) -> None:
     """Of several conversions at once one makes the target; the others compare it or are refused."""
     for endings in in_lab(_at_once, str(tmp_path)):
         refused = [ending.raised.type_name for ending in endings if ending.raised is not None]
@@ -263,7 +261,7 @@ def test_several_at_once_make_one_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["blocks", "none"])
-def test_a_source_replaced_meanwhile_is_not_mixed(verify: Any, tmp_path: Path) -> None:
+def test_a_replaced_source_is_an_error(verify: Any, tmp_path: Path) -> None:
     """A source replaced during a conversion is an error, also without checksums; its work is not resumed."""
     for version in (1, 2):
         _save(tmp_path / "saved", version, tensors=2)
@@ -290,7 +288,7 @@ _INSTANTS = [("torch", 15), ("safetensors", 5), ("dcp", 15)] + [
 
 
 @pytest.mark.parametrize(("to", "every"), _INSTANTS)
-def test_what_is_done_of_one_source_is_never_taken_for_another_s(to: str, every: int, tmp_path: Path) -> None:
+def test_tasks_of_one_source_do_not_serve_another(to: str, every: int, tmp_path: Path) -> None:
     """A conversion of a to m is stopped with its work done, and one of b to m loses power at any instant. A
     rerun of a to m has the values of a."""
     a, b, target = _save(tmp_path / "a", 1), _save(tmp_path / "b", 2), tmp_path / "work" / _TARGETS[to]
@@ -307,7 +305,7 @@ def test_what_is_done_of_one_source_is_never_taken_for_another_s(to: str, every:
 
 
 @pytest.mark.parametrize(("to", "every"), _INSTANTS)
-def test_a_new_target_is_whole_or_not_there(to: str, every: int, tmp_path: Path) -> None:
+def test_a_power_cut_leaves_a_whole_target_or_none(to: str, every: int, tmp_path: Path) -> None:
     """A target after a power cut is whole or absent, and a rerun makes it."""
     a, target = _save(tmp_path / "a", 1), tmp_path / "work" / _TARGETS[to]
     target.parent.mkdir()
@@ -343,7 +341,7 @@ def _replaced_at_each_instant(place: str, to: str, every: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("to", "every"), _INSTANTS)
-def test_a_replaced_target_is_the_old_one_or_the_new_one(to: str, every: int, tmp_path: Path) -> None:
+def test_a_power_cut_leaves_the_old_or_new_target(to: str, every: int, tmp_path: Path) -> None:
     """Each of both is whole, a rerun completes, and a folder's other files are kept."""
     assert in_lab(_replaced_at_each_instant, str(tmp_path), to, every) == []
 
@@ -367,7 +365,7 @@ _RUBBISH: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("rubbish", list(_RUBBISH))
-def test_a_ledger_that_cannot_be_read_is_none(rubbish: str, tmp_path: Path) -> None:
+def test_an_unreadable_ledger_is_ignored(rubbish: str, tmp_path: Path) -> None:
     """A ledger with the right size and wrong bytes, as after a power cut, is ignored, and all work redone."""
     a, target = _save(tmp_path / "a", 1), tmp_path / "m.pt"
     ledger = _stop_when_done(a, target, "torch")
@@ -394,7 +392,7 @@ def _killed_without_target(root: Path) -> None:
     _convert(root / "2", root / "target", "safetensors")
 
 
-def test_what_is_moved_aside_is_put_back_and_replaces_nothing(tmp_path: Path) -> None:
+def test_gc_restores_a_folder_that_was_moved_aside(tmp_path: Path) -> None:
     """``dcp gc`` restores a folder moved aside. If a new folder took its place, both stay, with an error."""
     root = tmp_path / "root"
     in_lab(_left_aside, str(root))

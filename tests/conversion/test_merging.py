@@ -68,7 +68,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("to", list(NAMES))
-def test_values_and_nesting_are_the_first_ones(three: list[Path], tmp_path: Path, to: str) -> None:
+def test_values_and_nesting_are_of_the_first_source(three: list[Path], tmp_path: Path, to: str) -> None:
     """The provenance of the target names the sources; metrics of single sources are left out."""
     report = dcp.merge(three, tmp_path / NAMES[to], weights=_WEIGHTS)
     _check_three(tmp_path / NAMES[to])
@@ -82,7 +82,7 @@ def test_values_and_nesting_are_the_first_ones(three: list[Path], tmp_path: Path
         assert merged == list(zip(_WEIGHTS, ["dcp", "safetensors", "torch_save"], strict=True))
 
 
-def test_all_that_does_not_go_together_is_named_at_once(tmp_path: Path) -> None:
+def test_one_error_names_all_mismatches(tmp_path: Path) -> None:
     """One error names missing tensors of each source, shapes and kinds; the rest can be merged."""
     shared: State = {"same": torch.ones(3), "complex": torch.ones(2, dtype=torch.complex64)}
     one = shared | {"shape": torch.ones(3), "kind": torch.ones(3), "mine": torch.ones(1)}
@@ -109,7 +109,7 @@ def test_all_that_does_not_go_together_is_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
-def test_what_is_no_number_or_too_large_is_never_published(tmp_path: Path, to: str) -> None:
+def test_nonfinite_sums_are_not_published(tmp_path: Path, to: str) -> None:
     """The error names all tensors with NaN, infinite or too large sums and their counts; no file is left."""
     bad = torch.ones(1000)
     bad[7], bad[999] = float("nan"), float("inf")
@@ -128,7 +128,7 @@ def test_what_is_no_number_or_too_large_is_never_published(tmp_path: Path, to: s
     assert dcp.read(tmp_path / NAMES[to])["large"].tolist() == [79872.0] * 5
 
 
-def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Path) -> None:
+def test_entries_that_a_source_lacks_may_be_excluded(three: list[Path], tmp_path: Path) -> None:
     """A source may have entries that the others lack, such as an optimizer, if they are excluded."""
     state = {"net": _state(1), "optimizer": {"m": torch.ones(4)}}
     dcp.save(state, checkpoint_id=tmp_path / "t", no_dist=True)
@@ -142,7 +142,7 @@ def test_selection_and_names_are_of_each_source(three: list[Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("rules", [None, FUSED])
-def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
+def test_damage_of_any_source_is_found(tmp_path: Path, rules: Any) -> None:
     """The error has the path of the damaged file, also if a map permutes the tensor."""
     for name in ("1", "2"):
         dcp.save(state_to_fuse(0), checkpoint_id=tmp_path / name, no_dist=True)
@@ -156,7 +156,7 @@ def test_damage_of_any_source_is_noticed(tmp_path: Path, rules: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [{"weights": [0.5, 0.3, 0.25]}, {"accumulate": "float64"}, {"order": 1}])
-def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
+def test_a_stopped_merge_resumes_unless_it_changed(
     three: list[Path], tmp_path: Path, change: dict[str, Any]
 ) -> None:
     """A stopped merge resumes finished tasks. Other weights, sum dtypes or orders start over."""
@@ -179,7 +179,7 @@ def test_a_stopped_merge_goes_on_and_another_one_begins_anew(
         assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_the_target_is_none_of_the_sources(three: list[Path], tmp_path: Path) -> None:
+def test_a_source_is_refused_as_target(three: list[Path], tmp_path: Path) -> None:
     """The target may be neither a source nor a folder that holds a source, by any path."""
     for target in three:
         with pytest.raises(OptionError, match="choose another target"):
@@ -228,7 +228,7 @@ def test_sources_and_target_on_s3(tmp_path: Path, s3_server: Any, s3_root: str) 
 # -- under weight maps ---------------------------------------------------------------------------------------
 
 
-def test_sources_under_different_definitions(tmp_path: Path) -> None:
+def test_sources_with_different_maps(tmp_path: Path) -> None:
     """Each source is added through its own map, in either direction."""
     plain = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
     for number, place in enumerate(plain):
@@ -291,7 +291,7 @@ def test_damaged_and_partial_steps_are_refused_by_name(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_the_command_line(three: list[Path], tmp_path: Path) -> None:
+def test_merge_on_the_command_line(three: list[Path], tmp_path: Path) -> None:
     """`dcp merge` takes weights, a formula, a run and maps, and prints JSON and errors of one line."""
     done = command("merge", *three, "-o", tmp_path / "out.safetensors", "--weights", "0.5,0.3,0.2")
     assert done.status == 0 and f"0.3 * {three[1]}" in done.out, done.err

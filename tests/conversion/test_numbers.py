@@ -47,7 +47,7 @@ def _assert_as_torch(bits: np.ndarray[Any, Any], source: str, target: str) -> No
 
 
 @pytest.mark.parametrize("source", _NARROW)
-def test_each_value_of_a_narrow_type_is_cast_as_torch_casts_it(source: str) -> None:
+def test_casts_of_narrow_types_equal_torchs(source: str) -> None:
     """All values of the 8 and 16 bit types are cast to each other type as torch does."""
     size = dtypes.BY_NAME[source].itemsize
     for target in {*_NAMES} - {source}:
@@ -64,7 +64,7 @@ def _numbers(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("source", "target"), _FROM_WIDE)
-def test_boundaries_of_wide_types_are_cast_as_torch_casts_them(source: str, target: str) -> None:
+def test_casts_at_boundaries_of_wide_types_equal_torchs(source: str, target: str) -> None:
     """Values at, just below and just above midpoints of neighbours of narrow types are cast as by torch."""
     near = torch.unique(torch.cat([_numbers(name) for name in _NARROW]))
     values = torch.cat([near, (near[1:] + near[:-1]) / 2]).numpy()
@@ -125,7 +125,7 @@ _HOSTILE = [
 
 
 @pytest.mark.parametrize("formula", _HOSTILE)
-def test_formulas_that_are_none(formula: str) -> None:
+def test_invalid_formulas_are_refused(formula: str) -> None:
     """An invalid formula raises a typed error, and is never evaluated as code."""
     with pytest.raises(OptionError, match=r"^formula: "):
         formula_weights(formula, ["A", "B"])
@@ -138,7 +138,7 @@ _PATTERNS = st.lists(st.lists(_PARTS, max_size=5).map("".join), min_size=1, max_
 
 
 @given(_PATTERNS, st.text("ab.1", max_size=8))
-def test_patterns_match_as_peft_matches_them(pattern: str, name: str) -> None:
+def test_patterns_match_as_in_peft(pattern: str, name: str) -> None:
     """The supported part of regular expressions in adapter configurations matches as in peft."""
     try:
         found = ModulePattern(pattern)
@@ -152,7 +152,7 @@ def test_patterns_match_as_peft_matches_them(pattern: str, name: str) -> None:
     "pattern",
     ["(a+)+", "(?=a)", r"(a)\1", "a**", "(a", "a)|(b", "[", "\\", r"\p", "a{2,1}", "(" * 99, "(a)" * 400],
 )
-def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
+def test_slow_and_invalid_patterns_are_refused(pattern: str) -> None:
     """Look-around, references, nested repetitions and invalid expressions are refused."""
     with pytest.raises(OptionError, match="pattern"):
         ModulePattern(pattern)
@@ -282,7 +282,7 @@ def test_a_map_moves_each_element(tmp_path: Path, small: Small, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", _seeds(2, 30))
-def test_a_merge_under_a_map_is_a_merge_and_a_conversion(tmp_path: Path, small: Small, seed: int) -> None:
+def test_a_mapped_merge_equals_merge_then_conversion(tmp_path: Path, small: Small, seed: int) -> None:
     """The bytes are equal for any formats and shardings; with another dtype the sum is rounded once."""
     draw = random.Random(seed)
     _cut_anywhere(small, draw)

@@ -103,7 +103,7 @@ def check_megatron_layers(model: Any, names: Collection[str]) -> None:
     ("model", "name"),
     [pytest.param(*case, marks=() if case in _USUAL else pytest.mark.exhaustive) for case in _CASES],
 )
-def test_a_model_is_what_it_was(
+def test_a_model_survives_map_and_inverse(
     tmp_path: Path, model: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Through map and inverse each tensor is equal bit for bit, and `from_pretrained` has equal outputs."""
@@ -138,6 +138,6 @@ def test_a_model_is_what_it_was(
     assert torch.equal(outputs_of(made), outputs_of(again))
 
 
-def test_each_ready_map_is_tried() -> None:
+def test_each_ready_map_is_tested() -> None:
     """Each built-in map has a test with a model."""
     assert {name for _, name in _CASES} == command("map", "ls", "--json").json.keys()

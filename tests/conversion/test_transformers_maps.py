@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
         ),
     ],
 )
-def test_a_checkpoint_becomes_the_model(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
+def test_mapped_loads_equal_from_pretrained(tmp_path: Path, family: str, sizes: dict[str, Any]) -> None:
     """A load through the map equals `from_pretrained`; a save through the inverse equals the checkpoint."""
     import transformers
 
@@ -83,7 +83,7 @@ _USUAL = {1, 7, 9}
         for number, case in enumerate(_OPERATIONS)
     ],
 )
-def test_each_operation_is_what_transformers_does(
+def test_each_operation_equals_transformers(
     tmp_path: Path, sources: list[str], targets: list[str], operations: list[Operation]
 ) -> None:
     """Operations on tensors of two layers, with prefixes and suffixes, equal transformers'."""
@@ -145,7 +145,7 @@ def made_of(operations: list[Operation]) -> list[Any]:
         ([("Transpose", {"dim0": 0, "dim1": 1, "check_dims": True})], ["t"], "depends on the model"),
     ],
 )
-def test_what_a_map_cannot_say_is_named(
+def test_unsupported_operations_are_named(
     tmp_path: Path, operations: list[Operation], targets: list[str], told: str
 ) -> None:
     """One error names all unsupported operations, before any tensor is read."""

@@ -79,7 +79,7 @@ def test_megatron_has_queries_keys_and_values_by_group(model: Path, tmp_path: Pa
         assert torch.equal(made[f"decoder.layers.1.self_attention.linear_qkv.{part}"], fused), part
 
 
-def test_names_that_no_rule_knows_are_told_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+def test_names_without_a_rule_are_named_before_a_write(model: Path, tmp_path: Path) -> None:
     """The error names all tensors without a rule; only= is applied before the map."""
     weights = {"rules": [{"from": "lm_head.weight", "to": "head"}]}
     with pytest.raises(PlanError, match=r"no rule matches 'model\.embed_tokens\.weight'"):
@@ -89,7 +89,7 @@ def test_names_that_no_rule_knows_are_told_before_anything_is_written(model: Pat
     assert list(dcp.read(tmp_path / "out")) == ["head"]
 
 
-def test_sizes_that_nobody_said_are_asked_for(model: Path, tmp_path: Path) -> None:
+def test_the_error_asks_for_unknown_sizes(model: Path, tmp_path: Path) -> None:
     """A sharded checkpoint has no configuration, so the error asks for config.json or the sizes."""
     dcp.convert(model, tmp_path / "dcp", to="dcp")
     with pytest.raises(
@@ -100,7 +100,7 @@ def test_sizes_that_nobody_said_are_asked_for(model: Path, tmp_path: Path) -> No
     dcp.convert(tmp_path / "dcp", tmp_path / "out.pt", to="torch", map=weights)
 
 
-def test_the_command_line(model: Path, tmp_path: Path) -> None:
+def test_maps_on_the_command_line(model: Path, tmp_path: Path) -> None:
     """The command line lists and checks maps, and converts with them in both directions."""
     assert "llama:hf-to-titan" in command("map", "ls").out
     checked = command("map", "check", "llama:hf-to-titan", model)

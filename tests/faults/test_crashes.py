@@ -157,14 +157,14 @@ def every_crash(root: Path, name: str) -> list[Crash]:
     act = partial(_save_observed, how=scenario.how, large=scenario.large)
 
     def look_once(folder: Path, step: str, killed: bool) -> Crash:
-        if (left := what_is_left(folder)) not in seen:
+        if (left := files_after_crash(folder)) not in seen:
             seen[left] = look(scenario, folder)
         return replace(seen[left], killed=killed)
 
     return kill_at_each_step(root / "before", root, act, look_once)
 
 
-def what_is_left(folder: Path) -> Any:
+def files_after_crash(folder: Path) -> Any:
     """Return equal keys for equivalent crashes: bytes of manifest and `.metadata`, suffix and size of
     others."""
     files = folder.iterdir() if folder.exists() else ()
@@ -209,7 +209,7 @@ def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path,
 # -- deletions -----------------------------------------------------------------------------------------------
 
 
-def _stock_over_ours(folder: Path) -> None:
+def _stock_over_dcp(folder: Path) -> None:
     save_version(folder, 4)
     stock_save_version(folder, OLD)
 
@@ -233,7 +233,7 @@ DELETIONS: dict[str, tuple[Callable[[Path], None], bool]] = {
     "ours": (ours(), True),
     "bare": (ours(torch_compatible=False), False),
     "stock": (by_stock, True),
-    "stock over ours": (_stock_over_ours, True),
+    "stock over ours": (_stock_over_dcp, True),
     "strays": (_with_strays, True),
     "noted": (noted, True),
 }
@@ -312,7 +312,7 @@ def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path,
 # -- drops ---------------------------------------------------------------------------------------------------
 
 
-def _by_us_and_then_stock(folder: Path) -> None:
+def _by_dcp_and_then_stock(folder: Path) -> None:
     save_apart(folder, 2)
     save_stock(folder)
 
@@ -321,7 +321,7 @@ DROPS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], bool]] = {
     "files of their own": (save_apart, (), True),
     "one file": (save_mixed, ("--rewrite",), True),
     "stock": (save_stock, ("--rewrite",), True),
-    "stock over ours": (_by_us_and_then_stock, ("--rewrite",), True),
+    "stock over ours": (_by_dcp_and_then_stock, ("--rewrite",), True),
     "bare": (partial(save_apart, torch_compatible=False), (), False),
 }
 """Function that makes the checkpoint, options of the command, and whether stock torch can read the result."""

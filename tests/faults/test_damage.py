@@ -44,26 +44,26 @@ def _differs(state: dict[str, Any]) -> bool:
     )
 
 
-def _save_ours(folder: Path, **options: Any) -> None:
+def _save_dcp(folder: Path, **options: Any) -> None:
     writer = dcp.FileSystemWriter(folder, **options)
     dcp.save(_contents(), storage_writer=writer, no_dist=True)
 
 
-def _save_ours_without_manifest(folder: Path) -> None:
-    _save_ours(folder)
+def _save_without_manifest(folder: Path) -> None:
+    _save_dcp(folder)
     (folder / "manifest.msgpack").unlink()
 
 
 SAVES: dict[str, Callable[[Path], None]] = {
-    "ours": _save_ours,
-    "bare": lambda folder: _save_ours(folder, torch_compatible=False),
-    "file per tensor": lambda folder: _save_ours(folder, single_file_per_rank=False),
-    "without manifest": _save_ours_without_manifest,
+    "ours": _save_dcp,
+    "bare": lambda folder: _save_dcp(folder, torch_compatible=False),
+    "file per tensor": lambda folder: _save_dcp(folder, single_file_per_rank=False),
+    "without manifest": _save_without_manifest,
     "stock": lambda folder: stock_save(_contents(), checkpoint_id=folder, no_dist=True),
 }
 
 
-def test_a_lost_manifest_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_manifest_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A load logs a warning if the manifest of a dcp save is missing and it reads the less complete
     `.metadata`. A checkpoint of stock torch gives no warning."""
     for kind, said in (("ours", False), ("stock", False), ("without manifest", True)):
@@ -138,7 +138,7 @@ def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
 
 @pytest.mark.parametrize("step", [131, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", SAVES)
-def test_a_flipped_bit_never_gives_other_bytes(tmp_path: Path, kind: str, step: int) -> None:
+def test_a_flipped_bit_never_loads_other_bytes(tmp_path: Path, kind: str, step: int) -> None:
     """With any bit of any file flipped, a load gives the saved bytes or a typed error; verify finds it."""
     SAVES[kind](tmp_path / "x")
     check_tallies(kind, flip_everywhere(tmp_path / "x", step, 1))
@@ -175,7 +175,7 @@ def _flip(path: Path, offset: int, mask: int = 0x10) -> None:
         file.write(bytes([before[0] ^ mask]))
 
 
-def test_each_region_of_each_record_is_watched(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_each_region_is_found(tmp_path: Path) -> None:
     """A load refuses a flipped bit in a payload or value; verify finds one in an unused zip header."""
     folder = tmp_path / "x"
     save_version(folder, 1, large=LARGE)

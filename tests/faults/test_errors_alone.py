@@ -130,9 +130,7 @@ QUICK = [("first", "a bug of the store"), ("overwrite", "interrupt"), ("over sto
         for pair in product(BEFORE, ERRORS)
     ],
 )
-def test_an_error_at_any_operation_is_raised_typed_and_undoes_the_save(
-    tmp_path: Path, before: str, kind: str
-) -> None:
+def test_an_error_at_any_operation_undoes_the_save(tmp_path: Path, before: str, kind: str) -> None:
     """A failed save keeps the old checkpoint and no new file, or reports a commit."""
     injected, expected = ERRORS[kind]
 
@@ -172,7 +170,7 @@ def _save_by(store: FaultInjectingStore, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["damaged", "away", "away, and known to be published"])
-def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how: str) -> None:
+def test_an_unconfirmed_commit_keeps_its_files(tmp_path: Path, how: str) -> None:
     """A save that cannot confirm its commit keeps the data of the manifest and no older `.metadata`."""
     folder = tmp_path / "x"
     save_version(folder, OLD)
@@ -193,7 +191,7 @@ def test_a_failed_save_of_which_nobody_knows_keeps_its_files(tmp_path: Path, how
         assert not (folder / METADATA_NAME).exists()
 
 
-def test_a_save_is_durable_in_the_right_order(tmp_path: Path) -> None:
+def test_files_are_synced_before_references(tmp_path: Path) -> None:
     """A save syncs files before it publishes references to them, and deletes files after their
     replacement."""
     save_version(tmp_path, OLD)

@@ -116,9 +116,7 @@ def _full_for_one_write(root: Path, before: bool, at: int) -> Any:
         (_full_for_one_write, 1),
     ],
 )
-def test_a_save_that_does_not_fit_leaves_what_was_there(
-    tmp_path: Path, before: bool, how: Any, given: Any
-) -> None:
+def test_a_save_that_does_not_fit_keeps_old_files(tmp_path: Path, before: bool, how: Any, given: Any) -> None:
     """The save raises StorageFullError with the path, also at a limit on file sizes. It removes its own
     files, so a smaller save fits."""
     raised, after, finally_ = in_lab(how, tmp_path, before, given)

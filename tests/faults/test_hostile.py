@@ -43,7 +43,7 @@ def _save_stock(folder: Path, config: Any) -> Path:
     return folder
 
 
-def _save_ours(folder: Path, config: Any = 1) -> Path:
+def _save_dcp(folder: Path, config: Any = 1) -> Path:
     dcp.save({"w": torch.ones(4, 4), "config": config}, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -78,7 +78,7 @@ def test_code_in_metadata_does_not_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("save", [_save_stock, _save_ours])
+@pytest.mark.parametrize("save", [_save_stock, _save_dcp])
 def test_code_in_an_object_does_not_run(tmp_path: Path, save: Callable[[Path, Any], Path]) -> None:
     """The error names the entry. Only a caller with ``weights_only=False`` runs the code."""
     canary = tmp_path / "canary"
@@ -138,7 +138,7 @@ TRAVERSALS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", ".", "a\0b
 @pytest.mark.parametrize("by_stock", [False, True])
 def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by_stock: bool) -> None:
     """A manifest or a stock `.metadata` with a path as data file is refused before any file is opened."""
-    folder = (_save_stock if by_stock else _save_ours)(tmp_path / "x", 1)
+    folder = (_save_stock if by_stock else _save_dcp)(tmp_path / "x", 1)
     (data,) = folder.glob("*.distcp")
     (folder / "sub").mkdir()
     for copy in (tmp_path / "secret", folder / "sub" / "file"):
@@ -154,7 +154,7 @@ def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by
 @pytest.mark.parametrize("odd", [lambda path, there: path.symlink_to(there), lambda path, _: os.mkfifo(path)])
 def test_links_are_not_followed_and_pipes_do_not_hang(tmp_path: Path, odd: Any) -> None:
     """A symbolic link to a user's file or a FIFO, in place of a data file or a manifest, is refused."""
-    folder = _save_ours(tmp_path / "x")
+    folder = _save_dcp(tmp_path / "x")
     (data,) = folder.glob("*.distcp")
     for path in (data, folder / "manifest.msgpack"):
         path.rename(tmp_path / "elsewhere")
@@ -214,11 +214,11 @@ def loads_in_little_memory(folder: Path, limit_bytes: int) -> tuple[str, bool, i
 PLACES = [(HUGE, 100), (0, HUGE), (-5, 100), (3, 100), (0, 0), (0, -1)]
 
 
-def every_lie(root: Path, by_stock: bool) -> dict[str, Any]:
+def load_each_false_index(root: Path, by_stock: bool) -> dict[str, Any]:
     """Load with each false manifest, or false place in a `.metadata`, in a process of its own."""
     results: dict[str, Any] = {}
     for number, lie in enumerate(PLACES if by_stock else LIES):
-        folder = (_save_stock if by_stock else _save_ours)(root / str(number), 1)
+        folder = (_save_stock if by_stock else _save_dcp)(root / str(number), 1)
         if by_stock:
             _change_metadata(folder, lambda _, place: vars(place).update(offset=lie[0], length=lie[1]))  # noqa: B023
         else:
@@ -229,9 +229,9 @@ def every_lie(root: Path, by_stock: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_stock", [False, True])
-def test_an_index_that_lies_is_refused_in_little_memory(tmp_path: Path, by_stock: bool) -> None:
+def test_a_false_index_is_refused_in_little_memory(tmp_path: Path, by_stock: bool) -> None:
     """False offsets, sizes and lengths under a valid checksum raise typed errors in little memory."""
-    for name, result in in_lab(every_lie, tmp_path, by_stock).items():
+    for name, result in in_lab(load_each_false_index, tmp_path, by_stock).items():
         assert isinstance(result, tuple), (name, result)
         error, right, grown_bytes = result
         assert error and not right, name

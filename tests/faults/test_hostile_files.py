@@ -99,7 +99,7 @@ PLACES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("how", ["reduce", "newobj", "global", "inst", "protocol 4"])
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_run_wherever_it_stands(tmp_path: Path, place: str, how: str) -> None:
+def test_calls_anywhere_in_a_pickle_are_refused(tmp_path: Path, place: str, how: str) -> None:
     """os.system at any place of the pickle raises a typed error, or only its entry is refused."""
     marker = tmp_path / "run"
     command = f"touch {marker}".encode()
@@ -169,7 +169,7 @@ _HARMLESS = ("laughing lists", "laughing tuples", "metadata in itself")
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs(name: str) -> None:
+def test_expanding_pickles_are_refused(name: str) -> None:
     """Small pickles that expand to large values are refused in bounded memory."""
     data = archive(BOMBS[name])
     with _bounded(_MEMORY_BYTES):
@@ -196,13 +196,13 @@ def test_bombs(name: str) -> None:
         ((2, 2), (1,), 0),
     ],
 )
-def test_lying_shapes(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
+def test_false_shapes_are_refused(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
     """Shapes, strides and offsets outside the storage are refused."""
     with pytest.raises(CheckpointFormatError):
         index_of(archive(tensor_pickle(sizes, strides, offset)))
 
 
-def test_what_a_pickle_says_of_a_storage_must_be_so() -> None:
+def test_false_storage_sizes_are_refused() -> None:
     """A storage that is missing or of another size is refused. A tensor may repeat one element, as masks do,
     but not expand a kilobyte to a terabyte."""
     for storages in ({"1": bytes(16)}, {"0": bytes(12)}, {"0": bytes(20)}):
@@ -234,14 +234,14 @@ _LIES: list[dict[str, int]] = [
 
 
 @pytest.mark.parametrize("lie", _LIES, ids=str)
-def test_zips_with_lying_directories(lie: dict[str, int]) -> None:
+def test_zips_with_false_directories_are_refused(lie: dict[str, int]) -> None:
     """Compressed, encrypted, overlapping, huge and displaced entries are refused."""
     assert index_of(_patched({})).tensor_count == 1
     with pytest.raises(CheckpointFormatError):
         index_of(_patched(lie))
 
 
-def test_zips_with_lying_ends() -> None:
+def test_zips_with_false_end_records_are_refused() -> None:
     """The number of entries and the size of the directory are checked before memory is allocated for them."""
     data = archive(tensor_pickle((4,), (1,)))
     count, directory_bytes, directory_at = END.unpack(data[-END.size :])[4:7]
@@ -263,7 +263,7 @@ def test_zips_with_lying_ends() -> None:
         index_of(data + end64 + locator + end)
 
 
-def test_names_in_zips() -> None:
+def test_ambiguous_names_in_zips_are_refused() -> None:
     """A file with names in two folders, without a folder, or twice is refused as a torch.save file."""
     for names in (["../data.pkl"], ["m/data.pkl", "n/data/0"], ["data.pkl"], ["m/data.pkl", "m/data.pkl"]):
         buffer = BytesIO()
@@ -286,7 +286,7 @@ def test_names_in_zips() -> None:
         (b'{"a":[', b"{},", b"{}]}"),
     ],
 )
-def test_large_safetensors_headers(first: bytes, repeated: bytes, last: bytes) -> None:
+def test_large_safetensors_headers_are_refused(first: bytes, repeated: bytes, last: bytes) -> None:
     """Headers that repeat small values many times are refused before they take a multiple of their size."""
     count = 27_000_000 // len(repeated)
     length = struct.pack("<Q", len(first) + count * len(repeated) + len(last))
@@ -512,7 +512,7 @@ def test_tensors_within_values_stay_inside_their_storages() -> None:
             load_object("x", data, weights_only=True)
 
 
-def test_tensors_within_values_that_torch_does_not_make() -> None:
+def test_impossible_tensors_within_values_are_refused() -> None:
     """An integer tensor with requires_grad is refused."""
     tail = _pickled(np.ones(1))[2:-1] + b"\x86."
     graded = tensor_pickle((2,), (1,), storage=STORAGE.replace(b"FloatStorage", b"LongStorage"))

@@ -82,7 +82,7 @@ def _cases(operations: tuple[str, ...]) -> list[tuple[str, str]]:
     ],
     ids=["some", "all"],
 )
-def test_a_rank_that_is_interrupted_while_it_waits_keeps_nobody(tmp_path: Path, some: Any) -> None:
+def test_an_interrupt_of_a_waiting_rank_ends_all_ranks(tmp_path: Path, some: Any) -> None:
     """The rank is interrupted, the others fail naming it or complete, and the checkpoint is whole."""
     for operation, moment in some:
         root = tmp_path / f"{operation} {moment}"

@@ -227,7 +227,7 @@ def _every_loss(root: Path, exhaustive: bool) -> list[Crash]:
 
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_killed_ranks_leave_the_last_commit_and_survivors_who_know(tmp_path: Path, exhaustive: bool) -> None:
+def test_survivors_name_killed_ranks_and_the_commit_stays(tmp_path: Path, exhaustive: bool) -> None:
     """Both ranks restore the last commit. A survivor's saves name the killed rank, and it can close."""
     for crash in in_lab(_every_loss, tmp_path, exhaustive, timeout_seconds=800):
         version = resumed_from(crash, 2)
@@ -355,7 +355,7 @@ def run_all(root: Path, runs: dict[str, Any]) -> tuple[Killed, Killed]:
 
 
 @pytest.mark.parametrize("runs", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
-def test_writer_processes_and_trainers_that_are_killed(tmp_path: Path, runs: dict[str, Any]) -> None:
+def test_killed_writer_processes_and_trainers(tmp_path: Path, runs: dict[str, Any]) -> None:
     """A staged save is committed even if the trainers die. A killed writer fails the save on all ranks with
     an error that names the writer's rank. The next run continues from the last commit."""
     try:

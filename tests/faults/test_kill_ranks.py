@@ -42,7 +42,7 @@ def _die(*args: Any, **kwargs: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def says_who(ending: Ending, victim: int) -> None:
+def assert_names_victim(ending: Ending, victim: int) -> None:
     """Assert that a survivor raised an error that names the killed rank alone."""
     assert not ending.hung and ending.signal == 0, ending
     assert ending.raised is not None, ending
@@ -161,7 +161,7 @@ def test_the_survivor_names_the_killed_rank(lost: tuple[int | str, list[Loss]]) 
         survivor = loss.endings[1 - loss.victim]
         if survivor.raised is None and loss.dcp == NEW:
             continue  # committed, and the survivor was notified
-        says_who(survivor, loss.victim)
+        assert_names_victim(survivor, loss.victim)
         assert survivor.raised is not None
         is_committed = bool(survivor.raised.facts.get("committed"))
         assert is_committed == (loss.dcp == NEW and loss.victim == 1), loss
@@ -231,7 +231,7 @@ def test_a_rank_killed_in_any_phase_is_named_by_the_others(
         victim = case[1]
         assert endings[victim].killed, case
         for ending in (each for rank, each in enumerate(endings) if rank != victim):
-            says_who(ending, victim)
+            assert_names_victim(ending, victim)
         assert seen == OLD and (files == CLEAN or (saves and victim == 0)), case
         assert after == (NEXT, CLEAN), case
 

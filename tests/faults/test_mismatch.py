@@ -74,7 +74,7 @@ MISFITS: dict[str, tuple[dict[str, Any], type[CheckpointError], list[str]]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_what_does_not_fit_is_refused_by_name(checkpoint: Path, misfit: str) -> None:
+def test_mismatches_are_refused_by_name(checkpoint: Path, misfit: str) -> None:
     """One error names all mismatches, also shapes with as many elements, and dtypes."""
     state, kind, words = MISFITS[misfit]
     with pytest.raises(kind) as caught:
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_by_name(checkpoint: Path, misfit: str) -> 
     assert isinstance(caught.value, KeyError) == (kind is MissingKeyError)
 
 
-def test_a_partial_load_keeps_what_is_missing_and_reports_it(checkpoint: Path) -> None:
+def test_a_partial_load_reports_missing_entries(checkpoint: Path) -> None:
     """A partial load loads the rest, and the report names missing and unexpected entries."""
     state = _wanted(extra=torch.full((2,), 9.0)) | {"epoch": 3}
     del state["names"]
@@ -162,7 +162,7 @@ def _save_differing(rank: int, world_size: int, root: Path) -> Any:
     return results
 
 
-def test_replicas_that_differ_are_refused_on_every_rank_by_name_and_rank(tmp_path: Path) -> None:
+def test_differing_replicas_are_refused_on_every_rank(tmp_path: Path) -> None:
     """All ranks raise an error with the entry and the rank of each value: one value would be lost."""
     for results in run_ranks(3, _save_differing, tmp_path):
         for kind, (class_name, wrong, _) in DIFFERENCES.items():

@@ -71,7 +71,7 @@ def options_apart(rank: int, world_size: int, root: Path, way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", ["columns", "objects", "async"])
-def test_options_that_differ_by_rank_are_told(tmp_path: Path, way: str) -> None:
+def test_options_that_differ_by_rank_are_refused(tmp_path: Path, way: str) -> None:
     """All ranks raise an error with the option and the value of each rank, before any file is written. The
     group still works. A list of one pattern equals the pattern."""
     for found, left in run_ranks(2, options_apart, tmp_path, way):
@@ -110,7 +110,7 @@ def _managers_apart(rank: int, world_size: int, root: Path) -> Any:
     return found, refused
 
 
-def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
+def test_managers_that_differ_by_rank_are_refused(tmp_path: Path) -> None:
     """All ranks raise an error: their managers would save different steps, or wait alone. The group still
     works. The same holds for an option that is invalid on one rank."""
     for found, (refused, refusal, _) in run_ranks(2, _managers_apart, tmp_path / "run"):

@@ -49,7 +49,7 @@ def _replacing(path: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, ObjectLoadPlanner])
-def test_the_successor_is_loaded_whole(tmp_path: Path, planner: type[dcp.DefaultLoadPlanner]) -> None:
+def test_an_overtaken_load_reads_the_successor(tmp_path: Path, planner: type[dcp.DefaultLoadPlanner]) -> None:
     """Each value is of the new checkpoint, and the report counts two attempts."""
     save_version(tmp_path, 1)
     state = version_state(0)
@@ -67,7 +67,7 @@ def _refuse(number: int, path: Path) -> None:
 
 @pytest.mark.parametrize("is_replaced", [True, False])
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
-def test_one_refusal_of_a_data_file_is_no_damage(tmp_path: Path, number: int, is_replaced: bool) -> None:
+def test_one_enoent_or_estale_is_retried(tmp_path: Path, number: int, is_replaced: bool) -> None:
     """A load retries after ENOENT or ESTALE, since network file systems cache old names."""
     save_version(tmp_path, 1)
 
@@ -82,7 +82,7 @@ def test_one_refusal_of_a_data_file_is_no_damage(tmp_path: Path, number: int, is
     assert report.attempts == (1 if number == errno.ENOENT and not is_replaced else 2)
 
 
-def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
+def test_a_load_overtaken_at_each_attempt_fails(tmp_path: Path) -> None:
     """A load that is overtaken at each attempt raises an error with the path."""
     save_version(tmp_path, 1)
     newest, calls = tmp_path, list[int]()
@@ -99,7 +99,7 @@ def test_a_reader_that_is_overtaken_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", ["*.distcp", "*"])
-def test_a_file_that_is_only_missing_stays_an_error(tmp_path: Path, gone: str) -> None:
+def test_a_missing_file_is_still_an_error(tmp_path: Path, gone: str) -> None:
     """A missing file is an error if no save committed meanwhile, or if the checkpoint was deleted."""
     save_version(tmp_path, 1)
     calls = []
@@ -148,7 +148,7 @@ def _load_overtaken(rank: int, world_size: int, path: str, overtaken: int, how: 
 
 
 @pytest.mark.parametrize("overtaken", [0, 1])
-def test_all_ranks_load_the_successor(tmp_path: Path, overtaken: int) -> None:
+def test_all_ranks_load_the_new_checkpoint(tmp_path: Path, overtaken: int) -> None:
     """All ranks load the new checkpoint, also ranks that had read the old; stateful objects load once."""
     _save_counted(str(tmp_path), 1.0)
     for values, value, given, attempts in run_ranks(2, _load_overtaken, str(tmp_path), overtaken, "replaced"):
@@ -183,6 +183,6 @@ def _restore_overtaken(root: Path) -> tuple[int, list[Any], int | str]:
     return restored.step, list(restored.skipped), version_of(state)
 
 
-def test_a_restore_that_is_overtaken_takes_no_older_step(tmp_path: Path) -> None:
+def test_an_overtaken_restore_takes_no_older_step(tmp_path: Path) -> None:
     """A restore takes the newest step as last saved, and does not take replacements for damage."""
     assert in_lab(_restore_overtaken, tmp_path) == (2, [], 13)

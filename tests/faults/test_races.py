@@ -111,7 +111,7 @@ def test_writers_create_one_id(tmp_path: Path, overwrite: bool) -> None:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_a_save_refuses_what_changed_since_it_began(tmp_path: Path, bare: bool) -> None:
+def test_a_save_overtaken_before_its_commit_fails(tmp_path: Path, bare: bool) -> None:
     """A save that is overtaken before its commit leaves the other job's checkpoint unchanged."""
     folder = tmp_path / "x"
     save_version(folder, 1, torch_compatible=not bare)

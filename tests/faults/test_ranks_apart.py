@@ -39,7 +39,7 @@ def load_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
 
 
 @pytest.mark.parametrize("kind", ["columns", "reads nothing", "stock", pytest.param("objects", marks=_RARE)])
-def test_ranks_that_load_different_ids_are_told(tmp_path: Path, kind: str) -> None:
+def test_loads_of_different_ids_are_refused(tmp_path: Path, kind: str) -> None:
     """The error has both ids, and the group still works. No rank reads the files of another rank's
     checkpoint, even if their names are equal."""
     for (names, message, _), values in run_ranks(3, load_different_ids, tmp_path, kind):
@@ -85,7 +85,7 @@ def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
     ["rank 1 alone writes", "thread", "over old ones"]
     + [pytest.param(kind, marks=_RARE) for kind in ("one has nothing", "writes", "objects")],
 )
-def test_ranks_that_save_to_different_ids_are_told(tmp_path: Path, kind: str) -> None:
+def test_saves_to_different_ids_are_refused(tmp_path: Path, kind: str) -> None:
     """The error has both ids, also if a rank writes no file. The old checkpoint stays, the group works."""
     for (names, message, _), left in run_ranks(3, save_different_ids, tmp_path, kind):
         assert "PlanError" in names, message
@@ -107,7 +107,7 @@ def use_by_other_names(rank: int, world_size: int, root: Path) -> Any:
     return state["w"].tolist(), state["step"], len(list((root / "real" / "step-1").iterdir()))
 
 
-def test_one_checkpoint_may_have_several_names(tmp_path: Path) -> None:
+def test_ranks_may_use_different_paths(tmp_path: Path) -> None:
     """Ranks may use different paths to the same storage, as with mounts that differ between hosts."""
     assert run_ranks(2, use_by_other_names, tmp_path) == [([0.0, 1, 2, 3, 4, 5], 3, 3)] * 2
 

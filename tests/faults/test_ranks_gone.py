@@ -75,7 +75,7 @@ _OTHER_WAITS = (*("process", "first load", "first manager", "load", "save", "sav
 
 
 @pytest.mark.parametrize("waits", [_WAITS, pytest.param(_OTHER_WAITS, marks=pytest.mark.exhaustive)])
-def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, ...]) -> None:
+def test_the_timeout_bounds_the_whole_wait(tmp_path: Path, waits: tuple[str, ...]) -> None:
     """The timeout bounds the whole wait, including heartbeats and messages between trainers and writers. The
     error names the absent rank alone. If others are late on a busy machine, the test repeats with more
     time."""
@@ -90,7 +90,7 @@ def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, 
         late = {
             how: endings
             for how, bound, (*endings, _) in found
-            if not all(_is_told_in_time(ending, bound) for ending in endings)
+            if not all(_raises_in_time(ending, bound) for ending in endings)
         }
         if not late:
             return
@@ -98,7 +98,7 @@ def test_the_timeout_is_all_that_a_wait_takes(tmp_path: Path, waits: tuple[str, 
     raise AssertionError(late)
 
 
-def _is_told_in_time(ending: Ending, bound_seconds: float) -> bool:
+def _raises_in_time(ending: Ending, bound_seconds: float) -> bool:
     if ending.value is None:
         return False
     names, message, _, seconds = ending.value
@@ -140,7 +140,7 @@ def _store_of_rank_0(rank: int) -> dist.Store:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.exhaustive), "process"])
-def test_the_end_of_rank_0_while_the_group_forms_is_told(tmp_path: Path, kind: str) -> None:
+def test_survivors_name_rank_0_if_group_setup_fails(tmp_path: Path, kind: str) -> None:
     """The survivors raise a dcp error that names rank 0, instead of torch's socket error."""
     groups = [
         Group(3, _rank_0_ends_while_the_group_forms, (tmp_path / when, kind, when))

@@ -198,7 +198,7 @@ def test_the_table_of_dtypes_is_complete(tmp_path: Path) -> None:
             )
 
 
-def test_the_examples_are_real() -> None:
+def test_the_examples_equal_real_bytes() -> None:
     """The bytes on the page are the bytes of the golden record and of the encoded plain value."""
     text = DOCUMENT.read_text(encoding="utf-8")
     golden = GOLDEN.read_bytes()

@@ -134,7 +134,7 @@ def test_damaged_input_exhaustively(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_cut_is_noticed(tmp_path: Path, kind: str) -> None:
+def test_every_truncation_is_found(tmp_path: Path, kind: str) -> None:
     """A file truncated at any byte is an error, and so is a manifest with bytes after the end."""
     name, data, _ = seeds(tmp_path)[kind]
     store = MemoryStore(f"cut-{kind}")
@@ -160,7 +160,7 @@ CALLS = {
 
 @pytest.mark.parametrize("where", ["file", "metadata"])
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_that_a_pickle_calls_is_run(tmp_path: Path, call: str, where: str) -> None:
+def test_calls_in_a_pickle_are_not_run(tmp_path: Path, call: str, where: str) -> None:
     """A pickle's call never runs. The index lists the refused entry with the name of the function."""
     pickled = b"\x80\x04}X\x01\0\0\0x" + CALLS[call] + b"s."
     if where == "metadata":

@@ -58,7 +58,7 @@ def test_golden_bytes() -> None:
     assert summarize_manifest(GOLDEN.read_bytes()).bytes == 1980
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+def test_every_flipped_bit_is_found() -> None:
     """The CRC covers the whole file."""
     data = encode_manifest(small_index())
     for bit in range(0, 8 * len(data), 5):
@@ -202,7 +202,7 @@ def bits(value: Any) -> Any:
 
 @examples(200)
 @given(values)
-def test_plain_values_come_back(value: Any) -> None:
+def test_plain_values_round_trip(value: Any) -> None:
     """Decoded values have the exact types, order of keys, and bits of floats."""
     encoded = encode_plain(value)
     assert encoded is not None
@@ -234,7 +234,7 @@ Point = collections.namedtuple("Point", "x y")
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_anything_else_is_not_plain(value: Any) -> None:
+def test_other_values_are_not_plain(value: Any) -> None:
     """A subclass or foreign object, at any depth, is refused, because decoding would return another type."""
     assert encode_plain(value) is None
 

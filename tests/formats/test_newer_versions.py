@@ -131,7 +131,7 @@ def test_a_later_minor_version_that_cannot_be_read(tmp_path: Path, change: Any) 
         dcp.open_index(tmp_path / "newer")
 
 
-def test_a_later_minor_version_with_more_in_it_is_read(tmp_path: Path) -> None:
+def test_additions_of_a_later_minor_version_are_ignored(tmp_path: Path) -> None:
     """Unknown additions are ignored. Paths that cannot be decoded raise an error only when used."""
     more = changed(tmp_path / "more", lambda fields: fields.update(novelty={"x": [1]}), [1, 7])
     assert dcp.read(more)["n"] == {"a": 1}

@@ -63,7 +63,7 @@ def test_damage_to_our_own_metadata_does_not_hide_the_manifest(
 
 
 @pytest.mark.parametrize("name", [MANIFEST, METADATA])
-def test_a_damaged_truth_is_an_error_with_its_path(tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_an_error_with_its_path(tmp_path: Path, name: str) -> None:
     """A reader does not use the other file or older data in place of a damaged file."""
     save(tmp_path, 1)
     if name == METADATA:
@@ -77,7 +77,7 @@ def test_a_damaged_truth_is_an_error_with_its_path(tmp_path: Path, name: str) ->
     assert str(caught.value.path) == str(path)
 
 
-def test_nothing_committed_is_said_so(tmp_path: Path) -> None:
+def test_the_error_without_a_commit_says_so(tmp_path: Path) -> None:
     """With data files but no commit, the error says that a save failed and which files are missing."""
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint.*manifest\.msgpack.*Check the path"):
         dcp.open_index(tmp_path)
@@ -106,7 +106,7 @@ def save_alone(rank: int, world_size: int, folder: str, kind: str) -> None:
     dist.barrier()
 
 
-def test_saves_of_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
+def test_saves_without_collectives_are_merged(tmp_path: Path) -> None:
     """The merged index has each rank's box of the matrix, equal replicas once, and single ranks' entries."""
     run_ranks(2, save_alone, str(tmp_path), "")
     index = dcp.open_index(tmp_path)
@@ -125,7 +125,7 @@ def test_saves_of_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
     assert seen(tmp_path) == ("dcp", 5)  # a later save of all ranks replaces the saves of single ranks
 
 
-def test_saves_of_stocks_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -> None:
+def test_stocks_saves_without_collectives_are_merged(tmp_path: Path) -> None:
     """Several ``__{rank}.metadata`` are merged without manifests; unfinished files are ignored."""
     run_ranks(2, save_alone, str(tmp_path), "stock")
     (tmp_path / "__0.metadata.tmp").write_bytes(b"not yet")
@@ -139,9 +139,7 @@ def test_saves_of_stocks_ranks_on_their_own_are_one_checkpoint(tmp_path: Path) -
         ("shapes", CheckpointFormatError, r"'same' is .* in the part of rank 0, but .* rank 1,"),
     ],
 )
-def test_saves_that_contradict_each_other_are_not_merged(
-    tmp_path: Path, kind: str, error: Any, said: str
-) -> None:
+def test_contradictory_saves_are_not_merged(tmp_path: Path, kind: str, error: Any, said: str) -> None:
     """Different data of two ranks under one name is an error; no rank's data is dropped silently."""
     run_ranks(2, save_alone, str(tmp_path), kind)
     with pytest.raises(error, match=said):

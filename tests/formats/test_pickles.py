@@ -182,7 +182,7 @@ MALFORMED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed(name: str) -> None:
+def test_malformed_pickles_are_format_errors(name: str) -> None:
     """Bytes that no pickler writes are a format error, quickly, and never another exception."""
     tracemalloc.start()
     begin = time.thread_time()
@@ -235,7 +235,7 @@ FORGED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_forged_tensors(name: str) -> None:
+def test_forged_tensors_are_format_errors(name: str) -> None:
     """A pickled tensor that exceeds its storage, or is no tensor, is a format error."""
     with pytest.raises(CheckpointFormatError):
         decode_tensor_pickle(FORGED[name])

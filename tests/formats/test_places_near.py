@@ -31,14 +31,14 @@ def said(place: Path) -> str:
     return str(caught.value)
 
 
-def test_the_steps_below_a_run_are_told(runs: Path) -> None:
+def test_the_error_lists_steps_below_a_run(runs: Path) -> None:
     """Committed steps below are listed, the newest first."""
     assert f"{runs}/a holds no checkpoint: " in said(runs / "a")
     assert said(runs / "a").endswith("\nCheckpoints below it: step-10, step-9, step-2.")
     assert "\nFolders below it: files, b, a" in said(runs)
 
 
-def test_what_is_beside_a_missing_place_is_told(runs: Path) -> None:
+def test_the_error_lists_names_beside_a_missing_path(runs: Path) -> None:
     """Similar names beside a missing path are listed, or else all names of the nearest existing folder."""
     assert said(runs / "b/step-7") == (
         f"{runs}/b/step-7 holds no checkpoint: it does not exist.\n{runs}/b has step-1."

@@ -96,7 +96,7 @@ TENSORS: dict[str, torch.Tensor] = {
 
 
 @pytest.mark.parametrize(("crc", "alignment"), [(True, 1), (False, 65536)])
-def test_what_stock_saved_is_found(tmp_path: Path, crc: bool, alignment: int) -> None:
+def test_stock_records_of_any_layout_are_read(tmp_path: Path, crc: bool, alignment: int) -> None:
     """A load reads permuted layouts, parameters and any dtype, with any padding, also without checksums."""
     torch.serialization.set_crc32_options(crc)
     torch.utils.serialization.config.save.storage_alignment = alignment
@@ -136,7 +136,7 @@ def load(folder: Path) -> list[int]:
     return list(state["t"].tolist())
 
 
-def test_zips_of_other_writers_are_read_and_what_torch_never_writes_is_told(tmp_path: Path) -> None:
+def test_zips_of_other_writers_are_read_or_refused(tmp_path: Path) -> None:
     """Zip files with another layout than torch's are read; compressed and big-endian records are refused."""
     assert load(changed(tmp_path / "plain", lambda name, content: content)) == [0, 1, 2, 3, 4]
     with pytest.raises(UnsupportedFormatError, match=r"'t'.*compressed"):
@@ -168,7 +168,7 @@ class Evil:
         ("byteorder", b"middle", CorruptCheckpointError),
     ],
 )
-def test_records_that_do_not_add_up_are_refused(
+def test_inconsistent_records_are_refused(
     tmp_path: Path, suffix: str, content: bytes | None, error: type[CheckpointError], capsys: Any
 ) -> None:
     """A record with missing entries, wrong sizes, no tensor, or code is refused with the tensor's name."""

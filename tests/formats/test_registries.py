@@ -82,7 +82,7 @@ def with_faulty_readers(folder: Path) -> list[str]:
     return [told(partial(dcp.open_index, place)) for place in places]
 
 
-def test_a_reader_with_a_fault_costs_its_own_checkpoints(tmp_path: Path) -> None:
+def test_a_faulty_reader_affects_only_its_own_format(tmp_path: Path) -> None:
     """The error of a faulty reader is typed with path and format; other formats can still be read."""
     faulty, odd, lying = in_lab(with_faulty_readers, tmp_path)
     assert "UnsupportedFormatError" in faulty and str(tmp_path / "a.faulty") in faulty

@@ -81,7 +81,7 @@ def tensor(begin: int, end: int, shape: list[int], dtype: str = "U8") -> dict[st
     ],
     ids=lambda data: repr(data[8:40]),
 )
-def test_what_the_specification_forbids_is_refused(data: bytes) -> None:
+def test_files_against_the_specification_are_refused(data: bytes) -> None:
     """Holes, overlaps, wrong sizes, doubled keys and broken JSON raise the typed error, quickly."""
     tracemalloc.start()
     try:
@@ -137,7 +137,7 @@ def _assert_holds(index: CheckpointIndex, folder: Path, weights: dict[str, torch
         assert as_bytes(got) == as_bytes(weights[fqn])
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_a_single_file_is_read(tmp_path: Path) -> None:
     """A file is read by path, by folder, and under another name; its metadata becomes user metadata."""
     weights = _weights()
     path = tmp_path / "model.safetensors"
@@ -181,7 +181,7 @@ def test_torch_files_with_a_map(tmp_path: Path) -> None:
     assert index.payload_offsets[index.position["b"]] == index.payload_offsets[index.position["tied"]]
 
 
-def test_shards_that_stock_dcp_notes(tmp_path: Path) -> None:
+def test_shards_of_stocks_hugging_face_writer(tmp_path: Path) -> None:
     """Files with offsets by stock's HuggingFaceStorageWriter are shards of one tensor."""
     whole = torch.arange(30.0).view(6, 5)
     for number, rows in enumerate((slice(0, 2), slice(2, 6)), start=1):
@@ -261,7 +261,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_folders(tmp_path: Path, name: str) -> None:
+def test_damaged_folders_are_refused(tmp_path: Path, name: str) -> None:
     """An error names the file that is missing or inconsistent."""
     damage, error, text = DAMAGES[name]
     _sharded(tmp_path, _weights(7))
@@ -270,7 +270,7 @@ def test_damaged_folders(tmp_path: Path, name: str) -> None:
         dcp.open_index(tmp_path)
 
 
-def test_links_are_followed_only_if_asked(tmp_path: Path) -> None:
+def test_links_are_followed_only_on_request(tmp_path: Path) -> None:
     """A model hub's cache, a folder of links, is refused with an error that says how to read it."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()

@@ -82,7 +82,7 @@ def written(folder: Path, value: Any, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_structure_and_values_are_those_of_torch_load(tmp_path: Path, name: str) -> None:
+def test_structure_and_values_equal_torch_loads(tmp_path: Path, name: str) -> None:
     """Values, types, order of keys, nesting, dtypes and bits equal those of torch.load."""
     value = CASES[name]
     path = written(tmp_path, value() if callable(value) else value)
@@ -97,7 +97,7 @@ class Custom:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_what_cannot_be_read_spoils_its_own_entry_alone(tmp_path: Path) -> None:
+def test_unreadable_entries_do_not_affect_others(tmp_path: Path) -> None:
     """Foreign classes, sparse and quantised tensors are listed with a reason; other entries can be read."""
     state = {
         "good": torch.arange(3.0),

@@ -36,7 +36,7 @@ from tests.support.formats_indexes import (
     [rich_state_dict, lambda: {"a": {"b": 1}, "c": "x"}, lambda: {"t": torch.ones(3)}, dict],
     ids=["rich", "objects", "tensor", "nothing"],
 )
-def test_real_saves(tmp_path: Path, state_dict: Callable[[], dict[str, Any]]) -> None:
+def test_the_index_of_real_saves(tmp_path: Path, state_dict: Callable[[], dict[str, Any]]) -> None:
     """The index of a stock save agrees with its Metadata objects."""
     metadata = stock_save(tmp_path, state_dict())
     index = decode_torch_metadata((tmp_path / ".metadata").read_bytes())
@@ -109,7 +109,7 @@ def test_missing_place_is_corruption() -> None:
         ({"storage_meta": "text"}, CheckpointFormatError, "StorageMeta"),
     ],
 )
-def test_wrong_kinds(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_values_of_wrong_types_are_named(changes: dict[str, Any], error: type[Exception], match: str) -> None:
     """A value of a type that stock torch does not write is an error that names the place."""
     with pytest.raises(error, match=match):
         decode(small_metadata(**changes))
@@ -145,7 +145,7 @@ def change_chunk(offsets: Any, sizes: Any) -> Metadata:
         (change_chunk((1 << 70, 0), (1, 1)), "did not complete"),
     ],
 )
-def test_wrong_tensors(metadata: Metadata, match: str) -> None:
+def test_invalid_tensor_entries_are_refused(metadata: Metadata, match: str) -> None:
     """Invalid sizes, boxes outside the tensor and properties that dcp cannot hold are refused."""
     with pytest.raises((CheckpointFormatError, CorruptCheckpointError), match=match):
         decode(metadata)
@@ -167,7 +167,7 @@ def test_shared_chunk_lists_are_refused() -> None:
         decode(metadata)
 
 
-def test_endless_planner_data() -> None:
+def test_self_referring_planner_data() -> None:
     """Self-referring planner data is dropped, and exponentially repeated data is refused, both quickly."""
     endless: list[Any] = []
     endless.append(endless)

@@ -22,7 +22,7 @@ def decode(index: CheckpointIndex) -> Metadata:
     return metadata
 
 
-def test_equals_what_stock_wrote(tmp_path: Path) -> None:
+def test_encoded_metadata_equals_stocks(tmp_path: Path) -> None:
     """The metadata of a stock save, decoded and encoded by dcp, is equal: each object has exactly the
     attributes of stock torch."""
     original = stock_save(tmp_path, rich_state_dict())

@@ -159,7 +159,7 @@ def as_numpy(text: str) -> tuple[Any, ...]:
 
 @examples(80)
 @given(case=slicings())
-def test_slices_are_numpys(
+def test_slices_equal_numpys(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], tuple[int, ...], str]
 ) -> None:
     """Any slices of any sharding equal numpy's indexing of the whole, and fail if numpy fails."""

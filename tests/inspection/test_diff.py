@@ -67,7 +67,7 @@ def test_equal_checkpoints_are_equal_by_their_checksums(tmp_path: Path, save: Sa
     assert is_empty(diff(a, b, "--no-values")) or save is save_stock
 
 
-def test_every_kind_of_difference_is_told(tmp_path: Path) -> None:
+def test_every_kind_of_difference_is_reported(tmp_path: Path) -> None:
     """Added and removed tensors, other shapes, dtypes and values are reported, with the distance."""
     generator = torch.Generator().manual_seed(0)
     same, weight = torch.randn(40, generator=generator), torch.randn(300, 500, generator=generator)
@@ -116,7 +116,7 @@ def test_shardings_do_not_matter(tmp_path: Path, cut_a: tuple[int, int], cut_b: 
     assert unread["values"] is None
 
 
-def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
+def test_bits_are_compared_and_nonfinite_counted_apart(tmp_path: Path) -> None:
     """Elements differ if their bits differ. Infinities are counted apart and left out of the distance."""
     before = torch.tensor([math.nan, 0.0, math.inf, 1.0, 2.0, -math.inf])
     after = torch.tensor([math.nan, -0.0, 5.0, 1.0, 2.5, math.inf])
@@ -126,7 +126,7 @@ def test_bits_decide_and_nonfinite_is_counted_apart(tmp_path: Path) -> None:
     assert values["relative_l2"] == pytest.approx(0.5 / math.sqrt(5))
 
 
-def test_what_has_become_nan_has_no_distance(tmp_path: Path) -> None:
+def test_a_tensor_that_became_nan_has_no_distance(tmp_path: Path) -> None:
     """The distance of a tensor without finite pairs is None, not 0; other tensors keep their distance."""
     nan, ones = torch.full((4,), math.nan), torch.ones(4)
     before = {"all": ones, "half": ones, "late": nan}
@@ -157,7 +157,7 @@ def test_differences_of_other_dtypes(
 
 
 @pytest.mark.parametrize(("save_a", "save_b"), [(save_ours, save_ours), (save_ours, save_stock)])
-def test_values_that_are_no_tensors(tmp_path: Path, save_a: Save, save_b: Save) -> None:
+def test_plain_and_pickled_values_are_compared(tmp_path: Path, save_a: Save, save_b: Save) -> None:
     """Plain values are compared by value and type, pickled values by their pickles."""
     a = {"w": torch.ones(2), "step": 1, "lr": 0.1, "gone": 1, "one": 1, "nan": math.nan}
     b = {"w": torch.ones(2), "step": 2, "lr": 0.1, "new": [1, 2], "one": 1.0, "nan": math.nan}
@@ -174,7 +174,7 @@ def test_values_that_are_no_tensors(tmp_path: Path, save_a: Save, save_b: Save) 
     assert (found["equal_objects"], found["tensors"]) == (4, [])
 
 
-def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
+def test_names_are_selected_and_renamed(tmp_path: Path) -> None:
     """``--rename`` maps names of the first checkpoint, then globs apply; clashes are errors."""
     first = {"model.a": torch.ones(3), "model.b": torch.ones(4), "optim.x": torch.ones(5)}
     a = save_ours(tmp_path / "a", first)
@@ -194,7 +194,7 @@ def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
         assert refused.status == 3 and words in refused.err
 
 
-def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
+def test_damage_is_an_error_not_a_difference(tmp_path: Path) -> None:
     """Damaged bytes and missing files are errors, and never compared as values."""
     weight = torch.randn(5000, 30)
     a, b = save_ours(tmp_path / "a", {"w": weight}), save_ours(tmp_path / "b", {"w": weight + 1})

@@ -99,7 +99,7 @@ def test_saves_by_ranks_know_the_digests_of_one_process(how: str, world: int, tm
     assert known(tmp_path / "ranks") == by_name(tmp_path / "ranks", "--recompute")
 
 
-def test_formats_and_options_of_writers_do_not_show(tmp_path: Path) -> None:
+def test_digests_are_equal_for_all_writers(tmp_path: Path) -> None:
     """torch.save, safetensors, several files, bare payloads and async_save give equal digests."""
     state = {name: tensor for name, tensor in full_state().items() if name != "complex"}
     dcp.save(state, storage_writer=writer(tmp_path / "one"))
@@ -126,7 +126,7 @@ DTYPES = "float64 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz int
 DTYPES += " uint64 bool complex64 complex128"
 
 
-def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
+def test_digests_of_views_equal_those_of_copies(tmp_path: Path) -> None:
     """Transposed, expanded, narrowed, tied and conjugate tensors of all dtypes have their copies' digests."""
     base = torch.arange(600, dtype=torch.float32).reshape(20, 30)
     state: State = {
@@ -148,7 +148,7 @@ def test_every_dtype_strides_ties_and_parts_of_memory(tmp_path: Path) -> None:
     assert by_name(tmp_path / "copies.pt") == {name: found[name] for name in copies}
 
 
-def test_a_changed_bit_row_shape_or_name_is_another_digest(tmp_path: Path) -> None:
+def test_a_change_of_bits_shape_or_name_changes_digests(tmp_path: Path) -> None:
     """One bit, two swapped rows, another shape or dtype of the same bytes change a tensor's digest; other
     names change the digest of the checkpoint."""
     weight = torch.randn(64, 40)
@@ -168,7 +168,7 @@ HALVES = {"rules": [{"from": {"a": "(x + y) c"}, "to": {"top": "x c", "low": "c 
 """A map that splits the rows of one tensor, and transposes the second part."""
 
 
-def test_conversions_keep_digests_of_what_they_do_not_change(tmp_path: Path) -> None:
+def test_conversions_keep_digests_of_unchanged_tensors(tmp_path: Path) -> None:
     """Renamed and selected tensors keep digests, cast and mapped tensors get new ones, a merge has none."""
     state = {"a": torch.randn(30, 40), "b": torch.randn(7), "c": torch.arange(9)}
     dcp.save(state, storage_writer=writer(tmp_path / "one"))
@@ -219,7 +219,7 @@ def sealed(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("fqn", ["a", "empty", "scalar"])
-def test_a_manifest_that_tells_another_digest_is_found_out(tmp_path: Path, fqn: str) -> None:
+def test_verify_finds_a_wrong_digest_in_a_manifest(tmp_path: Path, fqn: str) -> None:
     """verify names the tensor of a wrong digest in a manifest with a valid checksum and undamaged data."""
     state = {"a": torch.randn(30, 7), "empty": torch.zeros(0, 3), "scalar": torch.tensor(-0.0)}
     dcp.save(state, storage_writer=writer(tmp_path))

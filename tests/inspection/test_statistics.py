@@ -122,7 +122,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_statistics_are_torchs(ours: Path, tmp_path: Path, kind: str) -> None:
+def test_statistics_equal_torchs(ours: Path, tmp_path: Path, kind: str) -> None:
     """Each dtype has correct statistics, with NaN and infinities apart, subnormal numbers and large means."""
     state = tensors()
     found = statistics(ours if kind == "ours" else save_stock(tmp_path / "x", tensors()))
@@ -152,7 +152,7 @@ def test_the_total_is_that_of_all_elements(
     assert_describes(found["total"], torch.cat([array.to(torch.float64) for array in arrays]))
 
 
-def test_globs_choose_tensors(tmp_path: Path) -> None:
+def test_globs_select_tensors(tmp_path: Path) -> None:
     """Only selected tensors are read. A selection of nothing fails, and too few bins are a usage error."""
     state = {"m": {"a": torch.ones(40), "b": torch.ones(90_000)}, "o": torch.ones(60)}
     folder = save_ours(tmp_path / "x", state)

@@ -97,13 +97,13 @@ SOME_AND_ALL = [11, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("every", SOME_AND_ALL)
-def test_every_byte_of_our_files_is_watched(tmp_path: Path, every: int) -> None:
+def test_a_flip_of_any_byte_is_found(tmp_path: Path, every: int) -> None:
     """A bit flipped anywhere in a data file is found: in payloads, values and records."""
     folder = save_ours(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
     assert flips_not_found(folder, range(0, data_file(folder).stat().st_size, every)) == []
 
 
-def test_a_truncated_file_is_found_with_the_tensors_it_costs(tmp_path: Path) -> None:
+def test_a_truncated_file_is_found_with_its_lost_tensors(tmp_path: Path) -> None:
     """The wrong size and each unreadable payload are findings, and the rest is still checked."""
     folder = save_ours(tmp_path / "x", {"first": torch.ones(5000), "last": torch.ones(5000)})
     with data_file(folder).open("r+b") as file:
@@ -148,7 +148,7 @@ def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
     assert "missing" in only_finding(folder)["message"]
 
 
-def test_a_save_of_stock_torch_over_ours_is_found(tmp_path: Path) -> None:
+def test_a_save_of_stock_torch_over_dcp_is_found(tmp_path: Path) -> None:
     """The later save of stock torch is verified, and the old manifest is a finding."""
     folder = save_ours(tmp_path / "x")
     old = data_file(folder).name

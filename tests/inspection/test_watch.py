@@ -66,7 +66,7 @@ def many_beats(root: Path) -> Iterator[None]:
 # -- steps ---------------------------------------------------------------------------------------------------
 
 
-def test_every_consumer_is_given_every_step_once(tmp_path: Path) -> None:
+def test_every_consumer_gets_every_step_once(tmp_path: Path) -> None:
     """A consumer gets steps in order, also later commits of lower steps. Each consumer has its own cursor."""
     commit(tmp_path, 20, 10)
     assert given(tmp_path) == [10, 20]
@@ -81,7 +81,7 @@ def test_every_consumer_is_given_every_step_once(tmp_path: Path) -> None:
     assert given(tmp_path, "third") == [5, 10, 20, 30]
 
 
-def test_what_is_not_committed_is_not_given(tmp_path: Path) -> None:
+def test_uncommitted_steps_are_not_returned(tmp_path: Path) -> None:
     """Data without a manifest, a step under deletion and a damaged manifest are left out until a commit."""
     commit(tmp_path, 1, 2, 3, 4)
     (tmp_path / "step-00000001" / "manifest.msgpack").unlink()
@@ -93,7 +93,7 @@ def test_what_is_not_committed_is_not_given(tmp_path: Path) -> None:
     assert given(tmp_path) == [1, 3]
 
 
-def test_a_step_saved_anew_is_another_commit(tmp_path: Path) -> None:
+def test_a_step_saved_again_is_returned_again(tmp_path: Path) -> None:
     """A step saved again is returned again, before or after the acknowledgement or a deletion."""
     commit(tmp_path, 1)
     with dcp.watch(tmp_path, once=True) as steps:
@@ -112,7 +112,7 @@ def test_a_step_saved_anew_is_another_commit(tmp_path: Path) -> None:
     assert given(tmp_path) == [1]
 
 
-def test_what_is_deleted_before_its_turn_is_not_given(tmp_path: Path) -> None:
+def test_steps_deleted_after_listing_are_skipped(tmp_path: Path) -> None:
     """A step that is deleted after it was listed is skipped, so retention need not wait for consumers."""
     commit(tmp_path, 1, 2, 3)
     with dcp.watch(tmp_path, once=True) as steps:
@@ -122,7 +122,7 @@ def test_what_is_deleted_before_its_turn_is_not_given(tmp_path: Path) -> None:
         assert [step.step for step in steps] == [3]
 
 
-def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
+def test_separate_cursors_and_damaged_cursors(tmp_path: Path) -> None:
     """cursor= allows a read-only run. A damaged cursor is an error that says what to do."""
     commit(tmp_path / "run", 1)
     assert given(tmp_path / "run", cursor=tmp_path / "mine") == [1]
@@ -138,7 +138,7 @@ def test_a_cursor_elsewhere_and_one_that_is_none(tmp_path: Path) -> None:
 # -- one process at a time -----------------------------------------------------------------------------------
 
 
-def test_two_of_one_name(tmp_path: Path) -> None:
+def test_a_second_consumer_of_one_name_is_refused(tmp_path: Path) -> None:
     """A second process is refused while the first sends heartbeats, and gets steps after the first closed."""
     commit(tmp_path, 1, 2)
     with dcp.watch(tmp_path, once=True) as first:
@@ -153,7 +153,7 @@ def test_two_of_one_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive  # takes half a minute
-def test_a_holder_elsewhere_is_gone_when_its_beats_are(tmp_path: Path) -> None:
+def test_a_holder_without_heartbeats_loses_the_cursor(tmp_path: Path) -> None:
     """A holder on another machine without heartbeats loses the cursor, and can then acknowledge no step."""
     commit(tmp_path, 1, 2)
     first = dcp.watch(tmp_path, once=True)
@@ -200,7 +200,7 @@ def lines_of(log: Path, count: int) -> list[str]:
     raise AssertionError(f"{log} has not got {count} lines")
 
 
-def test_steps_as_lines(tmp_path: Path) -> None:
+def test_watch_prints_a_line_for_each_step(tmp_path: Path) -> None:
     """Each line is a path, or JSON. --once ends with status 0, without output if no step is new."""
     commit(tmp_path, 1, 2)
     shown = run("watch", tmp_path, "--once")
@@ -214,7 +214,7 @@ def test_steps_as_lines(tmp_path: Path) -> None:
     assert rows[0].keys() == facts
 
 
-def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
+def test_watch_runs_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
     """The command, run without a shell, gets the path for {} and in the environment; it writes to stderr."""
     root = tmp_path / "a run; with 'quotes'"
     commit(root, 1, 2)
@@ -226,7 +226,7 @@ def test_a_command_for_each_step(tmp_path: Path, begun: list[Program]) -> None:
     assert err.splitlines() == ["True 1", "True 2"]
 
 
-def test_a_command_that_fails(tmp_path: Path) -> None:
+def test_a_failed_command_ends_watch(tmp_path: Path) -> None:
     """After the given number of tries the status is 1, and the next watch begins with the same step."""
     commit(tmp_path / "run", 1, 2)
     log = tmp_path / "log"
@@ -241,7 +241,7 @@ def test_a_command_that_fails(tmp_path: Path) -> None:
     assert (missing.status, "/no/such" in missing.err) == (3, True)
 
 
-def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> None:
+def test_watch_killed_during_a_command(tmp_path: Path, begun: list[Program]) -> None:
     """After a kill the next watch starts at once with the step of the running command, not an earlier one.
     The old command is ended."""
     root, log = tmp_path / "run", tmp_path / "log"
@@ -264,7 +264,7 @@ def test_killed_while_a_command_runs(tmp_path: Path, begun: list[Program]) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it(tmp_path: Path, begun: list[Program], number: int) -> None:
+def test_a_signal_ends_watch(tmp_path: Path, begun: list[Program], number: int) -> None:
     """A signal ends a waiting or working watch and its command, and releases the cursor."""
     root, log = tmp_path / "run", tmp_path / "log"
     commit(root, 1)

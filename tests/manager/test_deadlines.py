@@ -85,7 +85,7 @@ def stop(manager: dcp.CheckpointManager, step: int) -> dcp.state_dict_saver.Save
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.exhaustive)])
-def test_what_fits_is_saved_whole(tmp_path: Path, mode: Any) -> None:
+def test_a_state_that_fits_is_saved_whole(tmp_path: Path, mode: Any) -> None:
     """If time remains, judged by earlier saves, the whole state is saved. Without earlier saves the weights
     are committed first, and then replaced by the whole state."""
     for number, root in enumerate((tmp_path / "known", tmp_path / "unknown")):
@@ -121,7 +121,7 @@ def partial_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return root, seen, manager
 
 
-def test_what_does_not_fit_leaves_the_weights(partial_run: PartialRun) -> None:
+def test_a_save_that_does_not_fit_leaves_the_weights(partial_run: PartialRun) -> None:
     """The save of the whole state is cancelled in time and is no failure; the save of the weights stays."""
     root, seen, manager = partial_run
     assert manager.failures == 0
@@ -129,7 +129,7 @@ def test_what_does_not_fit_leaves_the_weights(partial_run: PartialRun) -> None:
     assert contents(root) == {1: WHOLE, 2: WHOLE}
 
 
-def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: PartialRun) -> None:
+def test_restore_prefers_a_whole_step_to_weights(partial_run: PartialRun) -> None:
     """`restore` prefers an older whole step to newer weights, unless `only=` asks for the weights."""
     state, seen = state_of(0), Recorder()
     with manager_of(partial_run[0], on_event=seen) as manager:
@@ -149,7 +149,7 @@ def test_a_resume_takes_the_whole_step_before_the_weights(partial_run: PartialRu
         assert (newest.step, weights["app"]["net"]["model"]["w"][0].item()) == (2, 2.0)
 
 
-def test_weights_alone_push_no_whole_step_out(partial_run: PartialRun) -> None:
+def test_retention_does_not_count_steps_of_weights(partial_run: PartialRun) -> None:
     """Retention does not count a step with weights only; the step may be saved again as a whole."""
     with manager_of(partial_run[0], keep=dcp.Retention(last=1)) as manager:
         manager.save(2, state_of(22), force=True)
@@ -160,7 +160,7 @@ def test_weights_alone_push_no_whole_step_out(partial_run: PartialRun) -> None:
 
 
 @pytest.mark.exhaustive
-def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
+def test_without_time_for_weights_no_files_are_left(tmp_path: Path) -> None:
     """Without time for the weights neither folder nor files are left."""
     slow, seen = Slow(0.03), Recorder()
     manager = deadline_manager(tmp_path, slow, on_event=seen)
@@ -173,7 +173,7 @@ def test_without_time_for_the_weights_nothing_is_left(tmp_path: Path) -> None:
     assert seen.steps("saved") == [1]
 
 
-def test_once_the_deadline_has_passed_nothing_is_begun(tmp_path: Path) -> None:
+def test_no_save_begins_after_the_deadline(tmp_path: Path) -> None:
     """After the deadline no save begins, and an event gives the reason."""
     seen = Recorder()
     with deadline_manager(tmp_path, grace_seconds=0.01, on_event=seen) as manager:
@@ -202,7 +202,7 @@ def test_weights_never_replace_a_whole_state(tmp_path: Path) -> None:
     assert state["app"].version == 2.0
 
 
-def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
+def test_a_hanging_storage_does_not_delay_the_end(tmp_path: Path) -> None:
     """A hanging storage does not delay `save` or `close` much beyond the deadline; nothing is committed."""
     gate = Gate()
     writer = writer_with(gate, "create", "*")
@@ -217,7 +217,7 @@ def test_a_storage_that_hangs_does_not_keep_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mode: Any) -> None:
+def test_the_deadline_cancels_a_save_between_steps(tmp_path: Path, mode: Any) -> None:
     """The deadline cancels a save even if no step is called meanwhile. The notice with the least time counts,
     and a notice file that existed at the start counts only after it is created again."""
     writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=0.3)])
@@ -247,7 +247,7 @@ def test_what_is_under_way_is_called_off_though_no_step_comes(tmp_path: Path, mo
         ({"/x": "soon"}, "above 0"),
     ],
 )
-def test_what_is_no_notice_is_refused(tmp_path: Path, grace: Any, word: str) -> None:
+def test_invalid_notices_are_refused(tmp_path: Path, grace: Any, word: str) -> None:
     """An invalid notice, or a grace period without a handled signal, raises OptionError with the reason."""
     with pytest.raises(OptionError, match=word):
         dcp.CheckpointManager(tmp_path, grace_seconds=grace)

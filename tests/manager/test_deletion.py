@@ -84,7 +84,7 @@ def save_more(root: WatchedRoot, step: int, **options: Any) -> Recorder:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_goes_with_its_folder_and_no_other(tmp_path: Path, kind: str) -> None:
+def test_a_checkpoint_is_deleted_with_its_folder(tmp_path: Path, kind: str) -> None:
     """A checkpoint of any kind is deleted with its folder; the event has the freed bytes."""
     root = WatchedRoot(tmp_path)
     for step in (1, 2):
@@ -96,7 +96,7 @@ def test_a_checkpoint_goes_with_its_folder_and_no_other(tmp_path: Path, kind: st
     assert seen_by_dcp(root.path(2)) == 2
 
 
-def test_data_goes_after_what_refers_to_it(tmp_path: Path) -> None:
+def test_data_is_deleted_after_references(tmp_path: Path) -> None:
     """Deletion order: notes with the intent, `.metadata`, manifest, data, notes, folder. If the `.metadata`
     of stock torch is the newer commit, the manifest precedes it, and parts of ranks precede both."""
     root = WatchedRoot(tmp_path)
@@ -114,7 +114,7 @@ def test_data_goes_after_what_refers_to_it(tmp_path: Path) -> None:
     assert deleted[:4] == ["__12.manifest.msgpack", "__3.metadata", "manifest.msgpack", ".metadata"]
 
 
-def test_only_what_can_be_of_it_is_deleted(tmp_path: Path) -> None:
+def test_only_files_of_the_checkpoint_are_deleted(tmp_path: Path) -> None:
     """Files of the checkpoint and of killed saves are deleted; a user's files and newer files stay."""
     root = WatchedRoot(tmp_path)
     save_version(folder := root.path(1), 1)
@@ -132,7 +132,7 @@ def test_only_what_can_be_of_it_is_deleted(tmp_path: Path) -> None:
     assert dcp.CheckpointManager(root.url).all_steps() == []
 
 
-def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
+def test_a_pin_prevents_every_deletion(tmp_path: Path) -> None:
     """A pin stops deletion by the manager, by ``dcp rm``, and by a queued deletion, until it is removed."""
     root = WatchedRoot(tmp_path)
     gate = Gate()
@@ -160,7 +160,7 @@ def test_a_pin_keeps_a_checkpoint_from_everybody(tmp_path: Path) -> None:
 # -- failing storage -----------------------------------------------------------------------------------------
 
 
-def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_deletion_is_retried(tmp_path: Path) -> None:
     """A failed deletion is retried from where it failed. After the last attempt an event gives the reason,
     the step is no longer listed, and the next manager deletes it."""
     root = WatchedRoot(tmp_path)
@@ -185,7 +185,7 @@ def test_a_deletion_that_fails_is_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before_the_cut", [True, False])
-def test_a_save_that_commits_meanwhile_wins(tmp_path: Path, before_the_cut: bool) -> None:
+def test_a_save_committed_during_a_deletion_wins(tmp_path: Path, before_the_cut: bool) -> None:
     """A save that commits during a deletion keeps its notes and files, whether the commit precedes the
     removal of the old commit or only the removal of the old data."""
     root = WatchedRoot(tmp_path)
@@ -207,7 +207,7 @@ def test_a_save_that_commits_meanwhile_wins(tmp_path: Path, before_the_cut: bool
     assert seen.steps("deleted") == ([] if before_the_cut else [1])
 
 
-def test_a_save_takes_its_step_from_the_queue(tmp_path: Path) -> None:
+def test_a_save_removes_its_step_from_the_queue(tmp_path: Path) -> None:
     """A save of a step takes the step out of the deletion queue, or waits for its running deletion."""
     root, gate = WatchedRoot(tmp_path), Gate()
     for step in (1, 2):

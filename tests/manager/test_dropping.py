@@ -68,7 +68,7 @@ def there(root: Path, steps: range) -> list[str]:
 
 
 @pytest.mark.parametrize("torch_compatible", [True, False])
-def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compatible: bool) -> None:
+def test_separate_files_of_an_optimizer_are_deleted(tmp_path: Path, torch_compatible: bool) -> None:
     """An optimizer in separate files is dropped by deleting them; the freed bytes are those of the
     preview."""
     save_apart(tmp_path, torch_compatible=torch_compatible)
@@ -92,9 +92,7 @@ def test_files_of_its_own_go_and_nothing_is_written(tmp_path: Path, torch_compat
 
 
 @pytest.mark.parametrize("save", [save_mixed, save_stock])
-def test_a_file_of_both_stays_unless_it_may_be_rewritten(
-    tmp_path: Path, save: Callable[[Path], None]
-) -> None:
+def test_a_shared_file_stays_without_rewrite(tmp_path: Path, save: Callable[[Path], None]) -> None:
     """A file with both parts stays unless ``--rewrite`` is given. A rewrite keeps an aligned copy of the
     other part, and reports exactly the freed bytes."""
     save(tmp_path)
@@ -114,7 +112,7 @@ def test_a_file_of_both_stays_unless_it_may_be_rewritten(
     assert save is save_stock or (index.payload_offsets[large] % 64 == 0).all()
 
 
-def test_what_was_dropped_is_said(tmp_path: Path) -> None:
+def test_show_and_load_name_the_dropped_part(tmp_path: Path) -> None:
     """``dcp show`` and the error of a load name the dropped part. Names, digests and commit time stay, as
     does a weight with a name like an optimizer's."""
     save_apart(tmp_path, digests=True)
@@ -135,7 +133,7 @@ def test_what_was_dropped_is_said(tmp_path: Path) -> None:
     assert (set(found), set(found["app"])) == ({"app", "step"}, {"model"})
 
 
-def test_any_part_by_its_names_but_not_all(tmp_path: Path) -> None:
+def test_any_part_but_not_all_may_be_dropped(tmp_path: Path) -> None:
     """Any part may be dropped by a glob, also values that are no tensors; at least one tensor must stay."""
     save_mixed(tmp_path)
     for glob in ("app.model.optim_head*", "step"):
@@ -148,7 +146,7 @@ def test_any_part_by_its_names_but_not_all(tmp_path: Path) -> None:
     assert refused.status != 0 and "would leave no tensor" in refused.err
 
 
-def test_what_ranks_saved_on_their_own_and_what_is_pinned_stays_whole(tmp_path: Path) -> None:
+def test_pinned_steps_and_saves_without_collectives_stay(tmp_path: Path) -> None:
     """A pinned step, and a checkpoint saved without collectives (no single commit), are not changed."""
     alone, pinned = tmp_path / "alone", tmp_path / "run"
     dcp.save(full_state(), checkpoint_id=alone, use_collectives=False, no_dist=True)
@@ -164,7 +162,7 @@ def test_what_ranks_saved_on_their_own_and_what_is_pinned_stays_whole(tmp_path: 
     assert there(pinned, range(1, 4)) == ["whole", "weights", "whole"]
 
 
-def test_damage_in_what_stays_is_not_copied(tmp_path: Path) -> None:
+def test_a_rewrite_copies_no_damage(tmp_path: Path) -> None:
     """A rewrite checks the data against its checksums; if they differ, the checkpoint stays unchanged."""
     save_mixed(tmp_path)
     index = dcp.open_index(tmp_path)
@@ -188,7 +186,7 @@ def watched(folder: Path, *faults: Fault) -> str:
 
 
 @pytest.mark.parametrize("rewrite", [False, True])
-def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool) -> None:
+def test_a_save_committed_during_a_drop_wins(tmp_path: Path, rewrite: bool) -> None:
     """If a save commits during a drop, the drop fails, the save is whole, and no file is left over."""
     folder = WatchedRoot(tmp_path).path(1)
     (save_mixed if rewrite else save_apart)(folder)
@@ -198,7 +196,7 @@ def test_a_save_that_came_first_wins(tmp_path: Path, rewrite: bool) -> None:
     assert parts_there(folder, 2) == stock_sees(folder, 2) == "whole" and is_sound(folder)
 
 
-def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
+def test_a_save_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
     """If a drop commits during a save, the save fails, its files are removed, and the weights load."""
     folder = WatchedRoot(tmp_path).path(1)
     save_apart(folder)
@@ -208,7 +206,7 @@ def test_a_save_that_is_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
     assert parts_there(folder) == "weights" and is_sound(folder)
 
 
-def test_a_reader_that_is_overtaken_looks_again(tmp_path: Path) -> None:
+def test_a_load_overtaken_by_a_drop_retries(tmp_path: Path) -> None:
     """If a drop commits during a load, weights still load; a load of the optimizer says it was dropped."""
     for name in ("a", "b"):
         root = WatchedRoot(tmp_path / name)
@@ -241,7 +239,7 @@ def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
     assert all(is_sound(path) for path in tmp_path.iterdir())
 
 
-def test_a_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
+def test_restore_skips_a_step_without_its_optimizer(tmp_path: Path) -> None:
     """`restore` skips a step without its optimizer. A request for that step names one that has it, and
     weights alone are restored from the newest."""
     run(tmp_path, range(1, 4), None)
@@ -261,7 +259,7 @@ def test_a_restore_passes_over_what_lacks_its_optimizer(tmp_path: Path) -> None:
     assert seen.steps("skipped_partial") == [3]
 
 
-def test_steps_from_before_the_rule_are_left_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_from_before_the_rule_stay_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps saved before the rule have one file per rank, and the manager does not rewrite it: logged once a
     step. A step saved again under the rule has separate optimizer files, and they are dropped."""
     run(tmp_path, range(1, 3), None)
@@ -275,7 +273,7 @@ def test_steps_from_before_the_rule_are_left_whole(tmp_path: Path, caplog: pytes
     assert there(tmp_path, range(1, 3)) == ["weights", "whole"]
 
 
-def test_a_drop_that_fails_is_tried_after_the_next_save(tmp_path: Path) -> None:
+def test_a_failed_drop_is_retried_after_the_next_save(tmp_path: Path) -> None:
     """A failed drop is an event and is retried after the next save, with files of interrupted drops."""
     root = WatchedRoot(tmp_path)
     run(root.url, range(1, 2), OPTIMIZER)

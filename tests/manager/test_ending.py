@@ -51,7 +51,7 @@ def test_close_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
-def test_an_exception_in_the_loop_stays_the_exception(tmp_path: Path, on_failure: Any) -> None:
+def test_the_exception_of_the_loop_is_raised(tmp_path: Path, on_failure: Any) -> None:
     """The loop's exception is raised: the save under way is committed, and a failed one does not hide it."""
     with (
         pytest.raises(ZeroDivisionError),
@@ -123,7 +123,7 @@ def stops(manager: dcp.CheckpointManager, step: int) -> bool:
     return manager.stop_requested
 
 
-def test_the_users_handler_is_called_too_and_comes_back(tmp_path: Path, heard: list[int]) -> None:
+def test_the_users_handler_is_called_and_restored(tmp_path: Path, heard: list[int]) -> None:
     """SIGTERM reaches the user's handler and all open managers that handle it; the last `close` restores the
     user's handler."""
     users = signal.getsignal(signal.SIGTERM)
@@ -165,7 +165,7 @@ def _elastic(root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)
-def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(
+def test_a_run_resumes_after_torchrun_restarts_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a worker is killed before step 7, torchrun restarts all workers. They resume after step 6, and

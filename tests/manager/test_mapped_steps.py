@@ -37,7 +37,7 @@ def save_and_resume(rank: int, world_size: int, root: str, mode: str) -> None:
 @pytest.mark.parametrize(
     "mode", ["thread", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("sync", "process"))]
 )
-def test_steps_are_under_the_other_definition(tmp_path: Path, mode: str) -> None:
+def test_steps_are_stored_through_the_map(tmp_path: Path, mode: str) -> None:
     """Each step equals a mapped save; a restore by the inverse map skips damage, and saves continue."""
     run_ranks(2, save_and_resume, str(tmp_path), mode)
     assert [seen_by_dcp(tmp_path / f"step-{step:08d}") for step in (1, 3)] == [1, 1]
@@ -54,9 +54,7 @@ ALL: dict[str, Any] = {"from": "{name:*}", "to": "{name:*}"}
         (dcp.weight_map({"rules": [ALL]}, below="model"), r"does not map back to .*other"),
     ],
 )
-def test_a_map_that_does_not_lead_back_is_refused_by_the_save(
-    tmp_path: Path, weights: Any, lost: str
-) -> None:
+def test_a_save_refuses_a_map_without_inverse(tmp_path: Path, weights: Any, lost: str) -> None:
     """A save fails before any write if the map cannot be inverted: unknown sizes, a key dropped by a rule, or
     a key that the inverse would take for a weight."""
     with (
@@ -67,7 +65,7 @@ def test_a_map_that_does_not_lead_back_is_refused_by_the_save(
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_restore_through_a_map_of_its_own(tmp_path: Path) -> None:
+def test_a_restore_with_another_map(tmp_path: Path) -> None:
     """`restore(map=)` reads steps of an older model; `map=None` reads a mapped step as it is stored."""
     with manager_of(tmp_path, mode="sync") as manager:
         manager.save(1, version_apart(1))

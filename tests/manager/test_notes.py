@@ -57,7 +57,7 @@ def whole(run: Run) -> dict[str, Any]:
     return fields
 
 
-def test_the_document_has_the_bytes(tmp_path: Path) -> None:
+def test_the_docs_have_the_bytes_of_notes(tmp_path: Path) -> None:
     """docs/reference/format.md names every key, and its example has the bytes of a pinned step."""
     with manager_of(tmp_path, mode="sync", verify_saved="off") as manager:
         manager.save(1, state_at(1))
@@ -114,7 +114,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_no_writer_makes_counts_as_a_pin(run: Run, whole: dict[str, Any], name: str) -> None:
+def test_invalid_fields_count_as_a_pin(run: Run, whole: dict[str, Any], name: str) -> None:
     """Wrong types, missing fields and an excessive size count as a pin."""
     manager, path = run
     path.write_bytes(sealed(HOSTILE[name](whole)))

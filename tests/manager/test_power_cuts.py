@@ -32,7 +32,7 @@ def _restored(root: Path) -> int | None:
     return restored.step
 
 
-def test_nothing_durable_is_deleted_before_something_newer_is(tmp_path: Path) -> None:
+def test_a_power_cut_always_leaves_a_durable_step(tmp_path: Path) -> None:
     """With retention of one unsynced step, a step with its own values loads after a power cut at any time,
     whatever unsynced data is lost."""
     root = tmp_path / "run"

@@ -103,7 +103,7 @@ def _resume(rank: int, world_size: int, root: str, first: int, last: int) -> lis
     return [None if restored is None else (restored.step, restored.world_size), own]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
     """A run of 3 ranks is resumed by 2, 1 and 3; per_rank="keep" leaves a `PerRank` if the number differs."""
     fresh = {"rank": 0, "step": -1}
     assert run_ranks(3, _resume, str(tmp_path), 1, 4)[0] == [None, fresh]
@@ -164,7 +164,7 @@ def _clock(rank: int, world_size: int, root: str) -> list[int]:
     return saved
 
 
-def test_saves_by_the_clock_go_by_rank_0(tmp_path: Path) -> None:
+def test_saves_by_time_use_the_clock_of_rank_0(tmp_path: Path) -> None:
     """All ranks save the steps that are due by the clock of rank 0."""
     saved = run_ranks(3, _clock, str(tmp_path))
     assert saved[0] == saved[1] == saved[2]
@@ -206,7 +206,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str, on_failure: str) -> l
 
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
-def test_one_ranks_failure_is_all_ranks_failure(tmp_path: Path, on_failure: str) -> None:
+def test_a_failure_on_one_rank_fails_all_ranks(tmp_path: Path, on_failure: str) -> None:
     """If both attempts at step 3 and one at step 6 fail on rank 1, all ranks report it and training
     continues. With on_failure="raise" the ranks agree at step 4, and all raise at step 5."""
     for *told, raised in run_ranks(3, _one_rank_fails, str(tmp_path), on_failure):
@@ -229,7 +229,7 @@ def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
     return [text for text in told if "has not reached" in text]
 
 
-def test_ranks_that_do_not_save_are_told_of_early(tmp_path: Path) -> None:
+def test_ranks_that_do_not_save_are_warned_of(tmp_path: Path) -> None:
     """With ``if rank == 0:`` around save(), a warning comes after 30 s, or a quarter of a short timeout."""
     first, second = run_ranks(2, _only_rank_0_saves, str(tmp_path))
     assert second == []
@@ -297,7 +297,7 @@ def test_pins_and_deletions_may_be_called_on_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, _by_all, str(tmp_path)) == [[[1, 2], [2, 3]]] * 2
 
 
-def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
+def _group_after_manager(rank: int, world_size: int, root: str) -> list[str]:
     """Make a manager before init_process_group(), save after it, and return the errors."""
     group = torch.distributed.distributed_c10d._get_default_store()
     torch.distributed.destroy_process_group()
@@ -320,9 +320,9 @@ def _group_comes_and_goes(rank: int, world_size: int, root: str) -> list[str]:
     return messages
 
 
-def test_ranks_never_save_alone_because_the_group_is_not_there(tmp_path: Path) -> None:
+def test_a_save_before_init_process_group_is_refused(tmp_path: Path) -> None:
     """Before init_process_group() every rank seems to be the only one, so the manager refuses to save."""
-    for refused, before in run_ranks(2, _group_comes_and_goes, str(tmp_path)):
+    for refused, before in run_ranks(2, _group_after_manager, str(tmp_path)):
         assert "one of 2 processes" in refused
         assert "created before init_process_group()" in before
     assert not list(tmp_path.iterdir())
@@ -383,7 +383,7 @@ def _one_is_mistaken(
         ),
     ],
 )
-def test_what_one_rank_calls_wrongly_fails_the_save_of_all(
+def test_a_wrong_argument_on_one_rank_fails_all_ranks(
     tmp_path: Path, mistake: str, at: int, options: dict[str, Any], stops: bool
 ) -> None:
     """A wrong argument on one rank fails the save on all ranks at once with the reason, where the other ranks

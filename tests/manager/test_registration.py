@@ -46,7 +46,7 @@ def saved(root: Path, url: str, steps: range, **options: Any) -> dcp.CheckpointM
     return manager
 
 
-def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreachable_catalog(tmp_path: Path, closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
     """With an unreachable catalog saves and `close` succeed with one warning; the next manager registers."""
     with caplog.at_level(logging.WARNING, "dcp.manager.catalog"):
         manager = saved(tmp_path, f"http://127.0.0.1:{closed_port}", range(1, 3), close_seconds=0.5)
@@ -60,7 +60,7 @@ def test_a_catalog_that_is_away(tmp_path: Path, closed_port: int, caplog: pytest
     assert spooled(tmp_path) == []
 
 
-def test_a_catalog_that_hangs(tmp_path: Path) -> None:
+def test_a_hanging_catalog(tmp_path: Path) -> None:
     """A request without an answer delays no save, and `close` by at most close_seconds."""
     with scripted_service(lambda asked: Answer(hang=True)) as service:
         catalog = dcp.CatalogRegistration(service.url, request_seconds=60, close_seconds=0.2)
@@ -74,7 +74,7 @@ def test_a_catalog_that_hangs(tmp_path: Path) -> None:
     assert [body["step"] for body in spooled(tmp_path)] == [1, 2, 3]
 
 
-def test_a_trainer_that_is_killed(tmp_path: Path, closed_port: int) -> None:
+def test_registrations_of_a_killed_trainer(tmp_path: Path, closed_port: int) -> None:
     """Registrations of a trainer killed by SIGKILL are on disk, and the next manager sends them."""
     script = f"""
 import os, signal, time, torch, dcp
@@ -95,7 +95,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         ]
 
 
-def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_registrations_are_retried_or_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A request is repeated in order after a temporary error, or while the service does not see the
     checkpoint. A rejected registration is logged with the reason and removed, and the next is sent."""
     statuses = iter([403, 429, 404, 201, 422, 201])
@@ -122,7 +122,7 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
     assert len(spooled(tmp_path)) == 1
 
 
-def test_a_run_in_the_catalog(tmp_path: Path) -> None:
+def test_the_catalog_has_the_run(tmp_path: Path) -> None:
     """After `close` the catalog has steps, metrics, run and tags, without the steps that retention deleted. A
     resumed run's step names the step that it was resumed from."""
     root, database = tmp_path / "main" / "llama", f"sqlite:///{tmp_path / 'catalog.sqlite'}"

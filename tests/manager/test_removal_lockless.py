@@ -56,7 +56,7 @@ class RemovalStage(Stage):
     ("kind", "every"),
     [(save, 5), *(pytest.param(kind, 1, marks=pytest.mark.exhaustive) for kind in (save, bare))],
 )
-def test_a_save_beside_a_removal(kind: object, every: int) -> None:
+def test_a_save_during_a_removal(kind: object, every: int) -> None:
     """The removed checkpoint is gone, and a checkpoint committed since stays whole. A save that began before
     the removal and ends after it raises CheckpointConflictError, and leaves no files."""
     scene = Scene((save,), [remove, save if kind is save else bare], compares_deletions=True)

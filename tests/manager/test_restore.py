@@ -77,7 +77,7 @@ def resume(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_resumes_where_the_one_before_ended(tmp_path: Path, mode: Any) -> None:
+def test_a_run_resumes_at_the_last_step(tmp_path: Path, mode: Any) -> None:
     """`restore` loads the newest or the requested step with `PerRank` values, and returns None without
     one."""
     with manager_of(tmp_path, mode=mode) as manager:
@@ -112,7 +112,7 @@ def test_checkpoints_of_other_tools_are_steps(tmp_path: Path) -> None:
     assert restored is not None and (restored.metrics, restored.user_metadata) == ({"loss": 5.0}, user)
 
 
-def test_nothing_committed_is_a_fresh_start(tmp_path: Path) -> None:
+def test_a_root_without_commit_is_a_fresh_start(tmp_path: Path) -> None:
     """A missing root, an empty root, and folders of incomplete saves are a fresh start."""
     assert resume(tmp_path / "none", version_state(0)) is None
     assert resume(tmp_path, version_state(0)) is None
@@ -126,7 +126,7 @@ def test_nothing_committed_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_step_is_skipped(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     """The older step is loaded whole; the damaged one causes an event with the reason, and one warning."""
     save_steps(tmp_path, 1, 2)
     DAMAGE[how](folder_of(tmp_path, 2))
@@ -140,7 +140,7 @@ def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str, caplog: pytest.
     assert [getattr(record, "dcp_event", record.message) for record in warned] == ["skipped_damaged"]
 
 
-def test_steps_that_are_all_damaged_are_no_fresh_start(tmp_path: Path) -> None:
+def test_a_run_of_damaged_steps_is_an_error(tmp_path: Path) -> None:
     """Each damaged step is skipped with its own reason; if no step is left, the error lists all of them."""
     save_steps(tmp_path, 1, 2, 3)
     damage(folder_of(tmp_path, 3))
@@ -156,7 +156,7 @@ def test_steps_that_are_all_damaged_are_no_fresh_start(tmp_path: Path) -> None:
     assert "is missing" in caught.value.reasons[1] and "step 1: " in str(caught.value)
 
 
-def test_a_damaged_step_is_noted_and_may_be_saved_anew(tmp_path: Path) -> None:
+def test_a_damaged_step_is_noted_and_can_be_saved_again(tmp_path: Path) -> None:
     """Retention does not count a damaged step, so the older good step stays; saved again it is good."""
     with manager_of(tmp_path) as manager:
         for step in (1, 2, 3):
@@ -214,7 +214,7 @@ def test_a_partial_load_does_not_mix_two_steps(tmp_path: Path) -> None:
 # -- errors without an older step ----------------------------------------------------------------------------
 
 
-def test_a_state_that_does_not_fit_the_newest_is_an_error(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_the_newest_step(tmp_path: Path) -> None:
     """If the state does not fit the newest step, no older step of another model is restored."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=folder_of(tmp_path, 1))
     dcp.save({"w": torch.ones(3), "v": torch.ones(1)}, checkpoint_id=folder_of(tmp_path, 2))
@@ -230,7 +230,7 @@ def test_a_state_that_does_not_fit_the_newest_is_an_error(tmp_path: Path) -> Non
         assert seen.events == []
 
 
-def test_what_is_refused_for_safety_is_no_damage(tmp_path: Path) -> None:
+def test_an_unsafe_pickle_is_not_damage(tmp_path: Path) -> None:
     """A pickled class outside the allow-list raises UnsafeObjectError; no older step is restored."""
     dcp.save({"o": 1}, checkpoint_id=folder_of(tmp_path, 1))
     dcp.save({"o": Opaque(2)}, checkpoint_id=folder_of(tmp_path, 2))
@@ -240,7 +240,7 @@ def test_what_is_refused_for_safety_is_no_damage(tmp_path: Path) -> None:
     assert resume(tmp_path, state, weights_only=False) is not None and isinstance(state["o"], Opaque)
 
 
-def test_a_manifest_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
+def test_a_manifest_of_a_newer_version_is_not_damage(tmp_path: Path) -> None:
     """A newer format version raises UnsupportedFormatError; no older step is restored, no damage recorded."""
     save_steps(tmp_path, 1, 2)
     manifest = folder_of(tmp_path, 2) / MANIFEST
@@ -252,7 +252,7 @@ def test_a_manifest_of_a_newer_version_is_no_damage(tmp_path: Path) -> None:
     assert seen.kinds("damaged", "skipped_damaged") == []
 
 
-def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None:
+def test_a_temporary_storage_error_is_retried(tmp_path: Path) -> None:
     """A temporary storage error is retried: the newest step is restored, and no damage is recorded."""
     root, seen = WatchedRoot(tmp_path), Recorder()
     save_steps(tmp_path, 1, 2)
@@ -262,7 +262,7 @@ def test_a_storage_that_fails_for_a_while_is_asked_again(tmp_path: Path) -> None
     assert version_of(state) == 2 and seen.kinds() == [("restored", 2)]
 
 
-def test_an_outage_does_not_set_training_back(tmp_path: Path) -> None:
+def test_an_outage_restores_no_older_step(tmp_path: Path) -> None:
     """A lasting storage error is raised after some tries, and says how to restore an older step."""
     root, seen = WatchedRoot(tmp_path), Recorder()
     save_steps(tmp_path, 1, 2)
@@ -275,7 +275,7 @@ def test_an_outage_does_not_set_training_back(tmp_path: Path) -> None:
     assert seen.events == []
 
 
-def test_a_step_that_vanishes_under_the_reader_is_no_damage(tmp_path: Path) -> None:
+def test_a_step_deleted_during_the_read_is_not_damage(tmp_path: Path) -> None:
     """If a step is deleted during the read, as by an old job's writer, the newest present step is
     restored."""
     root, seen = WatchedRoot(tmp_path), Recorder()
@@ -293,7 +293,7 @@ def test_a_step_that_vanishes_under_the_reader_is_no_damage(tmp_path: Path) -> N
     assert seen.steps("verify_failed") == []
 
 
-def test_an_optimizer_that_has_not_stepped_goes_on_where_the_saved_one_was(tmp_path: Path) -> None:
+def test_a_new_optimizer_continues_from_the_saved_state(tmp_path: Path) -> None:
     """A new optimizer without state is restored; the next step equals that of the saved run bit for bit."""
 
     def build(seed: int) -> dict[str, Any]:

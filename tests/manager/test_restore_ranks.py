@@ -49,7 +49,7 @@ def spoil(root: Path, step: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_damage_that_one_rank_sees_turns_all_ranks_back(tmp_path: Path, world_size: int) -> None:
+def test_damage_on_one_rank_turns_all_ranks_back(tmp_path: Path, world_size: int) -> None:
     """Damage in one rank's file makes all restore an older step, though others have filled their tensors."""
     assert run_ranks(world_size, resume_sharded, str(tmp_path)) == [None] * world_size
     run_ranks(world_size, save_sharded, str(tmp_path), [1, 2, 3])
@@ -61,7 +61,7 @@ def test_damage_that_one_rank_sees_turns_all_ranks_back(tmp_path: Path, world_si
     assert results == [(1, [1.0], 1, skipped, [3, 2])] * world_size
 
 
-def test_all_ranks_hear_that_nothing_is_left(tmp_path: Path) -> None:
+def test_all_ranks_raise_if_no_step_is_left(tmp_path: Path) -> None:
     """If no step is left, all ranks raise the same error."""
     run_ranks(2, save_sharded, str(tmp_path), [1, 2])
     for step in (1, 2):

@@ -119,7 +119,7 @@ class Run(RuleBasedStateMachine):
         self.noted |= {step for step in self.damaged if step > max(good, default=-1)}
 
     @rule()
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Continue with a new manager."""
         self.manager.close()
         self.manager = manager_of(self.root, **self.options)
@@ -171,7 +171,7 @@ def test_the_best_step_is_named(tmp_path: Path) -> None:
             manager.best_step("valloss")
 
 
-def test_after_going_back_the_new_step_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_steps_after_going_back_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """After a restore of an older step, newer steps of the abandoned run do not displace new ones."""
     with manager_of(tmp_path, keep=dcp.Retention(last=2)) as manager:
         for step in (8, 9):

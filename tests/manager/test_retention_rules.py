@@ -57,7 +57,7 @@ def test_best(mode: Any, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
-def test_a_rule_that_cannot_be_judged_deletes_nothing(mode: Any, value: float | None) -> None:
+def test_best_without_finite_metrics_deletes_nothing(mode: Any, value: float | None) -> None:
     """If no step has the metric as a finite number, all steps are kept until a step has it."""
     metrics = {} if value is None else {"val_loss": value}
     states = [StepState(step, NOW, {"valloss": float(step), **metrics}) for step in range(1, 6)]
@@ -71,7 +71,7 @@ def test_a_rule_that_cannot_be_judged_deletes_nothing(mode: Any, value: float | 
     assert (list(judged.keep), judged.unjudged) == ([6], {})
 
 
-def test_a_damaged_step_goes_once_enough_good_ones_are_newer() -> None:
+def test_a_damaged_step_is_deleted_after_newer_good_steps() -> None:
     """A damaged step is deleted once as many good steps are newer as `last` says, at least one."""
     damaged = StepState(5, NOW, health="damaged")
     assert kept(Retention(last=2), [damaged]) == [5]
@@ -113,7 +113,7 @@ def test_rules_are_data(retention: Retention) -> None:
         ({"optimizer": {"lats": 2}}, "Keep: unknown field 'lats'"),
     ],
 )
-def test_a_mistake_is_told_by_the_name_of_its_field(data: Any, field: str) -> None:
+def test_an_invalid_rule_names_its_field(data: Any, field: str) -> None:
     """An invalid rule raises a ValueError that begins with the field."""
     with pytest.raises(ValueError, match=f"^{re.escape(field)}"):
         Retention.from_dict(data)
@@ -164,7 +164,7 @@ def test_the_newest_good_and_the_pinned_are_never_deleted(
 
 
 @given(states=STATES, retention=rules())
-def test_planning_again_deletes_no_more(states: list[StepState], retention: Retention) -> None:
+def test_a_second_plan_deletes_no_more(states: list[StepState], retention: Retention) -> None:
     """A second plan for the kept steps deletes no step, and gives the same reasons."""
     first = plan(retention, states, NOW)
     second = plan(retention, [state for state in states if state.step in first.keep], NOW)
@@ -179,7 +179,7 @@ def dropped(retention: Retention, states: list[StepState], now: float = NOW) -> 
     return {step: [part.name for part in parts] for step, parts in result.drop.items()}
 
 
-def test_what_has_lost_it_does_not_push_it_out() -> None:
+def test_steps_without_the_part_do_not_count() -> None:
     """Steps without the part do not count; the newest steps with it keep it, the newest of all always."""
     gone = frozenset(OPTIMIZER)
     states = [*good(1, 2, 3), StepState(4, NOW, dropped=gone), StepState(5, NOW, dropped=gone)]
@@ -187,7 +187,7 @@ def test_what_has_lost_it_does_not_push_it_out() -> None:
     assert dropped(Retention(optimizer=Keep(every_steps=100)), states) == {1: ["optimizer"], 2: ["optimizer"]}
 
 
-def test_a_part_of_a_step_that_is_held_stays() -> None:
+def test_pinned_and_damaged_steps_keep_their_parts() -> None:
     """Pinned, damaged, partial and pending steps keep their parts. A rule with an unknown metric drops none,
     and the plan says so."""
     held = [StepState(1, NOW, pinned=True)]

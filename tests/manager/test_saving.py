@@ -55,7 +55,7 @@ def test_each_checkpoint_has_the_values_of_its_step(tmp_path: Path, mode: Any) -
     assert [loaded_step(manager.checkpoint_id(step)) for step in (3, 6, 9, 10)] == [3, 6, 9, 10]
 
 
-def test_copies_that_overlap_are_complete_inside_of_the_lock(tmp_path: Path) -> None:
+def test_overlapping_copies_are_complete_inside_the_lock(tmp_path: Path) -> None:
     """``save(overlap=True)`` returns at once; changes made within `lock` are not in the checkpoint."""
     weight = torch.zeros(1 << 22)
     with manager_of(tmp_path) as manager:
@@ -89,7 +89,7 @@ def test_metrics_are_numbers_of_any_kind(tmp_path: Path) -> None:
     assert stored == {"loss": 1.0, "bf16": 0.5, "count": 3.0, "scalar": 0.25, "array": 2.0}
 
 
-def test_what_is_stored_beside_the_state(tmp_path: Path) -> None:
+def test_metadata_stored_beside_the_state(tmp_path: Path) -> None:
     """A step stores its number, run, metrics and user metadata; invalid metadata raises at the call."""
     with manager_of(tmp_path, run="tuesday") as manager:
         manager.save(7, state_at(7), user_metadata={"tags": ["good"]}, metrics={"loss": 0.5})
@@ -113,7 +113,7 @@ def test_what_is_stored_beside_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failed_save_is_tried_again(tmp_path: Path, mode: Any) -> None:
+def test_a_failed_save_is_retried(tmp_path: Path, mode: Any) -> None:
     """If the storage fails twice, the third attempt commits the same copy, an event reports it, and no extra
     files are left."""
     seen, failing = Recorder(), Failing(times=2)
@@ -129,7 +129,7 @@ def test_a_failed_save_is_tried_again(tmp_path: Path, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [*MODES, pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_a_save_that_fails_behind_its_commit_is_committed(tmp_path: Path, mode: Any) -> None:
+def test_a_save_that_fails_after_its_commit_counts(tmp_path: Path, mode: Any) -> None:
     """If `.metadata` cannot be written after the commit, every mode reports the same error, and the step
     counts as saved and sound."""
     seen = Recorder()
@@ -167,7 +167,7 @@ def test_a_failure_may_be_raised_at_the_next_call(tmp_path: Path) -> None:
     assert (manager.failures, manager.all_steps()) == (2, [3])
 
 
-def test_a_run_that_saved_nothing_does_not_end_well(tmp_path: Path) -> None:
+def test_close_raises_if_all_saves_failed(tmp_path: Path) -> None:
     """`close` raises once if all saves failed, but not after a commit, nor over the loop's own exception."""
     options: dict[str, Any] = {"writer": writer_with(Failing()), "retries": 0}
     manager = manager_of(tmp_path, **options)

@@ -43,7 +43,7 @@ def saved(manager: dcp.CheckpointManager, steps: range, last: int = -1) -> list[
     return found
 
 
-def test_first_and_last_are_saved_besides() -> None:
+def test_first_and_last_steps_are_saved() -> None:
     """`save_first` saves the first step, `last=` the last step, and a step that is both is saved once."""
     with run(every_steps=100, save_first=True) as manager:
         assert saved(manager, range(7, 251), last=250) == [7, 100, 200, 250]
@@ -119,7 +119,7 @@ def test_a_step_is_saved_again_only_by_force(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
-def test_a_save_that_comes_too_early(tmp_path: Path, when_busy: Any) -> None:
+def test_a_save_during_another_save(tmp_path: Path, when_busy: Any) -> None:
     """A save during another waits, is skipped, or raises; with force=True or last=True it always waits."""
     gate, seen = Gate(), Recorder()
     options: dict[str, Any] = {"every_steps": 1, "when_busy": when_busy, "on_event": seen}
@@ -152,7 +152,7 @@ def test_a_stop_saves_the_next_step_and_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.0, "2", None, 10**18])
-def test_what_is_no_step_is_refused_at_once(step: Any) -> None:
+def test_an_invalid_step_is_refused_at_once(step: Any) -> None:
     """An invalid step raises on every call, also if no save is due: training must not fail hours later."""
     with run(every_steps=1000) as manager:
         for call in (manager.should_save, lambda step: manager.save(step, {}), manager.checkpoint_id):
@@ -177,7 +177,7 @@ def test_what_is_no_step_is_refused_at_once(step: Any) -> None:
         {"name": lambda step: "x"},
     ],
 )
-def test_options_that_cannot_be_meant_are_refused_by_name(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_options_are_refused_by_name(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """An invalid option raises ValueError with its name when the manager is made."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dcp.CheckpointManager(tmp_path, **wrong)
@@ -192,9 +192,7 @@ def test_options_that_cannot_be_meant_are_refused_by_name(tmp_path: Path, wrong:
         (lambda step: f"epoch-{step // 100}-step-{step}", 305, "epoch-3-step-305"),
     ],
 )
-def test_folders_are_named_as_asked_and_found_by_that(
-    tmp_path: Path, form: Any, step: int, name: str
-) -> None:
+def test_folders_follow_the_name_format(tmp_path: Path, form: Any, step: int, name: str) -> None:
     """Folders follow the `name` format, and another manager reads the step back from it."""
     with manager_of(tmp_path, name=form, mode="sync") as manager:
         manager.save(step, state_at(step))
@@ -202,7 +200,7 @@ def test_folders_are_named_as_asked_and_found_by_that(
     assert dcp.CheckpointManager(tmp_path, name=form).all_steps() == [step]
 
 
-def test_other_folders_are_no_steps(tmp_path: Path) -> None:
+def test_other_folders_are_not_steps(tmp_path: Path) -> None:
     """A folder counts as a step only if the format gives exactly its name."""
     names = ["step-12", "step-000000012", "step-0000001x", "xstep-00000001", "best", "٣", "9" * 99]
     for name in names:

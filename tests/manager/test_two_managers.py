@@ -10,7 +10,7 @@ import dcp
 from tests.support.manager_runs import PATIENCE_SECONDS, loaded_step, manager_of, state_at
 
 
-def test_one_root_with_two_names(tmp_path: Path) -> None:
+def test_two_named_runs_in_one_root(tmp_path: Path) -> None:
     """Two runs with different names share a folder; steps, pins, retention and resumes do not mix."""
     options = [("teacher-{step}", dcp.Retention(last=1)), ("student-{step}", dcp.Retention(last=2))]
     teacher, student = (manager_of(tmp_path, name=name, keep=keep) for name, keep in options)
@@ -38,7 +38,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_two_live_runs_in_one_folder_are_found_out(
+def test_two_live_runs_in_one_folder_are_logged(
     tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step of another run between steps of this run, or in place of one, is logged once."""
@@ -56,7 +56,7 @@ def test_two_live_runs_in_one_folder_are_found_out(
 
 
 @pytest.mark.parametrize("keep", [dcp.Retention(last=2), dcp.Retention(optimizer=dcp.Keep(last=1))])
-def test_a_run_after_another_is_no_other_run(
+def test_a_run_after_an_ended_run_is_not_logged(
     tmp_path: Path, keep: dcp.Retention, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run that continues an ended run, and saves and drops its steps, logs no other run."""

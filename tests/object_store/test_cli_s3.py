@@ -143,7 +143,7 @@ def test_failures_are_one_line(s3_server: S3Server, s3_root: str) -> None:
         assert not any(word in line for word in ("hush-hush", secret, "internal error"))
 
 
-def test_a_root_that_may_not_be_listed(s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_a_root_without_list_permission(s3_proxy: FaultProxy, s3_root: str) -> None:
     """The command and the manager raise AccessDenied for a root without permission to list, and do not take
     the root for empty. A checkpoint loads by its URL."""
     url, options = _save(f"{s3_root}/step-1", s3_proxy), s3_proxy.storage_options
@@ -156,7 +156,7 @@ def test_a_root_that_may_not_be_listed(s3_proxy: FaultProxy, s3_root: str) -> No
     assert version_of(state) == 7
 
 
-def test_throttling_is_waited_out(s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_throttled_requests_are_repeated(s3_proxy: FaultProxy, s3_root: str) -> None:
     """Throttled requests are repeated without output, up to a time limit."""
     url = _save(f"{s3_root}/step-1", s3_proxy)
     s3_proxy.spoil(SLOW_DOWN, times=3)

@@ -126,7 +126,7 @@ def _kill_at_the_first_part(source: Path, url: str, settings: dict[str, Any], pr
 
 
 @pytest.mark.parametrize(("kind", "overwrite"), _kinds(("dcp", True)))
-def test_uploads_of_a_killed_conversion_end_with_the_next(
+def test_a_rerun_ends_uploads_of_a_killed_conversion(
     kind: str, overwrite: bool, large: Path, s3_proxy: FaultProxy, s3_server: S3Server, s3_root: str
 ) -> None:
     """A conversion that is killed while it sends a part and then run again leaves no upload of its files.

@@ -59,7 +59,7 @@ def _write_parts(store: Store, name: str, count: int) -> None:
 @pytest.mark.parametrize(
     "fault", [HANG, *(pytest.param(fault, marks=_rare) for fault in (STALLED, INTERNAL_ERROR))], ids=str
 )
-def test_reading_in_several_requests(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
+def test_ctrl_c_ends_requests_of_a_read(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
     """An interrupted read ends the requests of other threads, which then do not write to the memory."""
     size = 40 * _MIB  # three requests
     with raw_s3(s3_proxy.server) as raw:
@@ -77,7 +77,7 @@ def test_reading_in_several_requests(s3_proxy: FaultProxy, s3_root: str, fault: 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault", [HANG, pytest.param(INTERNAL_ERROR, marks=_rare)], ids=str)
-def test_writing_in_parts(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
+def test_ctrl_c_aborts_an_upload(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
     """An interrupted write cancels parts, aborts the upload, and releases all buffers for the next file."""
     store = open_store(s3_root, _options_of(s3_proxy))
     rule = s3_proxy.spoil(fault, operation="UploadPart", times=None)

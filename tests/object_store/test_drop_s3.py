@@ -41,7 +41,7 @@ def _save(place: Place, *, apart: bool) -> None:
         dcp.save(full_state(1), checkpoint_id=place.url, storage_options=options, no_dist=True)
 
 
-def test_a_run_on_s3(s3_server: S3Server, s3_root: str) -> None:
+def test_older_steps_on_s3_lose_their_optimizer(s3_server: S3Server, s3_root: str) -> None:
     """The newest step keeps the optimizer; other steps keep no object of it and load in stock."""
     told: list[Any] = []
     keep, options = dcp.Retention(optimizer=dcp.Keep(last=1)), s3_server.storage_options

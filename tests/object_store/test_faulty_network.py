@@ -76,7 +76,7 @@ def _assert_whole(server: S3Server, url: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [RESET, TRUNCATED, STALLED, HANG, INTERNAL_ERROR, TOO_MANY], ids=str)
-def test_faults_without_end_are_a_typed_error(
+def test_permanent_faults_are_a_typed_error(
     s3_proxy: FaultProxy, s3_root: str, saved: str, fault: Fault
 ) -> None:
     """If all requests fail, save and load stop after their time limit; the error names operation and key."""
@@ -105,7 +105,7 @@ def test_faults_without_end_are_a_typed_error(
         ("PutObject", "manifest.msgpack$", "put"),
     ],
 )
-def test_failed_saves_leave_nothing(
+def test_failed_saves_leave_no_objects(
     s3_proxy: FaultProxy, s3_root: str, operation: str, key: str, op: str
 ) -> None:
     """If one kind of request fails, a save leaves no object, also without permission to list uploads."""
@@ -119,7 +119,7 @@ def test_failed_saves_leave_nothing(
     _assert_nothing_left(s3_proxy.server, s3_root)
 
 
-def test_failed_overwrites_leave_the_old(s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_failed_overwrites_keep_the_old(s3_proxy: FaultProxy, s3_root: str) -> None:
     """If the manifest cannot be replaced, the old checkpoint loads and has no other files; the future of an
     asynchronous save has the error."""
     options = impatient(s3_proxy.storage_options)
@@ -133,7 +133,7 @@ def test_failed_overwrites_leave_the_old(s3_proxy: FaultProxy, s3_root: str) -> 
     _assert_whole(s3_proxy.server, s3_root)
 
 
-def test_a_wish_to_wait_is_heard(s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_retry_after_is_respected(s3_proxy: FaultProxy, s3_root: str) -> None:
     """A request is not repeated before the time in ``Retry-After``."""
     store = open_store(s3_root, patient(s3_proxy.storage_options))
     busy = Fault(Kind.ANSWER, 503, "SlowDown", headers=(("Retry-After", "2"),))
@@ -144,7 +144,7 @@ def test_a_wish_to_wait_is_heard(s3_proxy: FaultProxy, s3_root: str) -> None:
     assert [request.status for request in s3_proxy.requests("PutObject", "m$")] == [503, 200]
 
 
-def test_lost_answers_of_commits_are_no_conflicts(s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_lost_answers_of_commits_are_not_conflicts(s3_proxy: FaultProxy, s3_root: str) -> None:
     """A published manifest with a lost answer is not a conflict, although the repeated request is refused."""
     options = patient(s3_proxy.storage_options)
     for name in ("created", "replaced"):
@@ -181,7 +181,7 @@ _STEPS = ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"]
 
 
 @pytest.mark.parametrize("operation", [*_STEPS, "PutObject"])
-def test_lost_answers_of_uploads(s3_proxy: FaultProxy, s3_root: str, operation: str) -> None:
+def test_lost_answers_of_uploads_fail_no_save(s3_proxy: FaultProxy, s3_root: str, operation: str) -> None:
     """With a lost answer to a step of an upload, or to a small file, a save succeeds and leaves no upload."""
     options = patient(s3_proxy.storage_options)
     state = small_state("small") if operation == "PutObject" else state_of(operation)
@@ -212,9 +212,7 @@ except CheckpointConflictError as error:
 @pytest.mark.parametrize(
     "fault", [LOST_ANSWER, pytest.param(INTERNAL_ERROR, marks=pytest.mark.exhaustive)], ids=str
 )
-def test_large_manifests_are_not_taken_for_those_of_others(
-    s3_proxy: FaultProxy, s3_root: str, fault: Fault
-) -> None:
+def test_large_manifests_are_compared_by_content(s3_proxy: FaultProxy, s3_root: str, fault: Fault) -> None:
     """A manifest in parts that is refused when repeated is compared by content: another's has equal size."""
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/manifest.msgpack", b"t" * (65 << 20))

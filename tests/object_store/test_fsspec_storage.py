@@ -42,7 +42,7 @@ def _loaded(reader: Any, load: Any = dcp.load) -> int | str:
 
 
 @pytest.mark.parametrize("where", ["s3", "memory"])
-def test_with_stock_in_both_directions(
+def test_dcp_and_stock_read_each_other(
     where: str, s3_server: S3Server, s3_root: str, memory_url: str
 ) -> None:
     """Readers of dcp and stock read files of both writers, also within the other package's save and load."""
@@ -68,7 +68,7 @@ def test_with_stock_in_both_directions(
 # -- paths and options ---------------------------------------------------------------------------------------
 
 
-def test_places(tmp_path: Path, memory_url: str) -> None:
+def test_local_paths_and_memory_urls(tmp_path: Path, memory_url: str) -> None:
     """Local paths use the local store. memory:// is fsspec's memory, as in torch, not that of `dcp.load`."""
     for path in (tmp_path / "a", str(tmp_path / "b"), (tmp_path / "c").as_uri()):
         writer = dcp.FsspecWriter(path, auto_mkdir=True)  # users of torch pass it for local paths
@@ -83,7 +83,7 @@ def test_places(tmp_path: Path, memory_url: str) -> None:
         dcp.load(version_state(0), checkpoint_id=memory_url, no_dist=True)
 
 
-def test_ids_they_take() -> None:
+def test_valid_ids_equal_torchs() -> None:
     """Ids are valid as in torch: a scheme that fsspec knows, installed or not, and no Path."""
     for kind, stock in ((dcp.FsspecReader, StockReader), (dcp.FsspecWriter, StockWriter)):
         for checkpoint_id in ("s3://b/x", "memory://x", "/tmp/x", "file:///x", "nope://x", Path("/tmp/x")):
@@ -92,7 +92,7 @@ def test_ids_they_take() -> None:
         assert kind.validate_checkpoint_id("abfs://container/x")  # adlfs is not installed
 
 
-def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     """torch's experimental options, and options that the local file system lacks, are refused."""
     with pytest.raises(PlanError, match="stream extensions"):
         dcp.FsspecWriter(tmp_path, _extensions=[object()])

@@ -40,7 +40,7 @@ def below(raw: RawS3, root: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_a_run_keeps_what_it_is_told_to(s3_server: S3Server, s3_root: str, mode: Any) -> None:
+def test_retention_of_a_run_on_s3(s3_server: S3Server, s3_root: str, mode: Any) -> None:
     """Steps are saved asynchronously and verified. All but the last two, the best and the pinned are deleted
     without leftovers. The next run restores the newest."""
     recorder: list[Any] = []
@@ -86,9 +86,7 @@ def test_notes_of_many_writers_are_all_kept(s3_server: S3Server, s3_root: str) -
         assert manager.pinned() == [1]
 
 
-def test_what_an_earlier_run_left_is_finished(
-    s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str
-) -> None:
+def test_interrupted_deletions_are_completed(s3_server: S3Server, s3_proxy: FaultProxy, s3_root: str) -> None:
     """The next run completes interrupted deletions, and can save to a step under deletion."""
     with _manager_of(s3_root, s3_server) as manager:
         for step in (1, 2, 3, 4):

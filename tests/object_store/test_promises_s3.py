@@ -98,7 +98,7 @@ def load_overtaken(
     return version_of(state, large=place.large), report.attempts
 
 
-def test_an_object_that_is_replaced_while_it_is_read(s3_server: S3Server, s3_root: str) -> None:
+def test_an_object_replaced_during_a_read(s3_server: S3Server, s3_root: str) -> None:
     """A load does not mix old and new bytes of an object that stock overwrites in place."""
     place = Place(s3_root, s3_server.storage_options, large=20 * MIB)
     place.stock_save(OLD)
@@ -108,7 +108,7 @@ def test_an_object_that_is_replaced_while_it_is_read(s3_server: S3Server, s3_roo
 # -- neighbours ----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_whose_name_begins_like_another(place: Place) -> None:
+def test_a_folder_whose_name_begins_like_another_is_kept(place: Place) -> None:
     """Saving, failing and cleaning up in ``step-1`` do not affect ``step-10``."""
     short, long = place.at("step-1"), place.at("step-10")
     long.save(OLD)

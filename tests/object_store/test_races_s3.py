@@ -78,7 +78,7 @@ def look(place: Place) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["create", "overwrite"])
-def test_one_of_some_wins(s3_server: S3Server, s3_root: str, overwrite: bool, count: int) -> None:
+def test_one_of_several_saves_commits(s3_server: S3Server, s3_root: str, overwrite: bool, count: int) -> None:
     """Exactly one save commits, the others raise CheckpointConflictError. The winner's checkpoint is whole,
     also for stock torch, without leftovers."""
     place = Place(s3_root, s3_server.storage_options)
@@ -87,7 +87,7 @@ def test_one_of_some_wins(s3_server: S3Server, s3_root: str, overwrite: bool, co
         assert seen == (winners[0], winners[0], set(), CLEAN, 0)
 
 
-def test_a_beaten_save_whose_upload_was_ended_says_so(s3_server: S3Server, s3_root: str) -> None:
+def test_an_aborted_upload_is_a_conflict(s3_server: S3Server, s3_root: str) -> None:
     """The winner aborts the uploads of the loser, whose error is a conflict."""
     options = {**s3_server.storage_options, "part_bytes": 5 << 20}
     place = Place(s3_root, options, large=12 * MIB)
@@ -105,7 +105,7 @@ def test_a_beaten_save_whose_upload_was_ended_says_so(s3_server: S3Server, s3_ro
 
 
 @pytest.mark.parametrize(("old", "bare"), [(OLD, False), (OLD, True), (None, True)])
-def test_a_metadata_that_comes_late_is_refused_or_taken_back(
+def test_late_metadata_is_refused_or_removed(
     s3_server: S3Server, s3_root: str, old: int | None, bare: bool
 ) -> None:
     """Another save commits between a manifest and its `.metadata`: finally both files are the other save's,

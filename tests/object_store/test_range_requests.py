@@ -31,7 +31,7 @@ def _read(store: Store, name: str, begin: int = 0, size: int = _SIZE) -> bytes:
         return handle.pread(size, begin)
 
 
-def test_answers_that_settle_it_are_asked_for_once(s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_final_errors_are_requested_once(s3_proxy: FaultProxy, s3_root: str) -> None:
     """A missing, replaced or truncated object is requested once."""
     store = _store(s3_proxy, s3_root, "there", "replaced", "short")
     for number in range(3):

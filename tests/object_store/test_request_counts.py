@@ -40,7 +40,7 @@ def test_small_tensors_share_requests(s3_proxy: FaultProxy, s3_root: str) -> Non
     assert sum(request.response_bytes for request in s3_proxy.log) <= stored
 
 
-def test_only_what_is_wanted_is_fetched(s3_proxy: FaultProxy, s3_root: str) -> None:
+def test_a_partial_load_reads_only_its_bytes(s3_proxy: FaultProxy, s3_root: str) -> None:
     """A partial load reads only the bytes of its tensors; large tensors are read by several MiB."""
     shape = (48, 1 << 16)  # 12 MiB
     state = {name: full_tensor(name, shape, torch.float32) for name in ("one", "two")}

@@ -26,7 +26,7 @@ def _seen(url: str, options: dict[str, Any]) -> int | str:
     return version_of(state)
 
 
-def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
+def test_every_function_takes_storage_options(s3_server: S3Server, s3_root: str) -> None:
     """save, async_save, load, open_index, ls and verify take storage options."""
     options = s3_server.storage_options
     dcp.save(version_state(1), checkpoint_id=f"{s3_root}/step-1", storage_options=options, no_dist=True)
@@ -44,7 +44,7 @@ def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [dcp.FileSystemWriter, dcp.FsspecWriter])
-def test_a_given_storage_has_its_own(tmp_path: Path, kind: Any) -> None:
+def test_options_beside_a_storage_are_refused(tmp_path: Path, kind: Any) -> None:
     """Options beside a given reader or writer, which would ignore them, are refused unless empty."""
     state = {"w": torch.ones(3)}
     for save in (dcp.save, dcp.async_save):
@@ -56,7 +56,7 @@ def test_a_given_storage_has_its_own(tmp_path: Path, kind: Any) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), storage_options={"key": "k"})
 
 
-def test_places_without_options(tmp_path: Path) -> None:
+def test_paths_and_memory_take_no_options(tmp_path: Path) -> None:
     """Options are refused for a local path and for memory://, so a typing error in a URL is an error."""
     for place in (tmp_path / "x", "memory://options"):
         with pytest.raises(StorageError, match="takes no storage options, and was given secret") as caught:

@@ -61,7 +61,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("claim", "words"), WRONG)
-def test_what_torch_refuses_is_refused_by_name(claim: ShardClaim, words: str, tmp_path: Path) -> None:
+def test_invalid_boxes_are_refused_by_name(claim: ShardClaim, words: str, tmp_path: Path) -> None:
     """Boxes outside of the tensors, and attributes of different lengths, raise PlanError."""
     with pytest.raises(PlanError, match=words) as caught:
         dcp.save({"layer": with_claim(torch.zeros(2), claim)}, checkpoint_id=tmp_path)
@@ -123,7 +123,7 @@ def test_a_stager_that_loses_the_boxes_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.dcp"))
 
 
-def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
+def test_a_reused_writer_sees_changed_boxes(tmp_path: Path) -> None:
     """A plan is reused only while the boxes are unchanged."""
     writer = dcp.FileSystemWriter(tmp_path / "none")
     dcp.save({"w": rows(0, 8)}, storage_writer=writer, checkpoint_id=tmp_path / "1")
@@ -140,7 +140,7 @@ def test_a_writer_that_is_used_again_sees_other_boxes(tmp_path: Path) -> None:
     assert torch.equal(loaded["w"], GLOBAL)
 
 
-def test_torchs_protocol_and_ours_are_one(tmp_path: Path) -> None:
+def test_torchs_and_dcps_protocols_agree(tmp_path: Path) -> None:
     """isinstance() holds for both protocols, and plans equal those of torch's planner."""
     tensor = rows(0, 8)
     assert isinstance(tensor, dcp.CheckpointableTensor)

@@ -88,7 +88,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[list[int]], 
 
 @examples(150)
 @given(cut_arrays())
-def test_the_parts_of_any_cutting_add_up_to_the_whole(
+def test_sums_of_boxes_add_up_to_the_whole(
     drawn: tuple[np.ndarray[Any, Any], list[list[int]], list[int]],
 ) -> None:
     """A grid of boxes in any number of dimensions, read piece by piece, has the documented sum."""
@@ -99,7 +99,7 @@ def test_the_parts_of_any_cutting_add_up_to_the_whole(
     assert total == sum_of(array.tobytes())
 
 
-def test_the_digest_tells_dtype_and_shape() -> None:
+def test_digests_depend_on_dtype_and_shape() -> None:
     """Equal bytes with another dtype or shape have another digest, and the document's example is right."""
     total = sum_of(bytes.fromhex("0000803f0040404080 40a040")).to_bytes(16, "big")
     forms = (("bfloat16", (2, 3)), ("float16", (2, 3)), ("bfloat16", (3, 2)), ("bfloat16", (6,)))
@@ -115,7 +115,7 @@ def test_the_digest_tells_dtype_and_shape() -> None:
     second=st.binary(max_size=64) | st.just(b"\x9d\x0a\xd9\x6d"),
     zeros=st.sampled_from([0, 1, 4096, CRC_BLOCK_BYTES - 4, CRC_BLOCK_BYTES, CRC_BLOCK_BYTES + 1]),
 )
-def test_the_checksum_of_two_pieces_is_that_of_both_together(first: bytes, second: bytes, zeros: int) -> None:
+def test_checksums_of_two_pieces_combine(first: bytes, second: bytes, zeros: int) -> None:
     """The checksums of two pieces combine for any lengths, also for an empty piece, whose checksum is 0."""
     whole = second + bytes(zeros)
     assert crc32_combine(crc32(first), crc32(whole), len(whole)) == zlib.crc32(first + whole)
@@ -212,7 +212,7 @@ def digests_of(state: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_equal_values_have_one_digest_and_others_another() -> None:
+def test_only_equal_values_have_equal_digests() -> None:
     """Equal values made separately have one digest, also a deep copy that shares other parts."""
     one, again, other = (digests_of(made(number)) for number in (0, 0, 1))
     assert one == again
@@ -223,7 +223,7 @@ def test_equal_values_have_one_digest_and_others_another() -> None:
 
 
 @pytest.mark.parametrize("value", [1, [1]])
-def test_keys_count_by_name_not_by_the_order_they_came_in(value: Any) -> None:
+def test_digests_ignore_the_order_of_keys(value: Any) -> None:
     """Dicts built from sets have a different order in each process; only an OrderedDict's order counts."""
     one, other = {"a": value, "b": 2}, {"b": 2, "a": value}
     kinds: list[Any] = [dict, functools.partial(collections.defaultdict, list), collections.Counter, Thing]
@@ -234,7 +234,7 @@ def test_keys_count_by_name_not_by_the_order_they_came_in(value: Any) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_containers_that_are_held_many_times_are_looked_at_once() -> None:
+def test_shared_containers_are_read_once() -> None:
     """A set reached by 2^60 paths is read once; rings and references to parents are not comparable."""
     held: Any = {1}
     for _ in range(60):

@@ -39,7 +39,7 @@ def elements(shape: tuple[int, ...], box: Box) -> list[int]:
 
 @examples(200)
 @given(case=shaped(2))
-def test_intersection_and_subtraction_share_the_elements_out(case: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_intersection_and_difference_partition_a_box(case: tuple[tuple[int, ...], list[Box]]) -> None:
     """The intersection and the difference contain each element of a box exactly once."""
     shape, (box, hole) = case
     common = box.intersection(hole)
@@ -85,7 +85,7 @@ def meet(a: BoxSet, i: int, b: BoxSet, j: int) -> bool:
 
 @examples(200)
 @given(data=st.data(), ndim=st.integers(0, 3), scale=st.sampled_from([1, 1 << 59]))
-def test_pairs_of_boxes_that_share_volume_are_found_once(data: Any, ndim: int, scale: int) -> None:
+def test_intersecting_pairs_are_found_once(data: Any, ndim: int, scale: int) -> None:
     """Exactly the intersecting pairs of one group are found, in order, also near the int64 limit."""
     a, b = data.draw(box_sets(ndim, scale)), data.draw(box_sets(ndim, scale))
     if len(a.groups) and len(b.groups):
@@ -97,7 +97,7 @@ def test_pairs_of_boxes_that_share_volume_are_found_once(data: Any, ndim: int, s
     assert found == [(i, j) for i, j in pairs if meet(a, i, a, j)]
 
 
-def test_many_boxes_cost_what_they_share_and_absurdly_many_overlaps_are_refused() -> None:
+def test_many_boxes_are_fast_and_too_many_overlaps_refused() -> None:
     """Neither a grid nor boxes that are disjoint in one dimension take quadratic time. Pairs or cuts that
     would fill memory raise PlanError."""
     at = np.arange(40_000, dtype=np.int64)

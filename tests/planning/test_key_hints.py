@@ -32,7 +32,7 @@ def hint(folder: Path, wanted: list[str], stored: list[str], **options: Any) -> 
         ("net.layers.3.norm1.weight", "model.layers.3.norm1.weight"),
     ],
 )
-def test_one_key_gets_the_name_that_was_meant(name: str, meant: str, tmp_path: Path) -> None:
+def test_the_right_name_is_suggested_for_a_key(name: str, meant: str, tmp_path: Path) -> None:
     """A misspelled part anywhere, or another prefix, is suggested; allow_partial_load is not."""
     said = hint(tmp_path, [name, "step"], [*LAYERS, "step"])
     assert f"Did you mean {meant!r}" in said and "allow_partial_load" not in said
@@ -49,7 +49,7 @@ def test_one_key_gets_the_name_that_was_meant(name: str, meant: str, tmp_path: P
         ("{}", "transformer.{}"),
     ],
 )
-def test_the_renaming_that_finds_all_works_as_it_is_told(wanted: str, stored: str, tmp_path: Path) -> None:
+def test_the_suggested_rename_works_as_pasted(wanted: str, stored: str, tmp_path: Path) -> None:
     """For wrappers on one side and for other prefixes the suggested rename= works when pasted."""
     missing, unused = ([form.format(name) for name in LAYERS] for form in (wanted, stored))
     said = hint(tmp_path, missing, unused)
@@ -82,13 +82,13 @@ def test_names_with_the_same_shape_come_first(tmp_path: Path) -> None:
     )
 
 
-def test_where_rename_is_given_the_rule_is_to_be_added(tmp_path: Path) -> None:
+def test_with_rename_given_a_rule_is_suggested(tmp_path: Path) -> None:
     """With rename= given the suggestion is a rule to add to it."""
     said = hint(tmp_path, [f"module.{name}" for name in LAYERS], LAYERS, rename={"^nothing": ""})
     assert 'add {r"^module\\.": ""} to rename' in said
 
 
-def test_what_is_not_near_anything_is_told_with_what_is_there(tmp_path: Path) -> None:
+def test_without_similar_names_stored_names_are_listed(tmp_path: Path) -> None:
     """Without similar names the error lists the stored names, and suggests allow_partial_load=True."""
     assert re.search(
         r"state dict lacks: model\.\* \(36\)\..*allow_partial_load=True", hint(tmp_path, ["qqq"], LAYERS)

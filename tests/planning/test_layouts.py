@@ -61,7 +61,7 @@ def of_local(mesh: DeviceMesh, local: torch.Tensor, placement: Placement, rows: 
 
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (2, 3), (1, 4)], ids=str)
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2)], ids=str)
-def test_boxes_hold_what_torch_distributes(mesh: Mesh, sizes: tuple[int, ...], shape: Any) -> None:
+def test_boxes_equal_torchs_distribution(mesh: Mesh, sizes: tuple[int, ...], shape: Any) -> None:
     """The saved boxes equal those regions of the global tensor, and boxes of all ranks cover it, for
     replicas, plain and strided shards, even or uneven."""
     whole, some = torch.arange(math.prod(shape)).reshape(shape), PLACEMENTS[: 5 if len(sizes) < 3 else 3]
@@ -77,7 +77,7 @@ def test_boxes_hold_what_torch_distributes(mesh: Mesh, sizes: tuple[int, ...], s
     assert not [name for name, seen in covered.items() if not seen.all()]
 
 
-def test_a_rank_that_has_nothing_says_so(mesh: Mesh) -> None:
+def test_boxes_of_a_rank_without_elements(mesh: Mesh) -> None:
     """A rank outside of a DTensor's mesh has no entry, an empty shard no box, an empty tensor one chunk."""
     assert held({"t": of_local(mesh(3, (2,)), torch.zeros(0), ROWS, 4)}) == {}
     here = mesh(3, (4,))
@@ -89,7 +89,7 @@ def test_a_rank_that_has_nothing_says_so(mesh: Mesh) -> None:
     ]
 
 
-def test_tensors_that_are_not_what_they_say_are_refused(mesh: Mesh) -> None:
+def test_inconsistent_dtensors_are_refused(mesh: Mesh) -> None:
     """Partial placements, and DTensors whose local shape would lead to wrong offsets, are refused."""
     here = mesh(0, (2,))
     with pytest.raises(PlanError, match=r"'w'.*Partial.*redistribute"):

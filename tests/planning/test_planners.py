@@ -45,7 +45,7 @@ def flat(planner: Any, state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str,
 
 @examples(150)
 @given(state=st.dictionaries(keys, values, max_size=4))
-def test_keys_and_paths_are_those_of_torch(state: dict[Any, Any]) -> None:
+def test_keys_and_paths_equal_torchs(state: dict[Any, Any]) -> None:
     """Any nested state has torch's names in torch's order with the same values and paths, or is refused."""
     try:
         expected, paths = flat(stock.DefaultSavePlanner(), state)
@@ -59,7 +59,7 @@ def test_keys_and_paths_are_those_of_torch(state: dict[Any, Any]) -> None:
     assert found[1] == paths
 
 
-def test_names_that_meet_are_told() -> None:
+def test_colliding_names_are_refused() -> None:
     """Dotted keys that collide with nested keys raise an error that lists each of them."""
     with pytest.raises(PlanError, match=r"'a\.b'.*'c\.0'") as caught:
         flat(DefaultSavePlanner(), {"a.b": 1, "a": {"b": 2}, "c.0": 3, "c": [TENSOR]})
@@ -74,14 +74,14 @@ def test_per_rank_values_get_a_key_of_their_rank() -> None:
     assert paths["l.0.rank-0"] == ("l", 0, "rank-0")
 
 
-def test_a_container_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
+def test_a_read_only_mapping_is_an_error(tmp_path: Path) -> None:
     """A read-only mapping in the state raises PlanError, which recommends a dict."""
     stock.save({"a": {"b": 2}}, checkpoint_id=tmp_path)
     with pytest.raises(PlanError, match=r"mappingproxy.*use a dict"):
         load({"a": MappingProxyType({"b": 1})}, checkpoint_id=tmp_path)
 
 
-def test_checkpoints_of_torch_before_2_4_are_found(tmp_path: Path) -> None:
+def test_checkpoints_of_torch_before_2_4_load(tmp_path: Path) -> None:
     """Keys of torch before 2.4, which keeps dicts without tensors whole, are recognised and loaded."""
     old = {"model": {"w": torch.ones(2)}, "opt": {"lr": 0.5, "betas": {"one": 1}}}
     _version._derived_version = "2_3"
@@ -113,7 +113,7 @@ def test_plans_and_metadata_are_those_of_torch(flatten: bool) -> None:
     assert results[0] == results[1]
 
 
-def test_they_are_torchs_for_isinstance() -> None:
+def test_planners_are_instances_of_torchs() -> None:
     """The planners are instances of torch's classes, and take torch's arguments."""
     saving, loading = DefaultSavePlanner(True, False, None, True, True), DefaultLoadPlanner(True, False, True)
     assert isinstance(saving, stock.DefaultSavePlanner) and isinstance(loading, stock.DefaultLoadPlanner)

@@ -40,7 +40,7 @@ def save_replicas(rank: int, world_size: int, folder: str) -> None:
     dcp.save({"big": BIG.clone()}, checkpoint_id=f"{folder}/lowest", planner=planner)
 
 
-def test_ranks_share_what_all_of_them_have(tmp_path: Path) -> None:
+def test_ranks_share_the_work_of_replicas(tmp_path: Path) -> None:
     """Ranks write parts of a replica in proportion to their other work; each element and value is written
     once, also tied ones. With dedup_save_to_lowest_rank the lowest rank writes all."""
     run_ranks(3, save_replicas, str(tmp_path))

@@ -106,7 +106,7 @@ CHANGES: dict[str, Callable[[Model, Model, Model], Any]] = {  # take a state, it
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_is_noticed(tmp_path: Path, change: str) -> None:
+def test_every_change_leads_to_a_new_plan(tmp_path: Path, change: str) -> None:
     """Any change of structure, in place or by a new object, leads to a new plan, also when it is undone. New
     values, memory or tensor objects do not."""
     job, state = Again(tmp_path), training_state()
@@ -120,7 +120,7 @@ def test_every_change_is_noticed(tmp_path: Path, change: str) -> None:
     job.save(training_state())
 
 
-def test_no_tensor_is_kept(tmp_path: Path) -> None:
+def test_a_kept_plan_holds_no_tensor(tmp_path: Path) -> None:
     """The kept plan holds no reference to a tensor."""
     job, tensor = Again(tmp_path), torch.zeros(3)
     gone = weakref.ref(tensor)
@@ -194,7 +194,7 @@ def save_through_failures(rank: int, world_size: int, folder: str) -> list[str]:
     return seen
 
 
-def test_every_save_holds_its_own_step_whatever_failed_before(tmp_path: Path) -> None:
+def test_saves_after_any_failure_are_right(tmp_path: Path) -> None:
     """With a kept plan a differing replica is still named; after any failure the next save is right."""
     for seen in run_ranks(4, save_through_failures, str(tmp_path)):
         assert [seen[number] for number in (0, 1, 3, 5, 6, 7)] == ["saved"] * 6
@@ -267,7 +267,7 @@ def save_with_two_ranks(rank: int, world_size: int, folder: str) -> Any:
     return save_values(rank, world_size, folder), by_planner, save_dtensors(rank, world_size, folder)
 
 
-def test_a_plan_of_two_ranks_serves_only_where_it_holds(tmp_path: Path) -> None:
+def test_a_plan_of_two_ranks_is_kept_only_if_valid(tmp_path: Path) -> None:
     """Values of any class are compared between ranks, a planner may keep the plan, equal boxes on another
     mesh reuse it, and a DTensor spec that was changed in place is noticed."""
     for values, by_planner, dtensors in run_ranks(2, save_with_two_ranks, str(tmp_path)):

@@ -69,7 +69,7 @@ UNFIT: list[tuple[Any, dict[str, tuple[int, ...]], str]] = [
 
 
 @pytest.mark.parametrize(("rule", "source", "told"), UNFIT, ids=range(len(UNFIT)))
-def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
+def test_checkpoints_that_do_not_fit_a_map_are_refused(
     rule: Any, source: dict[str, tuple[int, ...]], told: str
 ) -> None:
     """Unknown sizes, missing tensors and names that do not map back raise before any data moves."""
@@ -99,7 +99,7 @@ def test_checkpoints_that_would_be_mapped_wrongly_are_refused(
         "{]",
     ],
 )
-def test_what_is_no_map_is_refused(data: Any) -> None:
+def test_invalid_maps_are_refused(data: Any) -> None:
     """Invalid data raises OptionError."""
     with pytest.raises(OptionError):
         WeightMap.from_data(data)
@@ -136,7 +136,7 @@ def test_rules_that_would_lose_or_repeat_elements_are_refused(rule: dict[str, An
     assert told in str(caught.value)
 
 
-def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
+def test_sizes_come_from_configuration_or_name() -> None:
     """The sizes that an error asks for can be given by the configuration or by name."""
     source = {"model.layers.0.self_attn.q_proj.weight": (24, 8)}
 
@@ -155,7 +155,7 @@ def test_numbers_by_hand_are_of_the_configuration_or_of_axes() -> None:
         half_of(heads=4.5)
 
 
-def test_layers_that_are_missing_at_the_end_are_told() -> None:
+def test_missing_last_layers_are_an_error() -> None:
     """Missing last layers of a whole model are an error by its configuration, but not of a part."""
     source = llama(layers=2)
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_hidden_layers": 4}
@@ -169,7 +169,7 @@ def test_layers_that_are_missing_at_the_end_are_told() -> None:
     assert len(weights.with_config({"num_hidden_layers": 2}).apply(given, is_whole=True)) == len(source)
 
 
-def test_a_model_of_another_family_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_another_type_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """A map for another model type is a warning, once a configuration: equal names may differ in meaning."""
     for name in ready_maps():
         weights = WeightMap.of(name)

@@ -81,7 +81,7 @@ def region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
     scatters=st.booleans(),
     saver=st.sampled_from(["compatible", "ours alone", "stock"]),
 )
-def test_any_box_arrives_as_slicing_would_put_it(
+def test_any_box_equals_the_slice(
     case: tuple[list[torch.Tensor], list[Want]], verify: str, scatters: bool, saver: str
 ) -> None:
     """A box gets the bytes of the slice, and no other memory is touched. Records of stock torch, whose
@@ -114,7 +114,7 @@ def test_any_box_arrives_as_slicing_would_put_it(
 
 @examples(40)
 @given(data=st.data())
-def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_factory: Any) -> None:
+def test_views_in_files_of_torch_save_are_read(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Views with gaps, expanded or overlapping, are read from torch.save's files by their strides."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     strides = [data.draw(st.sampled_from([0, 1, 2, 7, 40, 300])) for _ in shape]
@@ -133,7 +133,7 @@ def test_views_in_files_of_torch_save_arrive(data: st.DataObject, tmp_path_facto
     assert torch.equal(dcp.read(path)["t"], view)
 
 
-def test_a_box_beside_its_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_box_outside_its_tensor_is_refused(tmp_path: Path) -> None:
     """A plan with a box outside of its tensor is refused, because the write would hit foreign memory."""
     dcp.save({"w": torch.ones(6)}, checkpoint_id=tmp_path, no_dist=True)
     for at, offset in (((4,), (0,)), ((0,), (4,))):

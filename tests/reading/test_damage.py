@@ -74,9 +74,7 @@ def test_a_flipped_byte_anywhere_in_a_payload_is_found(saver: str, make: Any, tm
 
 @pytest.mark.parametrize(("verify", "is_found"), [("blocks", False), ("full", True), ("none", False)])
 @pytest.mark.parametrize("make", places())
-def test_a_block_that_is_needed_in_part_is_compared_on_request(
-    make: Any, verify: str, is_found: bool
-) -> None:
+def test_partly_needed_blocks_are_verified_on_request(make: Any, verify: str, is_found: bool) -> None:
     """`verify="full"` reads and checks a partly needed block; the default reads only the needed bytes."""
     place, stored = place_of(make), torch.arange(BLOCK_BYTES // 8 + 1000)
     place.save({"t": stored})
@@ -107,7 +105,7 @@ WAYS: dict[str, Any] = {  # parts of a tensor of 2000 x 1000 to load, and option
 
 @pytest.mark.parametrize("make", [MemoryStore, pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", WAYS)
-def test_pieces_of_a_block_are_compared_once_they_are_together(way: str, make: Any) -> None:
+def test_checksums_of_pieces_are_combined(way: str, make: Any) -> None:
     """Checksums of pieces are combined without a staged copy of the block: any damage is found."""
     place, stored, (wanted, options) = place_of(make), torch.randn(2000, 1000), WAYS[way]
     place.save({"w": stored})
@@ -127,7 +125,7 @@ def test_pieces_of_a_block_are_compared_once_they_are_together(way: str, make: A
 
 @pytest.mark.parametrize("damage", ["truncate", "extend", "remove"])
 @pytest.mark.parametrize("make", places())
-def test_a_data_file_that_is_not_as_committed_is_named(make: Any, damage: str) -> None:
+def test_a_changed_data_file_is_named(make: Any, damage: str) -> None:
     """A file of another size, or a missing file, is named, also if the wanted part of it is intact."""
     place = place_of(make).save({"a": torch.ones(10), "z": torch.ones(2000)})
     file = dcp.FileSystemReader("x", open_store=place).read_index().files[0]
@@ -141,7 +139,7 @@ def test_a_data_file_that_is_not_as_committed_is_named(make: Any, damage: str) -
     place.forget()
 
 
-def test_records_of_many_blocks_have_the_checksum_that_zip_wants(tmp_path: Path) -> None:
+def test_records_of_many_blocks_have_the_zip_crc(tmp_path: Path) -> None:
     """Stock torch checks the zip CRC of a record, which is combined from those of its blocks."""
     dcp.save({"w": torch.randn(2 * BLOCK_BYTES // 4 + 777)}, checkpoint_id=tmp_path, no_dist=True)
     index = dcp.open_index(tmp_path)
@@ -150,7 +148,7 @@ def test_records_of_many_blocks_have_the_checksum_that_zip_wants(tmp_path: Path)
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
 
 
-def test_a_large_transposed_tensor_of_a_torch_file_is_compared(tmp_path: Path) -> None:
+def test_a_large_transposed_tensor_is_verified(tmp_path: Path) -> None:
     """Rows across all blocks are loaded with each block read once; a flipped bit in any block is found."""
     path, stored = tmp_path / "m.pt", torch.randn(1000, 1200, dtype=torch.float64).t()
     torch.save({"t": stored}, path)

@@ -13,7 +13,7 @@ from dcp.storage.stores import PosixStore
 from tests.support.faulty_store import FaultInjectingStore
 
 
-def test_many_small_ones_take_few_writes(tmp_path: Path) -> None:
+def test_many_small_tensors_take_few_writes(tmp_path: Path) -> None:
     """Thousands of numbers and 0-d tensors are written some hundreds at a time."""
     store = FaultInjectingStore(PosixStore(tmp_path))
     state: dict[str, Any] = {f"count.{row}": row - 7 for row in range(3000)}
@@ -23,7 +23,7 @@ def test_many_small_ones_take_few_writes(tmp_path: Path) -> None:
     assert dcp.read(tmp_path) == state
 
 
-def test_odd_ones_among_small_tensors(tmp_path: Path) -> None:
+def test_small_views_keep_their_values(tmp_path: Path) -> None:
     """Negated, conjugated and strided views are stored with the values that they show."""
     tensors = [torch.full((4, 4), complex(row, row)) + torch.eye(4) * row for row in range(40)]
     tensors[17] = tensors[17].t()
@@ -37,7 +37,7 @@ def test_odd_ones_among_small_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(wanted[name], tensor) for name, tensor in state.items())
 
 
-def test_values_go_to_their_places_in_any_dict(tmp_path: Path) -> None:
+def test_values_fill_any_dict(tmp_path: Path) -> None:
     """Flat dicts are filled at once; dicts with dotted or non-string keys, and nested values, one by one."""
     states: list[Any] = [
         {"a": 1, "b": 2.5, "c": "x"},

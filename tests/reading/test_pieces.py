@@ -44,7 +44,7 @@ def ranges(draw: st.DrawFn, gaps: tuple[int, ...]) -> list[Range]:
 @given(
     several=ranges((0, 0, 3, 8, 9, 40, -5)), limit=st.integers(1, 100), below=st.none() | st.integers(1, 30)
 )
-def test_groups_are_bounded_and_as_few_as_may_be(several: list[Range], limit: int, below: int | None) -> None:
+def test_groups_are_bounded_and_few(several: list[Range], limit: int, below: int | None) -> None:
     """Each range is in one group, in order, and a group ends only where the next range may not join."""
     groups = [*coalesce(several, gap_bytes=8, limit_bytes=limit, join_below_bytes=below)]
     assert [one for group in groups for one in group] == several
@@ -65,7 +65,7 @@ def test_groups_are_bounded_and_as_few_as_may_be(several: list[Range], limit: in
 
 @examples(150)
 @given(several=ranges((0, 0, 3, 8, 9, 40)), limit=st.integers(1, 100), below=st.integers(1, 30))
-def test_columns_are_grouped_as_ranges_are(several: list[Range], limit: int, below: int) -> None:
+def test_columns_are_grouped_as_ranges(several: list[Range], limit: int, below: int) -> None:
     """For ranges without overlap `coalesce_columns` and `coalesce` agree."""
     files, offsets, sizes = np.array(several, np.int64).reshape(-1, 3).T
     first = coalesce_columns(files, offsets, offsets + sizes, sizes <= below, gap_bytes=8, limit_bytes=limit)
@@ -103,7 +103,7 @@ def test_parts_in_any_order_make_every_block_once(size: int, cuts: set[int], see
     assert found == {at: crc32(MEMORY[at * BLOCK_BYTES : min(size, (at + 1) * BLOCK_BYTES)]) for at in blocks}
 
 
-def test_a_block_that_lacks_bytes_is_told_until_it_is_whole() -> None:
+def test_incomplete_blocks_are_listed() -> None:
     """Blocks with missing bytes are listed, also one in too many pieces, until the whole block is read."""
     known = Fragments(limit=2)
     assert known.add(Fragment(1, 0, 4, 5), 16) is None

@@ -37,7 +37,7 @@ def empty_like(state: dict[str, Any]) -> dict[str, Any]:
     return {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
 
 
-def test_a_load_costs_a_request_for_each_thing_and_tells_what_it_asked() -> None:
+def test_a_load_reports_one_request_for_each_part() -> None:
     """Manifest, `.metadata`, tensors and objects are requested once each, as the report says."""
     state = a_state()
     place, wanted = Place().save(state), empty_like(state)
@@ -98,7 +98,7 @@ def test_large_tensors_are_read_in_even_requests() -> None:
 
 
 @pytest.mark.parametrize(("size", "most"), [(100_000, 1.0), (40_000, 1.6), (20_000, 1.9)])
-def test_unwanted_tensors_are_hardly_read_over(size: int, most: float) -> None:
+def test_unwanted_tensors_are_skipped(size: int, most: float) -> None:
     """Unwanted tensors between wanted ones are skipped, though each gap alone is small enough to read."""
     state = {f"t{n:03}": torch.full((size,), n % 251, dtype=torch.uint8) for n in range(200)}
     place = Place().save(state)
@@ -110,7 +110,7 @@ def test_unwanted_tensors_are_hardly_read_over(size: int, most: float) -> None:
 
 
 @pytest.mark.parametrize("verify", ["blocks", "full"])
-def test_rows_far_apart_are_read_alone_and_near_ones_together(verify: str) -> None:
+def test_only_near_rows_are_read_together(verify: str) -> None:
     """Of rows of 1 MiB only the wanted columns are read, unless verify="full" needs the rest; rows of 100 KiB
     are read whole in large requests."""
     state = {"wide": torch.randn(24, 1 << 18), "narrow": torch.randn(200, 25_000)}
@@ -154,7 +154,7 @@ class _BrokenOnce(RecordingStore):
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize("verify", ["blocks", "full", "none"])
-def test_an_attempt_that_broke_does_not_count(verify: str, share: float) -> None:
+def test_a_failed_attempt_is_not_counted(verify: str, share: float) -> None:
     """After a repeated request small runs, large runs and boxes are right, and each block is counted once."""
     state = {f"s{n}": torch.full((600,), n % 251, dtype=torch.uint8) for n in range(400)}
     state |= {"large": torch.randint(0, 250, (9_000_000,), dtype=torch.uint8), "box": torch.randn(700, 300)}
@@ -180,7 +180,7 @@ class _Watched(RecordingStore):
             self.at_get()
 
 
-def test_a_large_box_is_work_for_all_threads() -> None:
+def test_a_large_box_is_read_by_all_threads() -> None:
     """One column shard of one large tensor is read by several threads at a time."""
     stored = torch.randint(0, 1 << 15, (2000, 8000), dtype=torch.int16)
     place = Place(_Watched).save({"t": stored})
@@ -200,7 +200,7 @@ def test_a_large_box_is_work_for_all_threads() -> None:
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, StorageError])
-def test_nothing_is_written_after_the_load_has_left(failure: type[BaseException]) -> None:
+def test_no_read_outlives_a_failed_load(failure: type[BaseException]) -> None:
     """If a read fails or is interrupted, the load waits for the other reads before it raises, because they
     write to memory that the caller may free."""
     place = Place(_Watched).save({f"t{n}": torch.full((8 << 20,), n, dtype=torch.uint8) for n in range(3)})

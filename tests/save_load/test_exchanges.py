@@ -32,7 +32,7 @@ def _no_earlier_works() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_earlier_works")
-def test_the_end_waits_for_threads_that_drop_tensors() -> None:
+def test_exit_waits_for_threads_that_drop_tensors() -> None:
     """Exit waits for threads that hold a finished work's tensors, whose release after it would abort."""
     with tempfile.TemporaryDirectory() as folder:
         group = Channel.own_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1, timeout_seconds=60).group
@@ -82,7 +82,7 @@ def long_messages(rank: int, world_size: int) -> tuple[int, bytes, int]:
     return int(gathered), scattered[:10], len(scattered)
 
 
-def test_the_coordinators_own_message_does_not_make_the_others_as_long() -> None:
+def test_the_coordinators_long_message_is_received_once() -> None:
     """The coordinator's long message to itself, such as shared values, is received once, not per rank."""
     results = run_ranks(4, long_messages)
     assert results[0] == (24 << 20, bytes(10), 24 << 20)

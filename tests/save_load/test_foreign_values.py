@@ -84,9 +84,7 @@ def test_a_value_that_a_load_will_refuse_is_named(
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_a_save_behind_the_loop_warns_at_once(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_async_save_warns_at_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """async_save warns once, in the training process, before it returns."""
     chosen = dcp.AsyncCheckpointerType(kind)
     state = {"w": torch.ones(2), "mode": Mode.FAST, "a": np.ones(2)}

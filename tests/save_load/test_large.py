@@ -15,7 +15,7 @@ _BYTES = (4 << 30) + (3 << 20) + 5
 
 
 @pytest.mark.exhaustive
-def test_a_tensor_above_4_gib_goes_both_ways(tmp_path: Path) -> None:
+def test_a_tensor_above_4_gib_round_trips(tmp_path: Path) -> None:
     """A payload that needs zip64 is saved, loaded, verified, and read by stock torch."""
     tensor = torch.arange(_BYTES, dtype=torch.uint8)
     dcp.save({"small": torch.ones(3), "w": tensor}, checkpoint_id=tmp_path / "c")

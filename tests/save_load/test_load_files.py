@@ -33,7 +33,7 @@ def _zeroed(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_converted", [False, True])
-def test_every_value_of_a_torch_file(tmp_path: Path, is_converted: bool) -> None:
+def test_every_value_of_a_torch_file_loads(tmp_path: Path, is_converted: bool) -> None:
     """A training state loads: model, optimizer with int keys and groups, views, strides, fp8, plain values,
     and tuples of tensors, which a save keeps as one value."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 3))
@@ -86,7 +86,7 @@ def test_a_large_transposed_tensor_is_read_once(tmp_path: Path, dtype: Any) -> N
     assert report.bytes_read <= 1.5 * stored.nbytes
 
 
-def test_what_is_refused_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_requested_unsafe_entry_raises(tmp_path: Path) -> None:
     """A refused entry raises UnsafeObjectError if requested, not MissingKeyError; the rest loads."""
     state = {"w": torch.arange(3.0), "args": argparse.Namespace(x=1), "sparse": torch.eye(2).to_sparse()}
     torch.save(state, tmp_path / "model.pt")
@@ -180,7 +180,7 @@ def _write_sharded(folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, TakesObjects])
 @pytest.mark.parametrize("kind", ["safetensors", "torch_dcp"])
-def test_files_that_are_replaced_one_by_one_are_noticed(
+def test_files_replaced_one_by_one_are_detected(
     tmp_path: Path, kind: str, planner: type[dcp.DefaultLoadPlanner]
 ) -> None:
     """A folder without a commit may mix data: replaced files cause a second read, then an error."""

@@ -132,7 +132,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "apart"
 
 
-def test_it_is_what_a_conversion_and_a_load_are(saved: Path, tmp_path: Path) -> None:
+def test_a_mapped_load_equals_conversion_then_load(saved: Path, tmp_path: Path) -> None:
     """A mapped load equals a conversion and a load: parts are fused, permuted, padded, stacked, and back."""
     state = like(fused())
     report = dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
@@ -243,7 +243,7 @@ def test_any_map_of_any_shards(tmp_path_factory: pytest.TempPathFactory) -> None
     check()
 
 
-def test_what_the_map_makes_is_read(saved: Path) -> None:
+def test_read_selects_mapped_names(saved: Path) -> None:
     """`dcp.read` selects entries by their mapped names, without a state dict."""
     assert_equal(dcp.read(saved, map=FUSED), fused())
     found = dcp.read(saved, map=FUSED, only="0.d*", exclude="emb.weight", rename={"^0": "1"})
@@ -255,7 +255,7 @@ def test_what_the_map_makes_is_read(saved: Path) -> None:
         dcp.read(saved, map=FUSED, only="0.q.weight")
 
 
-def test_a_folder_of_transformers_tells_its_sizes(tmp_path: Path) -> None:
+def test_a_map_takes_sizes_from_config_json(tmp_path: Path) -> None:
     """A ready map takes sizes from the config.json beside the weights, on one rank and on two."""
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "hidden_size": 8, "head_dim": 4}')
     weights = {"model.layers.0.self_attn.q_proj.weight": numbered(8, 8)}
@@ -304,7 +304,7 @@ def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int,
 
 
 @pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.exhaustive), "fsdp and tp"])
-def test_into_a_sharded_model(saved: Path, kind: str) -> None:
+def test_a_mapped_load_of_a_sharded_model(saved: Path, kind: str) -> None:
     """With FSDP2, alone or over tensor parallelism, each rank needs its own bytes, except padding."""
     results, stored = run_ranks(4, load_sharded, str(saved), kind), sum(t.nbytes for t in apart().values())
     padding = 3 * WIDTH * 4
@@ -313,7 +313,7 @@ def test_into_a_sharded_model(saved: Path, kind: str) -> None:
     assert kind != "fsdp" or sum(needed for needed, _ in results) == stored
 
 
-def test_what_does_not_fit_is_told_with_all_names(saved: Path) -> None:
+def test_errors_have_the_mapped_names(saved: Path) -> None:
     """Errors are those of a load without a map, with the mapped names."""
 
     def load(state: dict[str, torch.Tensor], **options: Any) -> dcp.LoadReport:
@@ -350,7 +350,7 @@ def test_no_tensor_gets_the_name_of_another_entry(other: object, tmp_path: Path)
     assert not (tmp_path / "mapped").exists()
 
 
-def test_tensors_that_no_rule_knows(tmp_path: Path) -> None:
+def test_tensors_without_a_rule_keep_their_names(tmp_path: Path) -> None:
     """Tensors without a rule keep their names; one beside mapped tensors must be requested or allowed."""
     more = {"0.q.bias": numbered(4), "opt.q": numbered(3), "step": 7}
     dcp.save(apart() | more, checkpoint_id=tmp_path, no_dist=True)
@@ -396,7 +396,7 @@ def wrong_maps(rank: int, world_size: int, path: str) -> dict[str, str]:
     return found
 
 
-def test_maps_that_cannot_be_are_told_to_all_ranks(saved: Path) -> None:
+def test_every_rank_raises_for_an_invalid_map(saved: Path) -> None:
     """Every function with map= raises on all ranks for a map that one rank cannot use, without a wait."""
     (saved / "map0.toml").write_text('rules = [{ from = "{rest:*}", to = "{rest:*}" }]')
     for found in run_ranks(2, wrong_maps, str(saved)):
@@ -410,7 +410,7 @@ def test_maps_that_cannot_be_are_told_to_all_ranks(saved: Path) -> None:
         dcp.load({}, checkpoint_id=saved, map="llama:hf-to-titn", no_dist=True)
 
 
-def test_an_optimizer_whose_names_the_rules_know(tmp_path: Path) -> None:
+def test_moments_of_an_optimizer_are_mapped(tmp_path: Path) -> None:
     """Moments of an optimizer are mapped like the weights by rules with their names."""
     own = {name: tensor for name, tensor in apart().items() if name.startswith(("0.q", "0.k"))}
     state = {"model": own, "optim": {"state": {name: {"exp_avg": t * 2} for name, t in own.items()}}}

@@ -34,7 +34,7 @@ def _one_fails(rank: int, world_size: int, path: str) -> None:
     dcp.load({"app": _Picky(rank == 1), "step": 0}, checkpoint_id=path)
 
 
-def test_a_load_state_dict_that_fails_fails_all_ranks(tmp_path: Path) -> None:
+def test_an_error_in_load_state_dict_fails_all_ranks(tmp_path: Path) -> None:
     """An error in `load_state_dict` is raised on all ranks with cause, rank and name. In a single process the
     cause is chained."""
     for result in run_ranks(3, _one_fails, str(tmp_path), failures=True):
@@ -71,7 +71,7 @@ def meta_linear() -> nn.Linear:
 
 @pytest.mark.filterwarnings("ignore:for .*. copying from a non-meta parameter")
 @pytest.mark.parametrize("reader", [dcp.FileSystemReader, stock.FileSystemReader])
-def test_a_module_without_memory_is_refused(tmp_path: Path, reader: Any) -> None:
+def test_a_module_on_the_meta_device_is_refused(tmp_path: Path, reader: Any) -> None:
     """A module on the meta device copies into its own tensors, so it would stay empty; nothing is read."""
     dcp.save({"model": nn.Linear(2, 2), "step": 1}, checkpoint_id=tmp_path)
     model = meta_linear()
@@ -87,7 +87,7 @@ def test_a_module_without_memory_is_refused(tmp_path: Path, reader: Any) -> None
     assert model.weight.device.type == "cpu"
 
 
-def test_an_optimizer_of_such_a_module_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_of_a_meta_module_is_refused(tmp_path: Path) -> None:
     """An optimizer would move its state to the meta device of its parameters."""
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())

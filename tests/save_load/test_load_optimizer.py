@@ -90,7 +90,7 @@ def test_a_new_optimizer_is_filled(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_settings_of_a_scheduler_that_is_made_later_are_kept(tmp_path: Path, steps: int) -> None:
+def test_settings_of_a_later_scheduler_are_kept(tmp_path: Path, steps: int) -> None:
     """``initial_lr`` is kept, without which a scheduler would begin at the last step's rate. This holds under
     another name, and for an optimizer with state."""
     net, optimizer = trained(steps=0, lr=0.5)
@@ -123,7 +123,7 @@ class _Trainer:
         self.others[0].load_state_dict(state["others"][0])
 
 
-def test_optimizers_of_another_object_are_filled(tmp_path: Path) -> None:
+def test_optimizers_in_another_object_are_filled(tmp_path: Path) -> None:
     """Optimizers without state inside another object are filled too."""
     saved, resumed = _Trainer(0, 2), _Trainer(5, 0)
     dcp.save({"trainer": saved}, checkpoint_id=tmp_path)
@@ -140,7 +140,7 @@ def half_trained(seed: int) -> torch.optim.Optimizer:
     return done
 
 
-def test_only_parameters_that_the_checkpoint_has_state_of_get_some(tmp_path: Path) -> None:
+def test_only_parameters_with_saved_state_get_state(tmp_path: Path) -> None:
     """Only parameters with state in the checkpoint get state; a checkpoint before the first step has none."""
     half = half_trained(0)
     dcp.save({"optim": trained(steps=0)[1]}, checkpoint_id=tmp_path / "none")
@@ -152,7 +152,7 @@ def test_only_parameters_that_the_checkpoint_has_state_of_get_some(tmp_path: Pat
     assert exactly(resumed.state_dict(), half.state_dict())
 
 
-def test_parameters_that_were_not_used_yet_get_state(tmp_path: Path) -> None:
+def test_unused_parameters_get_state(tmp_path: Path) -> None:
     """Parameters without state get it, and existing state is filled, only after a successful load."""
     _, optimizer = trained()
     dcp.save({"optim": optimizer}, checkpoint_id=tmp_path)
@@ -197,7 +197,7 @@ def grouped(layers: int, *rates: float) -> tuple[nn.Module, torch.optim.Optimize
 
 
 @pytest.mark.parametrize(("layers", "rates"), [(3, (0.5, 0.01)), (1, (0.3,))])
-def test_other_groups_of_parameters_by_name(tmp_path: Path, layers: int, rates: tuple[float, ...]) -> None:
+def test_other_parameter_groups_load_by_name(tmp_path: Path, layers: int, rates: tuple[float, ...]) -> None:
     """By name, a checkpoint loads into other groups with more or fewer parameters, which keep their settings.
     By number it is an error."""
     by_name = StateDictOptions(flatten_optimizer_state_dict=True)

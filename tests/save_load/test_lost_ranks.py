@@ -75,7 +75,7 @@ def break_groups(root: Path) -> list[list[Ending]]:
     return run_groups(groups, at_once=2)
 
 
-def test_a_group_whose_save_was_given_up_says_so_and_is_destroyed_at_once(tmp_path: Path) -> None:
+def test_saves_after_an_abandoned_save_fail_at_once(tmp_path: Path) -> None:
     """After ranks have given up a save, the next fails on all ranks long before its timeout.
     destroy_process_group() does not wait for torch's timeout of the pending collective."""
     out_of_step, destroyed = in_lab(break_groups, tmp_path)
@@ -104,7 +104,7 @@ except dcp.errors.CollectiveTimeoutError:
 """
 
 
-def test_a_process_that_gave_a_save_up_ends_at_once(tmp_path: Path) -> None:
+def test_exit_after_an_abandoned_save_is_immediate(tmp_path: Path) -> None:
     """The interpreter's exit does not wait for the collective, although the other rank still runs."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     store, root = tmp_path / "store", tmp_path / "x"
@@ -139,7 +139,7 @@ def save_and_fail(rank: int, world_size: int, root: str) -> Any:
     return seen
 
 
-def test_errors_of_ranks_are_raised_on_all_with_ranks_and_facts(tmp_path: Path) -> None:
+def test_errors_of_ranks_are_raised_on_all_ranks(tmp_path: Path) -> None:
     """A single error is raised on all ranks with its class and whole message; several are combined, and a
     MemoryError is named. The group stays usable."""
     for *alone, several, memory in run_ranks(3, save_and_fail, str(tmp_path / "x")):
@@ -149,7 +149,7 @@ def test_errors_of_ranks_are_raised_on_all_with_ranks_and_facts(tmp_path: Path) 
         assert "MemoryError" in memory[2] and "none left" in memory[2] and "rank 2" in memory[2]
 
 
-def save_in_a_later_life(rank: int, world_size: int, root: str) -> float:
+def save_after_a_restart(rank: int, world_size: int, root: str) -> float:
     """Save with a store that has aborts of the same operations from before a restart."""
     for serial in range(8):
         for operation in ("save", "load"):
@@ -160,12 +160,12 @@ def save_in_a_later_life(rank: int, world_size: int, root: str) -> float:
     return state["w"].sum().item()
 
 
-def test_what_an_earlier_life_left_in_the_store_is_not_heeded(tmp_path: Path) -> None:
+def test_aborts_from_before_a_restart_are_ignored(tmp_path: Path) -> None:
     """torchrun keeps its store over restarts, so aborts by dead ranks must be ignored."""
-    assert run_ranks(3, save_in_a_later_life, str(tmp_path / "x")) == [3.0] * 3
+    assert run_ranks(3, save_after_a_restart, str(tmp_path / "x")) == [3.0] * 3
 
 
-def save_after_the_group_has_gone(rank: int, world_size: int, root: str) -> str:
+def save_with_a_destroyed_group(rank: int, world_size: int, root: str) -> str:
     """Save with a process group that was destroyed."""
     group = dist.group.WORLD
     dist.destroy_process_group()
@@ -174,8 +174,8 @@ def save_after_the_group_has_gone(rank: int, world_size: int, root: str) -> str:
     return str(caught.value)
 
 
-def test_a_destroyed_group_is_not_silently_left_out(tmp_path: Path) -> None:
+def test_a_destroyed_group_is_an_error(tmp_path: Path) -> None:
     """Ranks of a destroyed group raise, instead of each saving alone to the same id."""
-    for message in run_ranks(2, save_after_the_group_has_gone, str(tmp_path / "x")):
+    for message in run_ranks(2, save_with_a_destroyed_group, str(tmp_path / "x")):
         assert "no longer initialised" in message
     assert not (tmp_path / "x").exists()

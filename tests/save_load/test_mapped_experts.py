@@ -84,7 +84,7 @@ def load_own_experts(rank: int, world_size: int, path: str, groups: int) -> None
         pytest.param(4, 2, "save", marks=pytest.mark.exhaustive),
     ],
 )
-def test_each_rank_has_its_own_part_of_the_stack(tmp_path: Path, ranks: int, groups: int, how: str) -> None:
+def test_each_rank_writes_and_loads_its_experts(tmp_path: Path, ranks: int, groups: int, how: str) -> None:
     """Each expert is written by its rank, replicas once, and proved; ranks with other experts load them."""
     run_ranks(ranks, save_own_experts, str(tmp_path), groups, how)
     assert_equal(dcp.read(tmp_path), stacked())
@@ -111,7 +111,7 @@ def save_wrong(rank: int, world_size: int, path: str) -> list[str]:
     ]
 
 
-def test_experts_that_no_rank_has_or_that_differ_are_named_on_all(tmp_path: Path) -> None:
+def test_missing_and_differing_experts_are_errors(tmp_path: Path) -> None:
     """Missing experts, an unknown number of them, and differing shapes are errors before any write."""
     gone = [f"'model.layers.0.mlp.experts.3.{part}.weight'" for part in ("gate_proj", "up_proj")]
     for missing, more, unknown, wide in run_ranks(2, save_wrong, str(tmp_path / "c")):

@@ -47,7 +47,7 @@ def chosen(patterns: list[str], key: str) -> bool:
 
 @examples(40)
 @given(only=st.none() | st.lists(PATTERNS, min_size=1, max_size=2), exclude=st.lists(PATTERNS, max_size=2))
-def test_patterns_select_what_they_match_and_all_below(
+def test_patterns_select_matches_and_entries_below(
     stored: Path, only: list[str] | None, exclude: list[str]
 ) -> None:
     """A glob selects its matches and everything below, is case-sensitive, and yields to ``exclude``."""
@@ -61,7 +61,7 @@ def test_patterns_select_what_they_match_and_all_below(
     assert [key for key in KEYS if state[key].item()] == expected
 
 
-def test_a_pattern_without_a_match_is_named_with_what_it_resembles(stored: Path) -> None:
+def test_a_pattern_without_a_match_has_suggestions(stored: Path) -> None:
     """A pattern without a match raises with suggestions of the pattern's depth, and nothing is loaded."""
     state = {key: torch.zeros(1) for key in KEYS}
     with pytest.raises(PlanError, match=r"did you mean 'Model' or 'models'") as caught:
@@ -70,7 +70,7 @@ def test_a_pattern_without_a_match_is_named_with_what_it_resembles(stored: Path)
     assert not any(tensor.item() for tensor in state.values())
 
 
-def test_rules_apply_in_order_each_to_what_the_last_one_gave(tmp_path: Path) -> None:
+def test_rename_rules_apply_in_order(tmp_path: Path) -> None:
     """Rules apply in order as `re.sub`, with groups and functions, and may map several keys to one."""
     dcp.save({"layers.3.W": torch.ones(2), "n": 1, "spare": 2}, checkpoint_id=tmp_path, no_dist=True)
     state = {"module.layer3.w": torch.zeros(2), "module.layer3.w_ema": torch.zeros(2), "module.n": 0}
@@ -86,7 +86,7 @@ def test_rules_apply_in_order_each_to_what_the_last_one_gave(tmp_path: Path) -> 
     assert set(report.renamed.values()) == {"layers.3.W", "n"}
 
 
-def test_what_does_not_fit_is_told_under_both_names(tmp_path: Path) -> None:
+def test_errors_have_both_names_of_a_key(tmp_path: Path) -> None:
     """An error has the key of the state dict and the renamed key."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(ShapeMismatchError, match=r"Size mismatch between .* for 'm\.w' \(renamed to 'w'\)"):
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_told_under_both_names(tmp_path: Path) -> None:
     assert caught.value.fqns == ["m.v", "m.n"]
 
 
-def test_torchs_load_heeds_the_options(tmp_path: Path) -> None:
+def test_torchs_load_uses_the_options(tmp_path: Path) -> None:
     """Options of the planner work in torch's load, and meta tensors that are not loaded stay meta."""
     saved = {"w": torch.ones(4, 2), "n": 3, "v": torch.ones(1), "b": torch.ones(2)}
     stock.save(saved, checkpoint_id=tmp_path)
@@ -139,7 +139,7 @@ def fresh() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_only_the_model(saved: Path, road: str) -> None:
+def test_only_model_is_loaded(saved: Path, road: str) -> None:
     """With only="model" the optimizer's state is not requested, which for a new one would create it."""
     state = fresh()
     report = load(state, saved, road, only="model")
@@ -151,7 +151,7 @@ def test_only_the_model(saved: Path, road: str) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_without_a_part(saved: Path, road: str) -> None:
+def test_excluded_entries_keep_their_values(saved: Path, road: str) -> None:
     """An excluded entry keeps its value, and its object receives it with the loaded entries."""
     state = fresh()
     load(state, saved, road, exclude=["model.head", "*.lr"])
@@ -177,7 +177,7 @@ def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_patterns_are_about_the_names_before_the_renaming(saved: Path, road: str) -> None:
+def test_patterns_match_names_before_the_renaming(saved: Path, road: str) -> None:
     """Patterns match the state dict's names, before they are renamed."""
     state = {"model": {"w": torch.zeros(2, 3)}, "ema": {"w": torch.zeros(2, 3)}}
     load(state, saved, road, rename={"^ema": "model"}, only="ema")
@@ -230,7 +230,7 @@ OWN: list[Any] = [(10 + rank, [rank] * 3, []) for rank in range(2)]
 
 
 @pytest.mark.parametrize("road", ["columns", "objects"])
-def test_other_ranks_values_are_kept_if_asked(of_two: str, road: str) -> None:
+def test_values_per_rank_are_kept_on_request(of_two: str, road: str) -> None:
     """With per_rank="keep" other numbers of ranks keep their values; by default a rank needs an entry."""
     ways = [(road, "keep"), (road, "exact")]
     for kept, told in run_ranks(3, load_per_rank, of_two, ways):
@@ -284,7 +284,7 @@ def warnings_of_loads(rank: int, world_size: int, path: str) -> list[list[str]]:
     return found
 
 
-def test_values_of_other_numbers_of_ranks_are_warned_of(tmp_path: Path) -> None:
+def test_kept_and_unloaded_values_are_warned_of(tmp_path: Path) -> None:
     """Values that are kept, and values of missing ranks that are not loaded, are named in one warning."""
     run_ranks(3, save_own, str(tmp_path))
     assert run_ranks(3, warnings_of_loads, str(tmp_path)) == [[[]] * 4] * 3

@@ -125,7 +125,7 @@ def test_a_usual_mistake_is_shown_in_a_few_lines(places: Path, mistake: str) -> 
     assert max(map(len, lines)) <= MAX_COLUMNS, text
 
 
-def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
+def test_short_errors_keep_class_and_cause(places: Path) -> None:
     """Programs find the class of the cause, RankFailedError, the ranks, and torch's failures by rank."""
     with pytest.raises(dcp.MissingKeyError) as caught:
         MISTAKES["wrong key"](places)
@@ -158,14 +158,14 @@ class _Acts:
         return self.act()
 
 
-def test_debugging_shows_everything(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_debug_shows_all_frames(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With DCP_DEBUG=1 the error has all frames and its cause."""
     monkeypatch.setenv("DCP_DEBUG", "1")
     text = shown(lambda: MISTAKES["wrong key"](places))
     assert "in plan_load" in text and "direct cause" in text
 
 
-def test_where_the_users_own_code_failed_is_shown(places: Path, tmp_path: Path) -> None:
+def test_errors_in_user_code_keep_their_traceback(places: Path, tmp_path: Path) -> None:
     """An error in a user's code keeps its traceback from the first frame outside of this package, also as the
     cause of a load's error."""
     text = shown(lambda: save({"app": _Acts()}, tmp_path / "x"))
@@ -177,7 +177,7 @@ def test_where_the_users_own_code_failed_is_shown(places: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("wrong", [[1], "text", {"o": object()}, {1: 2}, {"t": torch.ones(1)}])
-def test_user_metadata_is_looked_at_before_anything_is_written(wrong: Any, tmp_path: Path) -> None:
+def test_user_metadata_is_checked_before_a_write(wrong: Any, tmp_path: Path) -> None:
     """Invalid user_metadata is refused at the beginning, not after hours of saving."""
     place = tmp_path / "x"
     for save in (dcp.save, dcp.async_save):
@@ -209,7 +209,7 @@ def mistakes_of_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
     return found
 
 
-def test_ranks_are_as_brief(places: Path) -> None:
+def test_errors_on_ranks_are_short(places: Path) -> None:
     """Errors on one rank, on each, and of a rank alone are short; the user's frames are on all ranks."""
     results = run_ranks(2, mistakes_of_ranks, places)
     for rank, found in enumerate(results):

@@ -105,7 +105,7 @@ def load_and_prove(rank: int, world: int, folder: str, how: str) -> str:
     return dcp.prove(now, folder, exclude=["loader", "generator", "random"]).to_json()
 
 
-def test_what_was_saved_is_there_on_the_same_and_on_other_meshes(tmp_path: Path) -> None:
+def test_a_checkpoint_is_proved_on_any_mesh(tmp_path: Path) -> None:
     """A checkpoint of FSDP2 with tensor parallelism on four ranks is proved there, on FSDP2 with three ranks,
     and on one process. Only the manifest is read, and the report has each rank's share."""
     folder = str(tmp_path / "one")
@@ -163,7 +163,7 @@ DAMAGES: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
 }
 
 
-def test_what_differs_is_named_with_the_ranks_that_have_it(tmp_path: Path) -> None:
+def test_differences_are_named_with_their_ranks(tmp_path: Path) -> None:
     """A change of a shard, replica, Adam moment, generator, value, name or dtype is the only finding."""
     (reports, *_) = run_ranks(3, damage_and_prove, str(tmp_path / "one"))
     for what, expected in DAMAGES.items():
@@ -265,7 +265,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("has_digests", [True, False])
-def test_bytes_are_proved_and_not_numbers(tmp_path: Path, has_digests: bool) -> None:
+def test_bytes_are_compared_not_numbers(tmp_path: Path, has_digests: bool) -> None:
     """Bytes are compared, not numbers: NaNs with different bits differ, and -0.0 differs from 0.0. This holds
     for empty, 0-d, 8-bit, conjugated, tied and transposed tensors, and each change is reported by kind."""
     state = hostile_state()

@@ -25,7 +25,7 @@ def save_alone_and_load(rank: int, world_size: int, path: str, saver: str) -> An
 
 
 @pytest.mark.parametrize("saver", ["ours", "stock"])
-def test_a_rank_loads_what_it_saved_on_its_own(tmp_path: Path, saver: str) -> None:
+def test_a_rank_loads_its_own_save(tmp_path: Path, saver: str) -> None:
     """Each rank loads its own data, as with stock torch; a single process cannot choose between the ranks."""
     assert run_ranks(2, save_alone_and_load, str(tmp_path), saver) == [([r * 1.0] * 5, r) for r in (0, 1)]
     if saver == "ours":
@@ -38,7 +38,7 @@ def save_alone(rank: int, world_size: int, path: str) -> None:
     dcp.save({f"w{rank}": torch.ones(2)}, checkpoint_id=path, use_collectives=False)
 
 
-def test_parts_that_an_older_world_left_are_not_mixed_in(tmp_path: Path) -> None:
+def test_parts_of_an_older_world_are_not_mixed_in(tmp_path: Path) -> None:
     """If 3 ranks and then 2 save to the same id, the third rank's part belongs to another checkpoint."""
     run_ranks(3, save_alone, str(tmp_path))
     run_ranks(2, save_alone, str(tmp_path))
@@ -46,7 +46,7 @@ def test_parts_that_an_older_world_left_are_not_mixed_in(tmp_path: Path) -> None
         dcp.load({"w0": torch.zeros(2)}, checkpoint_id=tmp_path)
 
 
-def test_ranks_do_not_save_on_their_own_under_a_common_checkpoint(tmp_path: Path) -> None:
+def test_saves_alone_over_a_common_checkpoint_are_refused(tmp_path: Path) -> None:
     """A save without collectives over a common checkpoint is refused: readers would load the old one."""
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointConflictError):

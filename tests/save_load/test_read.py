@@ -39,7 +39,7 @@ def a_state() -> dict[str, Any]:
     }
 
 
-def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_read_returns_the_saved_state_dict(tmp_path: Path) -> None:
     """Nesting, order, and types of keys and values come back; an optimizer takes its state."""
     state = a_state()
     dcp.save(state, checkpoint_id=tmp_path)
@@ -53,7 +53,7 @@ def test_a_state_dict_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert torch.equal(optimizer.state[first]["exp_avg"], state["optim"]["state"][0]["exp_avg"])
 
 
-def test_parts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+def test_globs_select_entries(tmp_path: Path) -> None:
     """Globs include and exclude entries; an entry of a list stays at its position."""
     state = a_state()
     dcp.save(state, checkpoint_id=tmp_path)
@@ -128,7 +128,7 @@ class Own:
     """A class of a user."""
 
 
-def test_values_that_need_trust(tmp_path: Path) -> None:
+def test_pickled_classes_need_trust(tmp_path: Path) -> None:
     """A pickled class is refused by name, excluded, or allowed, but never dropped without an error."""
     dcp.save({"w": torch.ones(2), "own": Own()}, checkpoint_id=tmp_path / "dcp")
     torch.save({"w": torch.ones(2), "own": Own()}, tmp_path / "x.pt")
@@ -139,7 +139,7 @@ def test_values_that_need_trust(tmp_path: Path) -> None:
     assert isinstance(dcp.read(tmp_path / "dcp", weights_only=False)["own"], Own)
 
 
-def test_storages_of_others_and_options_that_cannot_be_meant(tmp_path: Path) -> None:
+def test_foreign_storages_and_invalid_options(tmp_path: Path) -> None:
     """torch's reader works, and invalid options raise before any read."""
     dcp.save({"a": {"w": torch.arange(3.0)}, "step": 2}, checkpoint_id=tmp_path)
     found = dcp.read(storage_reader=stock.FileSystemReader(tmp_path), only="a")
@@ -162,9 +162,7 @@ def test_storages_of_others_and_options_that_cannot_be_meant(tmp_path: Path) -> 
         ({"containers": [{"path": ["a"], "kind": "dict", "keys": 5}], "values": {}}, True),
     ],
 )
-def test_notes_on_containers_that_nobody_writes(
-    tmp_path: Path, notes: dict[str, Any], has_parts: bool
-) -> None:
+def test_invalid_structure_notes_are_refused(tmp_path: Path, notes: dict[str, Any], has_parts: bool) -> None:
     """Invalid structure notes raise CheckpointFormatError; a part loads without the note of one container."""
     dcp.save({"a": {0: torch.ones(2)}, "b": torch.ones(2)}, checkpoint_id=tmp_path)
 

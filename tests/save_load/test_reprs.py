@@ -11,7 +11,7 @@ import dcp
 TENSORS = 300
 
 
-def test_what_a_call_returns_is_short_to_see(tmp_path: Path) -> None:
+def test_results_have_a_short_repr(tmp_path: Path) -> None:
     """The results of a save, a partial load and a conversion have a short repr, and hold all entries."""
     state = {f"layer.{n}": torch.zeros(2) for n in range(TENSORS)}
     saved = dcp.save({**state, "step": 1}, checkpoint_id=tmp_path / "ours")

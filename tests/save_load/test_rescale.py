@@ -52,7 +52,7 @@ def load_rules(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_sums_stay_and_lists_are_cut_anew(world_size: int, of_three: str) -> None:
+def test_sums_are_kept_and_lists_split_again(world_size: int, of_three: str) -> None:
     """A sum of whole numbers is exact and even; a split has every item once, in the order of ranks."""
     found = run_ranks(world_size, load_rules, of_three)
     for case in range(MANY):
@@ -90,7 +90,7 @@ def save_wrong(rank: int, world_size: int, path: str) -> None:
     dcp.save({f"v{n}": dcp.PerRank(states[rank]) for n, (_, states) in enumerate(WRONG)}, checkpoint_id=path)
 
 
-def test_values_that_a_rule_is_not_for(tmp_path: Path) -> None:
+def test_values_unsuited_to_a_rule(tmp_path: Path) -> None:
     """A value unsuited to its rule is an error with its name; `Rescale` refuses an unknown rule."""
     run_ranks(2, save_wrong, str(tmp_path))
     for number, (rule, _) in enumerate(WRONG):
@@ -163,7 +163,7 @@ def loaded(rank: int, world_size: int, path: str, options: dict[str, Any]) -> An
     return sums["seen"], sums["half"], *lists, odd.value, sorted(report.rescaled)
 
 
-def test_other_numbers_of_ranks(of_two: Path) -> None:
+def test_rules_on_other_numbers_of_ranks(of_two: Path) -> None:
     """Saved by 2 ranks, loaded by 3 and by 1: every rule works in objects, lists and dicts."""
     names = ["app.list.0", "app.noise", "app.queue", "app.rows", "odd"]
     odd: Any = [["0"], ["0", "1"]]
@@ -177,7 +177,7 @@ def test_other_numbers_of_ranks(of_two: Path) -> None:
     assert run_ranks(1, loaded, str(of_two), {}) == [alone]
 
 
-def test_as_many_ranks_get_their_own(of_two: Path) -> None:
+def test_as_many_ranks_load_their_own(of_two: Path) -> None:
     """As many ranks as saved load their own values, for any rule; stock torch sees a `PerRank`."""
     assert run_ranks(2, loaded, str(of_two), {}) == [
         (11, 0.5, [0.0], [0], [0, 0], None, []),
@@ -188,7 +188,7 @@ def test_as_many_ranks_get_their_own(of_two: Path) -> None:
     assert state["app"]["queue"]["rank-1"] == [1, 1]
 
 
-def test_names_and_parts(of_two: Path) -> None:
+def test_rescaling_follows_rename_and_patterns(of_two: Path) -> None:
     """A value is rescaled under another name, and left alone if the patterns exclude it."""
     state: dict[str, Any] = {"mine": {"queue": dcp.Rescale([], "split"), "plain": 0}}
     report = dcp.load(state, checkpoint_id=of_two, rename={"^mine": "app"}, unexpected="ignore")
@@ -198,7 +198,7 @@ def test_names_and_parts(of_two: Path) -> None:
     assert (state["app"]["queue"].value, state["app"]["plain"], report.rescaled) == ([], 5, [])
 
 
-def test_by_torchs_protocol(of_two: Path) -> None:
+def test_rescaling_by_torchs_protocol(of_two: Path) -> None:
     """A planner that overrides a step rescales too; a foreign reader cannot, and raises."""
     state: dict[str, Any] = {"app": {"queue": dcp.Rescale([], "split")}}
     dcp.load(state, checkpoint_id=of_two, planner=TakesObjects(), unexpected="ignore")
@@ -222,13 +222,13 @@ def test_a_rule_that_fails_changes_nothing(of_two: Path, tmp_path: Path) -> None
     assert (state["app"]["plain"], state["app"]["rows"].value.tolist()) == (0, [0])
 
 
-def one_has_it(rank: int, world_size: int, path: str) -> None:
+def save_on_rank_1(rank: int, world_size: int, path: str) -> None:
     """Save a value on rank 1 alone."""
     dcp.save({"own": dcp.Rescale(rank, "sum")} if rank else {"w": torch.ones(1)}, checkpoint_id=path)
 
 
-def test_states_of_some_ranks_are_no_states_of_all(tmp_path: Path) -> None:
+def test_a_rule_needs_the_states_of_all_ranks(tmp_path: Path) -> None:
     """A sum over a part of the ranks would be wrong, so it is an error."""
-    run_ranks(2, one_has_it, str(tmp_path))
+    run_ranks(2, save_on_rank_1, str(tmp_path))
     with pytest.raises(PlanError, match=r"'own'.*2 ranks saved.*\[1\] only"):
         dcp.load({"own": dcp.Rescale(0, "sum")}, checkpoint_id=tmp_path)

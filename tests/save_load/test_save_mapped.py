@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def test_it_is_what_a_save_and_a_conversion_are(tmp_path: Path) -> None:
+def test_a_mapped_save_equals_save_then_conversion(tmp_path: Path) -> None:
     """A mapped save fuses and pads, or splits and cuts, and stock torch reads the result."""
     dcp.save(apart(), checkpoint_id=tmp_path / "fused", map=FUSED, no_dist=True)
     assert read(tmp_path / "fused").keys() == fused().keys()
@@ -125,7 +125,7 @@ def save_half_of_the_experts(rank: int, world_size: int, path: str) -> str:
     return told(lambda: dcp.save(own, checkpoint_id=path, map=FUSED))
 
 
-def test_what_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_invalid_mapped_saves_raise_before_a_write(tmp_path: Path) -> None:
     """Keys without a rule, parts of other ranks, too many boxes and foreign writers raise before a write."""
     with pytest.raises(PlanError, match="no rule matches 'more'"):
         dcp.save(apart() | {"more": torch.ones(2)}, checkpoint_id=tmp_path / "c", map=FUSED, no_dist=True)
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> No
     "kind",
     ["float8_e4m3fn", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("bool", "complex128"))],
 )
-def test_tensors_of_no_elements_or_dimensions(tmp_path: Path, kind: str) -> None:
+def test_empty_and_0d_tensors_are_mapped(tmp_path: Path, kind: str) -> None:
     """Empty and 0-d tensors and views of unusual dtypes are mapped there and back."""
     whole = (torch.arange(24) % 2).to(getattr(torch, kind)).view(4, 6)
     state = {"x": whole, "t": whole.T, "n": whole[:0], "s": whole[1, 1]}

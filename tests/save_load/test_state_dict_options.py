@@ -81,7 +81,7 @@ SETTING = [
 
 
 @pytest.mark.parametrize(("name", "world", "flatten", "routes"), SETTING)
-def test_models_and_optimizers_get_back_what_was_saved(
+def test_set_state_dict_restores_models_and_optimizers(
     name: str, world: int, flatten: bool, routes: list[int], tmp_path: Path
 ) -> None:
     """set_state_dict after load restores every parameter, buffer and optimizer tensor."""

@@ -84,7 +84,7 @@ def told(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("road", ["columns", "objects", "stock"])
-def test_an_object_is_given_what_was_saved(tmp_path: Path, road: str) -> None:
+def test_an_object_gets_the_saved_state(tmp_path: Path, road: str) -> None:
     """Any initial state becomes the saved state, by each code path of a load, and for stock torch's
     checkpoints. New containers have the saved classes as far as the checkpoint records them."""
     planner = TakesObjects() if road == "objects" else None

@@ -9,7 +9,7 @@ from tests.support.torch_matrix import matrix, table
 
 
 @pytest.mark.exhaustive
-def test_stock_and_ours_read_each_other(tmp_path: Path) -> None:
+def test_stock_and_dcp_read_each_other(tmp_path: Path) -> None:
     """dcp and stock torch load each other's checkpoints of two ranks, on one rank and on two resharded."""
     found = matrix([sys.executable], tmp_path)
     assert [len(answers) for answers in found.values()] == [2, 2]

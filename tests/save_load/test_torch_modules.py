@@ -24,14 +24,14 @@ def names_in(module: ModuleType) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_each_name_of_each_module_is_there(name: str) -> None:
+def test_each_name_of_each_module_exists(name: str) -> None:
     """Each name is dcp's or torch's, also if it is undocumented."""
     theirs = import_module(f"torch.distributed.checkpoint.{name}")
     ours = import_module(f"dcp.{name}")
     assert not [defined for defined in names_in(theirs) if not hasattr(ours, defined)]
 
 
-def test_what_torch_has_not_is_an_attribute_error() -> None:
+def test_unknown_names_are_attribute_errors() -> None:
     """An unknown name raises AttributeError or ModuleNotFoundError with dcp's module name."""
     module = import_module("dcp.state_dict")
     with pytest.raises(AttributeError, match=r"module 'dcp\.state_dict' has no attribute '_init_optim'"):

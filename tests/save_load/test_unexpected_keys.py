@@ -29,7 +29,7 @@ def encoder() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_what_nobody_takes_is_an_error_that_says_how_to_allow_it(tmp_path: Path, road: str) -> None:
+def test_unexpected_keys_raise_with_remedies(tmp_path: Path, road: str) -> None:
     """Unexpected keys raise before any read, and each remedy in the message loads the rest."""
     save(tmp_path)
     state = encoder()
@@ -73,7 +73,7 @@ def test_one_error_names_missing_and_unexpected_keys(tmp_path: Path, road: str) 
     assert "Did you mean 'model.head.w'" in str(caught.value) and "Also" not in str(caught.value)
 
 
-def test_keys_of_the_top_level_are_not_asked_for(tmp_path: Path) -> None:
+def test_other_keys_at_the_top_level_are_expected(tmp_path: Path) -> None:
     """Other keys at the top level are not unexpected, also in a flat checkpoint with dotted keys."""
     save(tmp_path / "nested")
     state: dict[str, Any] = {"step": 0}
@@ -119,7 +119,7 @@ class _StepsInTrainModeOnly(torch.optim.SGD):
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("kind", ["LBFGS", "train mode"])
-def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, road: str) -> None:
+def test_optimizers_that_need_a_closure_or_mode(tmp_path: Path, kind: str, road: str) -> None:
     """Optimizers that need a closure or a mode get their state, and train as the saved one."""
     makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=4),
@@ -149,7 +149,7 @@ def test_optimizers_that_make_no_step_by_themselves(tmp_path: Path, kind: str, r
     assert torch.equal(nets[0].weight, nets[1].weight)
 
 
-def test_planners_bring_it_or_decide_themselves(tmp_path: Path) -> None:
+def test_an_option_of_the_planner_or_the_call(tmp_path: Path) -> None:
     """A planner's option applies unless the call has one. torch's planners, and dcp's planners in torch's
     functions, ignore unexpected keys, as torch does."""
     save(tmp_path)
@@ -180,7 +180,7 @@ def _stages(rank: int, world_size: int, path: str, road: str) -> list[str]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_ranks_take_what_others_leave(tmp_path: Path, road: str) -> None:
+def test_a_key_that_any_rank_takes_is_expected(tmp_path: Path, road: str) -> None:
     """A key is expected if any rank takes it, as in a pipeline; otherwise all ranks raise."""
     for result in run_ranks(2, _stages, str(tmp_path), road, failures=True):
         assert isinstance(result, RankRaised)

@@ -74,7 +74,7 @@ def test_casts_that_lose_more_than_digits_are_in_the_report(tmp_path: Path, veri
 
 @examples(60)
 @given(axes=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
-def test_memory_that_elements_share_is_no_destination(
+def test_self_overlapping_memory_is_refused(
     tmp_path_factory: pytest.TempPathFactory, axes: list[tuple[int, int]]
 ) -> None:
     """A view with two elements in one place is refused, as rows would overwrite each other."""
@@ -94,7 +94,7 @@ def test_memory_that_elements_share_is_no_destination(
         assert torch.equal(target, stored)
 
 
-def test_entries_that_differ_are_not_loaded_into_the_same_memory(tmp_path: Path) -> None:
+def test_different_entries_for_one_memory_are_refused(tmp_path: Path) -> None:
     """Different entries for the same memory are both named in an error; one of them alone is loaded."""
     stored = torch.arange(16.0).view(4, 4)
     dcp.save({"a": stored, "b": stored + 100, "c": stored}, checkpoint_id=tmp_path)
@@ -115,7 +115,7 @@ def test_entries_that_differ_are_not_loaded_into_the_same_memory(tmp_path: Path)
 
 
 @pytest.mark.parametrize("way", ["one payload", "copies", "torch", "file"])
-def test_entries_that_are_equal_are_loaded_into_the_same_memory(tmp_path: Path, way: str) -> None:
+def test_equal_entries_load_into_one_memory(tmp_path: Path, way: str) -> None:
     """Tied weights, also with NaN, whole or in part, load from one payload or from two."""
     base = torch.arange(32.0).view(4, 8)
     base[0, 5] = torch.nan

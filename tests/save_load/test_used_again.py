@@ -17,7 +17,7 @@ from dcp.errors import OptionError, PlanError
 from tests.support.loaded import Unpicklable, values
 
 
-def test_a_failed_save_leaves_what_the_same_writer_committed_before(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_writers_last_commit(tmp_path: Path) -> None:
     """Without a new id a writer still begins a new save, whose failure removes its own files only."""
     writer = FileSystemWriter(tmp_path)
     dcp.save({"w": torch.ones(4)}, storage_writer=writer)
@@ -27,7 +27,7 @@ def test_a_failed_save_leaves_what_the_same_writer_committed_before(tmp_path: Pa
     assert len(list(tmp_path.glob("*.distcp"))) == 1
 
 
-def test_a_reader_that_loads_again_sees_what_was_saved_since(tmp_path: Path) -> None:
+def test_a_reused_reader_sees_later_saves(tmp_path: Path) -> None:
     """A reader keeps neither index nor statistics of its previous load."""
     reader = FileSystemReader(tmp_path)
     for value in (1.0, 2.0):
@@ -73,7 +73,7 @@ class _Steps(dcp.DefaultLoadPlanner):
 
 
 @pytest.mark.parametrize("make", [dcp.DefaultLoadPlanner, _Steps])
-def test_options_hold_for_one_load_on_either_road(tmp_path: Path, make: type[dcp.DefaultLoadPlanner]) -> None:
+def test_options_hold_for_one_load(tmp_path: Path, make: type[dcp.DefaultLoadPlanner]) -> None:
     """Options of a call apply to that load only, on each code path; an unknown option value raises."""
     dcp.save({"w": torch.ones(4), "x": torch.ones(4)}, checkpoint_id=tmp_path)
     reader, planner = FileSystemReader(tmp_path), make()
@@ -104,7 +104,7 @@ class _Watching(dict[str, Any]):
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_loads_leave_the_collection_of_garbage_as_it_was(tmp_path: Path, is_on: bool) -> None:
+def test_loads_restore_garbage_collection(tmp_path: Path, is_on: bool) -> None:
     """Garbage collection is off while a load plans, and restored even if the load fails."""
     state = {f"w{n}": torch.full((3,), n) for n in range(500)}
     dcp.save({"in": state}, checkpoint_id=tmp_path, no_dist=True)

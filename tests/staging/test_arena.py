@@ -45,7 +45,7 @@ def test_tensors_outlive_growth_and_close(kind: str) -> None:
             act()
 
 
-def test_a_shared_arena_takes_one_descriptor_and_is_gone_with_its_views() -> None:
+def test_a_shared_arena_has_one_descriptor_and_no_name() -> None:
     """A shared arena has one descriptor, which is not inherited, one mapping, and no name in /dev/shm. All
     are released with the last view, or with the arena object if it was never closed."""
     gc.collect()
@@ -66,7 +66,7 @@ def test_a_shared_arena_takes_one_descriptor_and_is_gone_with_its_views() -> Non
 
 
 @KINDS
-def test_memory_that_is_not_there_is_an_error_at_once(kind: str) -> None:
+def test_too_much_memory_is_an_error_at_once(kind: str) -> None:
     """A request for more memory than the machine has names both sizes, and leaves the arena unchanged."""
     arena = HostArena(kind)  # type: ignore[arg-type]
     arena.reserve(MIB)

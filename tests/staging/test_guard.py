@@ -69,7 +69,7 @@ def test_a_tensor_overwritten_between_sample_and_copy_is_found(
 
 @examples(30)
 @given(count=st.integers(1, 5000), data=st.data())
-def test_full_sees_every_byte(count: int, data: st.DataObject) -> None:
+def test_full_finds_every_changed_byte(count: int, data: st.DataObject) -> None:
     """With guard='full' any changed byte is found; for a few elements the sampled guard finds it too."""
     state = {"w": torch.arange(count, dtype=torch.int16)}
     samples = sample_state(state, "full" if count > 8 else "sampled")
@@ -78,7 +78,7 @@ def test_full_sees_every_byte(count: int, data: st.DataObject) -> None:
         check_staged(state, {"w": state["w"].clone()}, samples)
 
 
-def test_views_of_one_memory_that_differ_are_copied_each() -> None:
+def test_different_views_of_one_memory_are_copied() -> None:
     """Views with equal addresses but other shapes, dtypes or strides are not tied."""
     whole = torch.arange(16.0).reshape(4, 4)
     state = {"whole": whole, "t": whole.t(), "head": whole[0], "bits": whole.view(torch.int32)}
@@ -97,7 +97,7 @@ def told(state: dict[str, Any], staged: dict[str, Any]) -> tuple[list[str], str]
     return [*caught.value.fqns], str(caught.value)
 
 
-def test_what_is_no_copy_of_the_state_is_caught() -> None:
+def test_wrong_copies_of_a_state_are_refused() -> None:
     """A copy that shares memory with the state, a cache that was not refreshed, and missing, cast or reshaped
     tensors are refused."""
     state: dict[str, Any] = {"weight": torch.arange(10_000.0), "bias": torch.ones(3)}

@@ -48,7 +48,7 @@ def stager(request: pytest.FixtureRequest) -> Any:
     made.close()
 
 
-def test_they_are_torchs_stagers_too(stager: Stager) -> None:
+def test_stagers_are_instances_of_torchs(stager: Stager) -> None:
     """The stagers are instances of torch's classes and protocol, with or without a GPU."""
     base = (
         torch_staging.DefaultStager
@@ -102,7 +102,7 @@ def test_structure_is_kept_and_nothing_is_shared(stager: Stager) -> None:
     assert staged["step"] == 3
 
 
-def test_stock_async_save_works_with_our_stagers(stager: Stager, tmp_path: Path) -> None:
+def test_stock_async_save_works_with_the_stagers(stager: Stager, tmp_path: Path) -> None:
     """With torch's async_save each checkpoint has the state of its call, and stock torch loads it."""
     weight = torch.zeros(4, 8)
     for step in range(2):

@@ -127,7 +127,7 @@ def test_a_body_that_ends_too_early_is_an_error(size: int) -> None:
         _opened(server).pread(len(_BODY), 0)
 
 
-def test_a_trickle_is_not_waited_for() -> None:
+def test_a_very_slow_body_fails() -> None:
     """A very slow body fails the attempt."""
 
     def reply(connection: socket.socket, _: int) -> None:
@@ -142,7 +142,7 @@ def test_a_trickle_is_not_waited_for() -> None:
         _opened(server, 1000, request_timeout_seconds=0.2).pread(1000, 0)
 
 
-def test_an_address_of_ipv6_is_asked() -> None:
+def test_an_ipv6_address_is_accepted() -> None:
     """An IPv6 address in brackets is accepted."""
     with _Server(lambda connection, _: connection.sendall(_whole()), host="::1") as server:
         assert _opened(server).pread(len(_BODY), 0) == _BODY
@@ -159,7 +159,7 @@ def test_tls_is_verified_unless_switched_off() -> None:
 
 
 @pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])
-def test_other_bytes_than_those_asked_for_are_an_error(told: str) -> None:
+def test_a_response_with_another_range_is_an_error(told: str) -> None:
     """A response with another range, as by a faulty cache, is an error, which no hash would detect."""
     answer = _whole(b"0123456789", told)
     refused = pytest.raises(StorageError, match="begins at byte 0, expected 50")

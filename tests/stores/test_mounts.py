@@ -62,7 +62,7 @@ def saves_where_refused(root: Path, count: int) -> tuple[list[Any], list[str]]:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(9, marks=pytest.mark.exhaustive)])
-def test_what_a_mount_refuses_is_done_otherwise(tmp_path: Path, count: int) -> None:
+def test_saves_work_on_mounts_without_some_operations(tmp_path: Path, count: int) -> None:
     """Saves and conversions work and leave nothing behind, and one log line names each missing operation."""
     seen, logged = in_lab(saves_where_refused, tmp_path, count)
     assert seen == [(call, name, 2, True, []) for call, names in REFUSALS.items() for name in names[:count]]
@@ -73,7 +73,7 @@ def test_what_a_mount_refuses_is_done_otherwise(tmp_path: Path, count: int) -> N
 
 
 @pytest.mark.parametrize(("call", "name"), FAILURES)
-def test_a_failure_is_not_taken_for_a_refusal(tmp_path: Path, call: str, name: str) -> None:
+def test_a_failure_is_raised_not_worked_around(tmp_path: Path, call: str, name: str) -> None:
     """A failure is raised with operation, path and errno; old files stay, and no others are left."""
     folder = tmp_path / "x"
     save_version(folder, 1)
@@ -86,7 +86,7 @@ def test_a_failure_is_not_taken_for_a_refusal(tmp_path: Path, call: str, name: s
     assert _odd_files(tmp_path) == []
 
 
-def test_what_cannot_be_done_otherwise_names_the_option(tmp_path: Path) -> None:
+def test_missing_operations_name_the_option(tmp_path: Path) -> None:
     """Without fsync of files, or without link and rename, the error names the option to use."""
 
     def no_sync(call: str, path: Path) -> int:

@@ -52,7 +52,7 @@ def _connections(server: Any) -> int:
     return sum(row[2].endswith(port) and row[3] == "01" and f"socket:[{row[9]}]" in ours for row in rows)
 
 
-def test_old_credentials_leave_nothing_behind(s3_proxy: Any, s3_root: str) -> None:
+def test_old_credentials_leave_no_connections(s3_proxy: Any, s3_root: str) -> None:
     """With frequently renewed credentials only the connections and threads of a few places exist."""
     first = _store(s3_proxy, s3_root)
     before = set(threading.enumerate())
@@ -68,7 +68,7 @@ def test_old_credentials_leave_nothing_behind(s3_proxy: Any, s3_root: str) -> No
     assert _comes_true(lambda: threads[-1] not in threading.enumerate())
 
 
-def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
+def test_stores_in_use_stay_open(s3_server: Any, s3_root: str) -> None:
     """The connections of a store or an open handle stay, however many other places are used."""
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/data", b"12345")
@@ -79,7 +79,7 @@ def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
     handle.close()
 
 
-def test_idle_connections_are_not_used_again(s3_server: Any, s3_root: str, monkeypatch: Any) -> None:
+def test_idle_connections_are_not_reused(s3_server: Any, s3_root: str, monkeypatch: Any) -> None:
     """A connection that was idle for long is not reused, because the network may have dropped it."""
     connected = Mock(side_effect=socket.socket.connect)
     monkeypatch.setattr(socket.socket, "connect", lambda *to: connected(*to))
@@ -90,7 +90,7 @@ def test_idle_connections_are_not_used_again(s3_server: Any, s3_root: str, monke
         assert connected.call_count == count
 
 
-def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: Any, s3_root: str) -> None:
+def test_a_fork_keeps_the_connections_of_its_parent(s3_server: Any, s3_root: str) -> None:
     """A fork releases the parent's stores when it opens its own; the parent's requests need no retry."""
     with raw_s3(s3_server) as raw:
         raw.write(f"{s3_root}/data", b"12345")

@@ -38,7 +38,7 @@ def raw(s3_server: Any) -> Iterator[RawS3]:
 # -- conditions ----------------------------------------------------------------------------------------------
 
 
-class _Obliging(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+class _IgnoresMode(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A file system that accepts mode="create" and ignores it."""
 
     protocol = "obliging"
@@ -62,7 +62,7 @@ class _Obliging(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no type
         self.inner.rm_file(f"/obliging/{path}")
 
 
-fsspec.register_implementation("obliging", _Obliging, clobber=True)
+fsspec.register_implementation("obliging", _IgnoresMode, clobber=True)
 
 
 def test_a_service_that_ignores_conditions_is_refused() -> None:
@@ -71,7 +71,7 @@ def test_a_service_that_ignores_conditions_is_refused() -> None:
     with pytest.raises(StorageError, match="conditional_writes") as caught:
         store.publish("m", b"1", durable=True, expected=None)
     assert caught.value.path == store.url
-    assert _Obliging.inner.find("/obliging") == []
+    assert _IgnoresMode.inner.find("/obliging") == []
     store.publish("m", b"2", durable=True)  # without a condition
     assert store.read("m", limit_bytes=9) == b"2"
 
@@ -156,7 +156,7 @@ _WRONG: dict[str, list[object]] = {
     [("s3://bucket/run", {name: value}) for name, values in _WRONG.items() for value in values]
     + [("/tmp/run", {"key": "1"}), *((url, None) for url in ("s3://", "s3:///run", "s3a:///run"))],
 )
-def test_options_and_urls_that_make_no_sense(url: str, options: dict[str, object] | None) -> None:
+def test_invalid_options_and_urls_are_refused(url: str, options: dict[str, object] | None) -> None:
     """Invalid options and URLs are refused before any request."""
     with pytest.raises(CheckpointError):
         open_store(url, options)

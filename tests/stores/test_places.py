@@ -14,7 +14,7 @@ from dcp.errors import StorageError
 from dcp.storage.stores import MemoryStore, PosixStore, open_store
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_resolved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A str or PathLike is a folder; a relative path is resolved at once, not at its use."""
     monkeypatch.chdir(tmp_path)
     stores = [open_store("a b"), open_store(Path("a b")), open_store((tmp_path / "a b").as_uri())]
@@ -25,7 +25,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["weird:name", "c:/x", "run:", "//x"])
-def test_what_only_looks_like_a_url(text: str) -> None:
+def test_a_colon_alone_makes_no_url(text: str) -> None:
     """A colon alone does not make a URL."""
     assert isinstance(open_store(text), PosixStore)
 
@@ -39,7 +39,7 @@ def test_memory_is_shared_by_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["nosuch://bucket/key", "file://host/x", "file://"])
-def test_unsupported_urls(text: str) -> None:
+def test_unsupported_urls_are_errors(text: str) -> None:
     """An unknown scheme, and a file on another host, are an error with the URL."""
     with pytest.raises(StorageError) as caught:
         open_store(text)
@@ -47,7 +47,7 @@ def test_unsupported_urls(text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_empty_path() -> None:
+def test_an_empty_path_is_refused() -> None:
     """An empty id is probably an unset variable, and must not mean the current folder."""
     with pytest.raises(StorageError, match="checkpoint id is empty"):
         open_store("")
@@ -78,7 +78,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", NO_PLACES)
 @pytest.mark.parametrize("use", USES)
-def test_what_names_no_place_is_told_at_once(use: str, kind: str) -> None:
+def test_invalid_ids_are_refused_at_once(use: str, kind: str) -> None:
     """An id of a wrong type, or with NUL or unencodable characters, is a StorageError that quotes it."""
     with pytest.raises(StorageError) as caught:
         USES[use](NO_PLACES[kind])
@@ -91,14 +91,14 @@ OTHERS = [("save", "/proc/x", "/proc/x cannot be made"), ("manager", __file__, "
 
 
 @pytest.mark.parametrize(("use", "name", "words"), LONG + OTHERS)
-def test_a_name_that_the_file_system_refuses(use: str, name: str, words: str, tmp_path: Path) -> None:
+def test_a_name_refused_by_the_file_system(use: str, name: str, words: str, tmp_path: Path) -> None:
     """A name that only the file system can refuse is a StorageError too."""
     with pytest.raises(StorageError, match=words):
         USES[use](tmp_path / name)
 
 
 @pytest.mark.parametrize("leads_to", ["nowhere", "link"])
-def test_a_link_that_leads_nowhere(leads_to: str, tmp_path: Path) -> None:
+def test_a_dangling_link_is_named(leads_to: str, tmp_path: Path) -> None:
     """The error of a dangling link names the link, instead of "File exists" or a missing checkpoint."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / leads_to)
@@ -113,7 +113,7 @@ def test_a_link_that_leads_nowhere(leads_to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [Path("s3://bucket/run"), "gs:/bucket", "simplecache::s3://bucket/run"])
-def test_urls_that_lost_a_slash_are_told(place: Any) -> None:
+def test_urls_that_lost_a_slash_are_refused(place: Any) -> None:
     """pathlib reduces two slashes of a URL to one; it must not make a folder of that name."""
     for act in (open_store, USES["save"], USES["manager"]):
         with pytest.raises(StorageError, match=r"lost a slash|chained"):

@@ -139,7 +139,7 @@ def test_content_is_durable_before_its_name_and_the_name_after(tmp_path: Path, d
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_the_system_is_really_asked_to_sync(tmp_path: Path) -> None:
+def test_durable_files_are_synced(tmp_path: Path) -> None:
     """A durable file and its folder are synced by system calls; without durability there are none."""
     asked: list[tuple[str, str]] = []
 

@@ -41,13 +41,13 @@ def _check(options: dict[str, object], *words: str) -> None:
 
 
 @pytest.mark.parametrize("status", [pytest.param(301, marks=pytest.mark.exhaustive), 307])
-def test_a_redirection_that_does_not_say_where(status: int) -> None:
+def test_a_redirect_without_the_region(status: int) -> None:
     """botocore looks up the region and is redirected again; this causes neither recursion nor retries."""
     with _elsewhere(status, "PermanentRedirect") as options:
         _check(options, "another region or endpoint")
 
 
-def test_a_redirection_that_names_the_region() -> None:
+def test_a_redirect_with_the_region() -> None:
     """The error has the region that the service names."""
     with _elsewhere(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}) as options:
         _check(options, 'client_kwargs={"region_name": "eu-west-1"}')

@@ -99,7 +99,7 @@ FINAL, PASSING = Failure.FINAL, Failure.PASSING
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_what_they_mean(error: Exception, kind: Failure, advice: str) -> None:
+def test_the_kind_of_service_errors(error: Exception, kind: Failure, advice: str) -> None:
     """Type, status or name decide the kind; the message has advice only where it helps."""
     meant = filesystem_failure(error, "cloud://")
     assert meant.kind is kind
@@ -127,7 +127,7 @@ def test_what_they_mean(error: Exception, kind: Failure, advice: str) -> None:
         (507, "", Failure.FULL),
     ],
 )
-def test_what_answers_of_s3_mean(status: int, code: str, kind: Failure) -> None:
+def test_the_kind_of_answers_of_s3(status: int, code: str, kind: Failure) -> None:
     """The code decides, or else the status; a retry-after header is respected."""
     metadata = {"HTTPStatusCode": status, "HTTPHeaders": {"retry-after": "3"}}
     error = ClientError({"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": metadata}, "GetObject")
@@ -136,7 +136,7 @@ def test_what_answers_of_s3_mean(status: int, code: str, kind: Failure) -> None:
     assert found.retry_after_seconds == (3 if kind is PASSING else 0)
 
 
-def test_a_certificate_that_is_not_trusted_stays_so() -> None:
+def test_an_untrusted_certificate_is_permanent() -> None:
     """An untrusted certificate is a permanent error, while an interrupted handshake is retried."""
     untrusted = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate"
     for text, kind in ((untrusted, FINAL), ("[SSL: UNEXPECTED_EOF_WHILE_READING]", PASSING)):
