@@ -157,7 +157,7 @@ def test_a_misspelt_metric_deletes_nothing(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_the_best_step_is_named(tmp_path: Path) -> None:
-    """`best_step` compares the good steps with the metric; the error for a misspelt metric suggests a name."""
+    """`best_step` compares the good steps with the metric; a misspelt metric raises with a suggestion."""
     with manager_of(tmp_path, mode="sync") as manager:
         assert manager.best_step("val_loss") is None
         for step, loss in enumerate([0.5, 0.1, 0.3, float("nan"), 0.3]):
