@@ -182,6 +182,6 @@ def test_a_cancelled_save_is_not_a_failure(tmp_path: Path, on_failure: Any) -> N
         manager.save(3, state_at(3))
         assert manager.wait(240)
         assert (manager.all_steps(), manager.failures) == ([1, 3], 0)
-    told = seen.kinds("saved", "save_failed", "save_cancelled")
-    assert told == [("saved", 1), ("save_cancelled", 2), ("saved", 3)]
+    kinds = seen.kinds("saved", "save_failed", "save_cancelled")
+    assert kinds == [("saved", 1), ("save_cancelled", 2), ("saved", 3)]
     assert contents(tmp_path).keys() == {1, 3}

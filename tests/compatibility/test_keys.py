@@ -197,8 +197,8 @@ def test_a_load_with_keys_and_without(package: str, tmp_path: Path) -> None:
     PACKAGES[package].save(_a_state(), checkpoint_id=tmp_path, no_dist=True)
     assert _as_text(_load_state_dict_from_keys(checkpoint_id=tmp_path)) == _as_text(_a_state())
     for keys in ("model", {"step", "optimizer"}, {"model.weight", "optimizer.lr"}, "step"):
-        own = _load_state_dict_from_keys(keys, checkpoint_id=tmp_path)
+        by_dcp = _load_state_dict_from_keys(keys, checkpoint_id=tmp_path)
         reader = stock.FileSystemReader(tmp_path)
-        theirs = stock.state_dict_loader._load_state_dict_from_keys(keys, storage_reader=reader)
-        assert _as_text(own) == _as_text(theirs)
-        assert 0 < len(_as_text(own)) < len(_as_text(_a_state()))
+        by_stock = stock.state_dict_loader._load_state_dict_from_keys(keys, storage_reader=reader)
+        assert _as_text(by_dcp) == _as_text(by_stock)
+        assert 0 < len(_as_text(by_dcp)) < len(_as_text(_a_state()))

@@ -84,8 +84,8 @@ def test_options_without_a_match_are_warned_of(tmp_path: Path, caplog: pytest.Lo
     state: dict[str, Any] = {"a": torch.zeros(2), "d": 0}
     dcp.load(state, checkpoint_id=tmp_path, rename={"^x": "", "^y": ""}, no_dist=True)
     dcp.load(state, checkpoint_id=tmp_path, map="llama:hf-to-titan", rename={}, no_dist=True)
-    told = ["apart: no tensor matches 'x.*'", "rename={'^x': '', '^y': ''}", "map: no rule of llama"]
-    assert all(map(str.startswith, caplog.messages, told)) and len(caplog.messages) == 3
+    expected = ["apart: no tensor matches 'x.*'", "rename={'^x': '', '^y': ''}", "map: no rule of llama"]
+    assert all(map(str.startswith, caplog.messages, expected)) and len(caplog.messages) == 3
     with pytest.raises(dcp.errors.PlanError, match=r"Missing key.*'d\.n'"):
         dcp.load({"d": {"n": 0}}, checkpoint_id=tmp_path, no_dist=True)
 
@@ -160,9 +160,9 @@ def test_saves_under_torchrun_need_a_process_group(tmp_path: Path, monkeypatch: 
         ):
             refused()
     assert not (tmp_path / "x").exists()
-    with pytest.warns(UserWarning, match="loads alone, as rank 0") as told:
+    with pytest.warns(UserWarning, match="loads alone, as rank 0") as record:
         dcp.load(state, checkpoint_id=tmp_path / "alone")
-    assert told[0].filename == __file__
+    assert record[0].filename == __file__
     with (
         pytest.warns(UserWarning, match="loads alone, as rank 0"),
         pytest.raises(dcp.errors.OptionError, match="is not a weight map"),

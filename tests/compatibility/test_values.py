@@ -284,10 +284,10 @@ def test_nested_structures_load_in_place(tmp_path: Path) -> None:
     state = {key: value for key, value in nested().items() if key != -5}  # stock cannot sort two key types
     for saver, save in SAVE.items():
         save(state, checkpoint_id=tmp_path / f"{saver} again")
-    ours, theirs = _blanked(state), _blanked(state)
-    stock.load(ours, checkpoint_id=tmp_path / "ours again")
-    stock.load(theirs, checkpoint_id=tmp_path / "stock again")
-    assert same(ours, theirs) and ours["groups"] == nested()["groups"]
+    dcp_state, stock_state = _blanked(state), _blanked(state)
+    stock.load(dcp_state, checkpoint_id=tmp_path / "dcp again")
+    stock.load(stock_state, checkpoint_id=tmp_path / "stock again")
+    assert same(dcp_state, stock_state) and dcp_state["groups"] == nested()["groups"]
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------

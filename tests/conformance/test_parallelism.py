@@ -26,7 +26,7 @@ def _tried(build: Any, save: Any = dcp.save, load: Any = dcp.load, **options: An
     return check(build, save, load, context=forkserver_context(), **options)
 
 
-def _told(report: Report, saved_by: int, loaded_by: int) -> list[Finding]:
+def _findings(report: Report, saved_by: int, loaded_by: int) -> list[Finding]:
     found = {(trial.saved_by, trial.loaded_by): trial.findings for trial in report.trials}
     return list(found[saved_by, loaded_by])
 
@@ -38,14 +38,14 @@ def test_experts_numbered_by_rank_are_reported() -> None:
     """KempnerForge#202: each rank numbers its experts from 0, so one rank's experts are saved for all. With
     part_of= the lost experts are named, without it the rank of origin."""
     report = _tried(builds.experts_renumbered, stock.save, stock.load, worlds=(2, 1))
-    same = _told(report, 2, 2)
+    same = _findings(report, 2, 2)
     names = {f"experts.{n}.{which}" for n in range(3) for which in ("weight", "bias")}
     assert {(found.kind, found.name, found.places) for found in same} == {
         ("mixed up", name, "all") for name in names
     }
     assert len(same) == len(names)  # for each name one of both ranks has its own expert
     assert all(found.from_rank == 1 - found.rank for found in same if found.rank is not None)
-    (failed,) = _told(report, 2, 1)
+    (failed,) = _findings(report, 2, 1)
     assert failed.kind == "failed" and "experts.3" in failed.found
     report = _tried(
         builds.experts_renumbered, stock.save, stock.load, worlds=(2,), part_of=builds.expert_of_rank
@@ -62,7 +62,7 @@ def test_strided_shards_joined_as_plain_are_reported() -> None:
     report = _tried(
         builds.fsdp2_tensor_parallel, faulty.save_full_in_order_of_the_mesh, faulty.load_full, worlds=(4, 1)
     )
-    found = [found for found in _told(report, 4, 1) if found.part == "model"]
+    found = [found for found in _findings(report, 4, 1) if found.part == "model"]
     assert {(one.kind, one.name) for one in found} == {
         ("shuffled", "first.weight"),
         ("shuffled", "first.bias"),
@@ -86,8 +86,8 @@ def fused_by_rank() -> Report:
 def test_fused_projections_joined_by_rank_are_reported() -> None:
     """Megatron-LM#4841: no finding on as many ranks; on others gate and up projections are mixed."""
     report = fused_by_rank()
-    assert not _told(report, 2, 2)
-    (found,) = _told(report, 2, 1)
+    assert not _findings(report, 2, 2)
+    (found,) = _findings(report, 2, 1)
     assert (found.kind, found.name, found.places) == ("shuffled", "gate_up", "[6:18]")
     assert found.from_places == "[12:18, 6:12]"
 

@@ -110,8 +110,8 @@ def test_an_interrupted_conversion_ends_its_processes(how: str, source: Path, tm
             signal.pidfd_send_signal(workers[0], signal.SIGKILL)
         else:
             run.send_signal(signal.Signals[how])
-        _, told = run.communicate("\n" * 9, timeout=120)
-        assert run.returncode != 0 or how == "a worker", told
+        _, output = run.communicate("\n" * 9, timeout=120)
+        assert run.returncode != 0 or how == "a worker", output
     for worker in workers:
         assert select.select([worker], [], [], 120)[0], "it has not ended"
         os.close(worker)

@@ -208,8 +208,8 @@ def test_format_utils_are_torchs(tmp_path: Path) -> None:
     original = tmp_path / "model.pt"
     torch.save(training_state(), original)
     for name in ("dcp_to_torch_save", "torch_save_to_dcp"):
-        ours, theirs = (inspect.signature(getattr(one, name)) for one in (format_utils, stock))
-        assert list(ours.parameters) == list(theirs.parameters)
+        own, torchs = (inspect.signature(getattr(one, name)) for one in (format_utils, stock))
+        assert list(own.parameters) == list(torchs.parameters)
     makers: list[Any] = [format_utils, stock]
     for number, maker in enumerate(makers):
         maker.torch_save_to_dcp(original, tmp_path / f"folder{number}")

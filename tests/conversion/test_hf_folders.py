@@ -78,10 +78,10 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _assert_same_model(found: Any, expected: Any) -> None:
-    ours, theirs = found.state_dict(), expected.state_dict()
-    assert list(ours) == list(theirs)
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+    tensors, wanted = found.state_dict(), expected.state_dict()
+    assert list(tensors) == list(wanted)
+    for name, tensor in wanted.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
     assert torch.equal(_logits(found), _logits(expected))
 
 
@@ -280,7 +280,7 @@ def test_subfolders_of_a_template(template: Path, checkpoint: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"to": "dcp"}, "hf requires to='safetensors' and a folder"),
         ({"to": "safetensors", "target": "model.safetensors"}, "a folder as target, not a file"),
@@ -288,11 +288,11 @@ def test_subfolders_of_a_template(template: Path, checkpoint: Path, tmp_path: Pa
     ],
 )
 def test_invalid_options_are_refused(
-    template: Path, checkpoint: Path, tmp_path: Path, options: dict[str, Any], told: str
+    template: Path, checkpoint: Path, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     """Each combination raises its own error."""
     options = {"hf": template, "target": "folder", **options}
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=message):
         dcp.convert(checkpoint, tmp_path / options.pop("target"), **options)
 
 

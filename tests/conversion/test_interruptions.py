@@ -69,7 +69,7 @@ def _stop_when_done(source: Path, target: Path, to: str) -> Path:
 # -- killed anywhere -----------------------------------------------------------------------------------------
 
 
-def _killed_anywhere(place: str, kind: str, every: int, is_there: bool) -> tuple[list[str], int]:
+def _killed_anywhere(place: str, kind: str, every: int, has_old: bool) -> tuple[list[str], int]:
     """Kill a merge or a conversion to a Hugging Face folder before every ``every``-th call; then run it
     again, or run ``dcp gc``. Return the wrong states and the number of calls. ("two renames": a folder is
     replaced without renameat2.)"""
@@ -101,11 +101,11 @@ def _killed_anywhere(place: str, kind: str, every: int, is_there: bool) -> tuple
     make(root / "first", 1)
     (root / "first" / "target" / "config.json").write_text("{}")  # the user's, unless a template has one
     new = {2}, (names := seen(root / "first")[1])
-    old = ({1}, names) if is_there else (set[int](), list[str]())
-    new = new if is_there or kind == "hf" else ({2}, [name for name in names if name != "config.json"])
+    old = ({1}, names) if has_old else (set[int](), list[str]())
+    new = new if has_old or kind == "hf" else ({2}, [name for name in names if name != "config.json"])
     for step in itertools.count(1, every):
         folder = root / f"step {step}"
-        shutil.copytree(root / "first", folder) if is_there else folder.mkdir()
+        shutil.copytree(root / "first", folder) if has_old else folder.mkdir()
         ending, left = Child(make, folder, 2, step).wait(), seen(folder)
         assert ending.raised is None, ending.raised.traceback_text
         shutil.copytree(folder, collected := root / f"collected {step}")
@@ -128,21 +128,21 @@ def _collect(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_there", "every"),
+    ("kind", "has_old", "every"),
     [
         ("two renames", True, 6),
         ("hf", False, 9),
         *(
-            pytest.param(kind, is_there, 1, marks=pytest.mark.exhaustive)
+            pytest.param(kind, has_old, 1, marks=pytest.mark.exhaustive)
             for kind in ("merge", "two renames", "hf")
-            for is_there in (True, False)
+            for has_old in (True, False)
         ),
     ],
 )
-def test_a_kill_leaves_a_whole_target_or_none(kind: str, is_there: bool, every: int, tmp_path: Path) -> None:
+def test_a_kill_leaves_a_whole_target_or_none(kind: str, has_old: bool, every: int, tmp_path: Path) -> None:
     """The old target is whole until the new one is, with all other files. A rerun completes and leaves no
     other file. So does ``dcp gc``, which also restores a folder that was moved aside."""
-    wrong, steps = in_lab(_killed_anywhere, str(tmp_path), kind, every, is_there)
+    wrong, steps = in_lab(_killed_anywhere, str(tmp_path), kind, every, has_old)
     assert wrong == [] and steps > 10
 
 
@@ -167,10 +167,10 @@ def _each_death(place: str, to: str) -> list[Any]:
     for tasks in range(1, 5):
         target = root / str(tasks) / "target"
         deaths = [Child(_killed_after_one, source, target, to).wait().killed for _ in range(tasks)]
-        was_there = target.exists()
+        was_present = target.exists()
         report = _convert(source, target, to, overwrite=False, **_FOUR[to])
         assert (_values(target), folder_of(target)) == ({5}, ["target"])
-        found.append((all(deaths), was_there, report.tasks_resumed, round(4 * report.bytes_read / whole)))
+        found.append((all(deaths), was_present, report.tasks_resumed, round(4 * report.bytes_read / whole)))
     return found
 
 
@@ -298,10 +298,10 @@ def test_tasks_of_one_source_do_not_serve_another(to: str, every: int, tmp_path:
         _convert(b, target, to)
     images = list(recording.images())
     assert len(images) > 20
-    for what, make in images[::every]:
+    for point, make in images[::every]:
         make(target.parent)
         _convert(a, target, to)
-        assert _values(target) == {1}, what
+        assert _values(target) == {1}, point
 
 
 @pytest.mark.parametrize(("to", "every"), _INSTANTS)
@@ -311,11 +311,11 @@ def test_a_power_cut_leaves_a_whole_target_or_none(to: str, every: int, tmp_path
     target.parent.mkdir()
     with Recording(target.parent) as recording:
         _convert(a, target, to)
-    for what, make in [*list(recording.images())[::every], *recording.images(at_end=True)]:
+    for point, make in [*list(recording.images())[::every], *recording.images(at_end=True)]:
         make(target.parent)
-        assert not target.exists() or _values(target) == {1}, what
+        assert not target.exists() or _values(target) == {1}, point
         _convert(a, target, to)
-        assert _values(target) == {1}, what
+        assert _values(target) == {1}, point
 
 
 def _replaced_at_each_instant(place: str, to: str, every: int) -> list[str]:
@@ -323,20 +323,20 @@ def _replaced_at_each_instant(place: str, to: str, every: int) -> list[str]:
     refuse("renameat2", errno.EINVAL)
     a, b, target = _save(Path(place, "a"), 1), _save(Path(place, "b"), 2), Path(place, "work", _TARGETS[to])
     _convert(a, target, to)
-    others = {"config.json": "{}"} if to == "safetensors" else {}
-    for name, text in others.items():
+    unrelated = {"config.json": "{}"} if to == "safetensors" else {}
+    for name, text in unrelated.items():
         (target / name).write_text(text)
     with Recording(target.parent) as recording:
         _convert(b, target, to)
     images, wrong = list(recording.images()), []
-    assert any("rename" in what for what, _ in images)
-    for what, make in [*images[::every], *recording.images(at_end=True)]:
+    assert any("rename" in point for point, _ in images)
+    for point, make in [*images[::every], *recording.images(at_end=True)]:
         make(target.parent)
         before = _values(target) if target.exists() else {1}
         _convert(b, target, to)
-        kept = {name: (target / name).read_text() for name in others}
-        if before not in ({1}, {2}) or _values(target) != {2} or kept != others:
-            wrong.append(f"{what}: {before}, then {_values(target)} beside {kept}")
+        kept = {name: (target / name).read_text() for name in unrelated}
+        if before not in ({1}, {2}) or _values(target) != {2} or kept != unrelated:
+            wrong.append(f"{point}: {before}, then {_values(target)} beside {kept}")
     return wrong
 
 

@@ -35,10 +35,10 @@ _FROM_WIDE = [pair for pair in itertools.product(_NAMES[:2], _NAMES) if pair[0] 
 def _assert_as_torch(bits: np.ndarray[Any, Any], source: str, target: str) -> None:
     """Assert that a cast gives torch's bits; any NaN equals any NaN."""
     data = np.ascontiguousarray(bits).view(np.uint8)
-    ours = cast(memoryview(data.tobytes()), dtypes.BY_NAME[source].code, dtypes.BY_NAME[target].code)
+    own = cast(memoryview(data.tobytes()), dtypes.BY_NAME[source].code, dtypes.BY_NAME[target].code)
     tensor = torch.from_numpy(data.copy()).view(getattr(torch, source))
     expected = tensor.to(getattr(torch, target))
-    got = torch.from_numpy(ours.copy()).view(getattr(torch, target))
+    got = torch.from_numpy(own.copy()).view(getattr(torch, target))
     nan = torch.isnan(expected.to(torch.float32))
     assert torch.equal(torch.isnan(got.to(torch.float32)), nan)
     width = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[expected.element_size()]

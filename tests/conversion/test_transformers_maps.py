@@ -100,8 +100,8 @@ def test_each_operation_equals_transformers(
     (tmp_path / "config.json").write_text(f'{{"num_attention_heads": {heads}}}')
     patterns = [rf"{source}.weight" for source in sources]
     made = [f"{target}.weight" for target in targets]
-    theirs = made_of(operations)
-    converter = WeightConverter(patterns, made, theirs)
+    expected = made_of(operations)
+    converter = WeightConverter(patterns, made, expected)
     renaming = WeightRenaming(r"^model\.", "")
     weights = dcp.transformers_map(tmp_path / "in.safetensors", [renaming, converter])
     assert len(weights.rules) == 1
@@ -113,7 +113,7 @@ def test_each_operation_equals_transformers(
             names = [f"model.layers.{layer}.{source.replace('*', str(item))}.weight" for item in range(3)]
             tensors = [state[name] for name in names if name in state]
             parts[pattern] = tensors if "*" in source else tensors[:1]
-        for operation in theirs:
+        for operation in expected:
             parts = operation.convert(
                 parts,
                 source_patterns=patterns,
@@ -128,17 +128,17 @@ def test_each_operation_equals_transformers(
 
 def made_of(operations: list[Operation]) -> list[Any]:
     """Build operations of transformers, and an unknown one for other names."""
-    from transformers import core_model_loading as theirs
+    from transformers import core_model_loading
 
-    class Unheard(theirs.ConversionOps):
+    class Unheard(core_model_loading.ConversionOps):
         def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
             return input_dict
 
-    return [getattr(theirs, name, Unheard)(**options) for name, options in operations]
+    return [getattr(core_model_loading, name, Unheard)(**options) for name, options in operations]
 
 
 @pytest.mark.parametrize(
-    ("operations", "targets", "told"),
+    ("operations", "targets", "message"),
     [
         ([("Unheard", {})], ["t"], "w -> t: Unheard"),
         ([("Chunk", {"dim": 0})], ["a", "b", "c"], "unequal sizes"),
@@ -146,7 +146,7 @@ def made_of(operations: list[Operation]) -> list[Any]:
     ],
 )
 def test_unsupported_operations_are_named(
-    tmp_path: Path, operations: list[Operation], targets: list[str], told: str
+    tmp_path: Path, operations: list[Operation], targets: list[str], message: str
 ) -> None:
     """One error names all unsupported operations, before any tensor is read."""
     from transformers.core_model_loading import WeightConverter
@@ -156,4 +156,4 @@ def test_unsupported_operations_are_named(
         dcp.transformers_map(
             tmp_path / "in.safetensors", [WeightConverter(["w"], targets, made_of(operations))]
         )
-    assert told in str(caught.value)
+    assert message in str(caught.value)

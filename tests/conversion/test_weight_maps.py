@@ -111,8 +111,8 @@ def test_maps_on_the_command_line(model: Path, tmp_path: Path) -> None:
     assert "no rule matches" in wrong.out and "pass inverse=True" in wrong.out
     first = command("map", "check", "llama:hf-to-titan", model, "--top", "3")
     assert re.search(r"^and \d+ more tensors$", first.out, re.MULTILINE)
-    there = command("convert", model, tmp_path / "titan", "--to", "dcp", "--map", "llama:hf-to-titan")
-    assert there.status == 0, there.err
+    converted = command("convert", model, tmp_path / "titan", "--to", "dcp", "--map", "llama:hf-to-titan")
+    assert converted.status == 0, converted.err
     assert dcp.open_index(tmp_path / "titan").provenance["map"] == "llama:hf-to-titan"
     options = ["--map", "llama:hf-to-titan", "--inverse", "--config", model, "--set", "two=2"]
     back = command("convert", tmp_path / "titan", tmp_path / "back", "--to", "safetensors", *options)
@@ -125,11 +125,11 @@ def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) ->
     titan, steps, back = tmp_path / "titan", tmp_path / "step", tmp_path / "back"
     dcp.convert(model, titan, to="dcp", map="llama:hf-to-titan")
     dcp.save({"model": dcp.read(titan), "optimizer": {"step": torch.zeros(2)}}, checkpoint_id=steps)
-    told = ["convert", steps, back, "--to", "safetensors", "--map", "llama:hf-to-titan", "--inverse"]
-    wrong = command(*told, "--hf", model)
+    arguments = ["convert", steps, back, "--to", "safetensors", "--map", "llama:hf-to-titan", "--inverse"]
+    wrong = command(*arguments, "--hf", model)
     assert "rules for the names below 'model': pass below=" in wrong.err
     assert not back.exists()
-    done = command(*told, "--hf", model, "--below", "model", "--only", "model")
+    done = command(*arguments, "--hf", model, "--below", "model", "--only", "model")
     assert done.status == 0, done.err
     assert equal(of_folder(model), of_folder(back))
     into_it = dcp.weight_map("llama:hf-to-titan", model, inverse=True, below="model").inverse

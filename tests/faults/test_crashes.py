@@ -107,7 +107,7 @@ class Scenario:
     least_steps: int = 14
 
 
-def ours(**options: Any) -> Callable[[Path], None]:
+def by_dcp(**options: Any) -> Callable[[Path], None]:
     """Return a function that saves version OLD with dcp."""
     return partial(save_version, version=OLD, **options)
 
@@ -119,17 +119,17 @@ SAVES = {
     "first, no fsync": Scenario("no fsync", least_steps=8),
     "first, large": Scenario("plain", large=LARGE),
     "first, two files": Scenario("two threads"),
-    "overwrite": Scenario("plain", ours(), OLD, OLD),
-    "overwrite, by torch's protocol": Scenario("objects", ours(), OLD, OLD),
-    "overwrite, file per tensor": Scenario("file per tensor", ours(), OLD, OLD, least_steps=30),
-    "overwrite, no fsync": Scenario("no fsync", ours(), OLD, OLD, least_steps=8),
-    "bare over compatible": Scenario("bare", ours(), OLD, OLD, new_stock=ABSENT, least_steps=12),
-    "bare over bare": Scenario("bare", ours(torch_compatible=False), OLD, new_stock=ABSENT, least_steps=10),
-    "compatible over bare": Scenario("plain", ours(torch_compatible=False), OLD),
+    "overwrite": Scenario("plain", by_dcp(), OLD, OLD),
+    "overwrite, by torch's protocol": Scenario("objects", by_dcp(), OLD, OLD),
+    "overwrite, file per tensor": Scenario("file per tensor", by_dcp(), OLD, OLD, least_steps=30),
+    "overwrite, no fsync": Scenario("no fsync", by_dcp(), OLD, OLD, least_steps=8),
+    "bare over compatible": Scenario("bare", by_dcp(), OLD, OLD, new_stock=ABSENT, least_steps=12),
+    "bare over bare": Scenario("bare", by_dcp(torch_compatible=False), OLD, new_stock=ABSENT, least_steps=10),
+    "compatible over bare": Scenario("plain", by_dcp(torch_compatible=False), OLD),
     "over stock": Scenario("plain", by_stock, OLD, OLD),
     "bare over stock": Scenario("bare", by_stock, OLD, OLD, new_stock=ABSENT, least_steps=12),
     "over a killed save": Scenario("plain", half_published, OLD, 4),
-    "overwrite, through a map": Scenario("mapped", ours(), OLD, OLD),
+    "overwrite, through a map": Scenario("mapped", by_dcp(), OLD, OLD),
 }
 OFTEN = {"over stock", "over a killed save"}
 """Scenarios of each test run: together they have every feature of the exhaustive scenarios."""
@@ -230,10 +230,10 @@ def noted(folder: Path) -> None:
 
 
 DELETIONS: dict[str, tuple[Callable[[Path], None], bool]] = {
-    "ours": (ours(), True),
-    "bare": (ours(torch_compatible=False), False),
+    "dcp": (by_dcp(), True),
+    "bare": (by_dcp(torch_compatible=False), False),
     "stock": (by_stock, True),
-    "stock over ours": (_stock_over_dcp, True),
+    "stock over dcp": (_stock_over_dcp, True),
     "strays": (_with_strays, True),
     "noted": (noted, True),
 }
@@ -321,7 +321,7 @@ DROPS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], bool]] = {
     "files of their own": (save_apart, (), True),
     "one file": (save_mixed, ("--rewrite",), True),
     "stock": (save_stock, ("--rewrite",), True),
-    "stock over ours": (_by_dcp_and_then_stock, ("--rewrite",), True),
+    "stock over dcp": (_by_dcp_and_then_stock, ("--rewrite",), True),
     "bare": (partial(save_apart, torch_compatible=False), (), False),
 }
 """Function that makes the checkpoint, options of the command, and whether stock torch can read the result."""

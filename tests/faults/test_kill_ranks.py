@@ -239,7 +239,7 @@ def test_a_rank_killed_in_any_phase_is_named_by_the_others(
 # -- while a part is dropped ---------------------------------------------------------------------------------
 
 
-def there(root: Path) -> list[tuple[str, str]]:
+def readable_parts(root: Path) -> list[tuple[str, str]]:
     """Return for each checkpoint which parts dcp and stock torch find. Assert that each can be read."""
     folders = [folder for folder in sorted(root.iterdir()) if (folder / "manifest.msgpack").exists()]
     assert all(findings(folder) <= HARMLESS for folder in folders), folders

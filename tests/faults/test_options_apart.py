@@ -124,13 +124,13 @@ def test_managers_that_differ_by_rank_are_refused(tmp_path: Path) -> None:
 
 
 def _metrics_apart(rank: int, world_size: int, root: Path) -> list[str]:
-    with warned() as told, dcp.CheckpointManager(root, timeout_seconds=120) as manager:
+    with warned() as logged, dcp.CheckpointManager(root, timeout_seconds=120) as manager:
         for step in (1, 2):
             manager.save(step, STATE, metrics={"loss": rank / 4, "rate": 1.0}, force=True)
-    return told
+    return logged
 
 
 def test_metrics_that_differ_by_rank_are_warned_of_once(tmp_path: Path) -> None:
     """The values of rank 0 are stored, and its log has the values of each rank."""
-    (said,), others = run_ranks(2, _metrics_apart, tmp_path)
-    assert "metrics['loss']" in said and "rank 0: 0.0; rank 1: 0.25" in said and others == []
+    (said,), other = run_ranks(2, _metrics_apart, tmp_path)
+    assert "metrics['loss']" in said and "rank 0: 0.0; rank 1: 0.25" in said and other == []

@@ -98,15 +98,15 @@ def test_a_load_overtaken_at_each_attempt_fails(tmp_path: Path) -> None:
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("gone", ["*.distcp", "*"])
-def test_a_missing_file_is_still_an_error(tmp_path: Path, gone: str) -> None:
+@pytest.mark.parametrize("removed", ["*.distcp", "*"])
+def test_a_missing_file_is_still_an_error(tmp_path: Path, removed: str) -> None:
     """A missing file is an error if no save committed meanwhile, or if the checkpoint was deleted."""
     save_version(tmp_path, 1)
     calls = []
 
     def remove() -> None:
         calls.append(1)
-        for path in tmp_path.glob(gone):
+        for path in tmp_path.glob(removed):
             path.unlink()
 
     with pytest.raises(CorruptCheckpointError, match="is missing"):

@@ -102,8 +102,8 @@ def _raises_in_time(ending: Ending, bound_seconds: float) -> bool:
     if ending.value is None:
         return False
     names, message, _, seconds = ending.value
-    is_told = "CollectiveTimeoutError" in names and "rank 2 of 3 died or did not answer" in message
-    return is_told and seconds < bound_seconds + 1.5
+    is_named = "CollectiveTimeoutError" in names and "rank 2 of 3 died or did not answer" in message
+    return is_named and seconds < bound_seconds + 1.5
 
 
 def _rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, kind: str, when: str) -> Any:
@@ -130,13 +130,13 @@ def _rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, k
 
 
 def _store_of_rank_0(rank: int) -> dist.Store:
-    told = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    group_store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     timeout = timedelta(seconds=60)
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timeout)
-        told.set("port of rank 0", str(store.port))
+        group_store.set("port of rank 0", str(store.port))
         return store
-    return dist.TCPStore("127.0.0.1", int(told.get("port of rank 0")), None, timeout=timeout)
+    return dist.TCPStore("127.0.0.1", int(group_store.get("port of rank 0")), None, timeout=timeout)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("thread", marks=pytest.mark.exhaustive), "process"])

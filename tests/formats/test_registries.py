@@ -20,7 +20,7 @@ from dcp.storage.stores import open_store
 from tests.support.crashes import in_lab
 
 
-def told(act: Callable[[], Any]) -> str:
+def error_text(act: Callable[[], Any]) -> str:
     """Return the class and the message of the error of ``act``, or ""."""
     try:
         act()
@@ -44,7 +44,7 @@ def with_broken_packages(folder: Path, code: str) -> tuple[str, str, bool]:
     """Return the errors of opening an index and a store, and whether the built-in formats can be written."""
     install(folder, "bad", "dcphub.formats", "bad", code)
     install(folder, "worse", "dcphub.stores", "bad", code)
-    said = told(lambda: dcp.open_index(folder)), told(lambda: open_store("bad://x"))
+    said = error_text(lambda: dcp.open_index(folder)), error_text(lambda: open_store("bad://x"))
     return *said, all(target_named(name)[1].name == name for name in ("dcp", "torch", "safetensors"))
 
 
@@ -79,7 +79,7 @@ def with_faulty_readers(folder: Path) -> list[str]:
     names = file_names()
     for name in ("x.part", "model.safetensors", "MODEL.SAFETENSORS", "w1.distcp"):
         assert bool(names.in_folders.fullmatch(name)) == any(one.is_in_folder(name) for one in formats())
-    return [told(partial(dcp.open_index, place)) for place in places]
+    return [error_text(partial(dcp.open_index, place)) for place in places]
 
 
 def test_a_faulty_reader_affects_only_its_own_format(tmp_path: Path) -> None:

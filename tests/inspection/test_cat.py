@@ -105,10 +105,10 @@ def test_every_tensor_is_read_from_every_format(places: dict[str, Path], kind: s
 @pytest.mark.parametrize("kind", FORMATS[1:])
 def test_figures_do_not_depend_on_the_format(places: dict[str, Path], kind: str) -> None:
     """Statistics of all formats are equal, sums up to rounding, and a diff of any two formats is empty."""
-    ours, other = (run("stats", places[one], "--json").json["tensors"] for one in ("ours", kind))
+    own, other = (run("stats", places[one], "--json").json["tensors"] for one in ("ours", kind))
     others = {tensor["fqn"]: tensor for tensor in other}
-    assert len(others) == len(ours)
-    for tensor in ours:
+    assert len(others) == len(own)
+    for tensor in own:
         mine, found = tensor["statistics"], others[tensor["fqn"]]["statistics"]
         for fact in ("count", "zeros", "min", "max", "histogram"):
             assert mine[fact] == found[fact], (tensor["fqn"], fact)

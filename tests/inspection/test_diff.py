@@ -20,10 +20,10 @@ Save = Callable[[Path, dict[str, Any]], Path]
 
 def diff(a: Path, b: Path, *options: str) -> Any:
     """Return the report of the command, and assert that the status says whether there are differences."""
-    told = run("diff", a, b, "--json", *options)
-    assert told.status in (0, 1), told.err
-    found = told.json
-    assert told.status == bool(found["tensors"] or found["objects"])
+    ran = run("diff", a, b, "--json", *options)
+    assert ran.status in (0, 1), ran.err
+    found = ran.json
+    assert ran.status == bool(found["tensors"] or found["objects"])
     return found
 
 
@@ -108,9 +108,9 @@ def test_shardings_do_not_matter(tmp_path: Path, cut_a: tuple[int, int], cut_b: 
     found = diff(a, same)
     assert is_empty(found) and (found["bytes_read"] == 0) == by_checksums
     assert is_empty(diff(a, same, "--no-values")) == by_checksums
-    (told,) = diff(a, other)["tensors"]
-    assert told["values"]["differing"] == 1
-    assert_measures(told, tensor, changed)
+    (entry,) = diff(a, other)["tensors"]
+    assert entry["values"]["differing"] == 1
+    assert_measures(entry, tensor, changed)
     (unread,) = diff(a, other, "--no-values")["tensors"]
     assert unread["kind"] == ("changed" if by_checksums else "undecided")
     assert unread["values"] is None
@@ -133,8 +133,8 @@ def test_a_tensor_that_became_nan_has_no_distance(tmp_path: Path) -> None:
     after = {"all": nan, "half": torch.tensor([1.0, 1.0, math.nan, math.inf]), "late": -nan}
     found = by_name(diff(save_ours(tmp_path / "a", before), save_ours(tmp_path / "b", after)))
     names = ("nonfinite", "nonfinite_after", "max_abs", "relative_l2")
-    told = {fqn: [one["values"][name] for name in names] for fqn, one in found.items()}
-    assert told == {"all": [4, 4, None, None], "half": [2, 2, 0.0, 0.0], "late": [4, 4, None, None]}
+    measures = {fqn: [one["values"][name] for name in names] for fqn, one in found.items()}
+    assert measures == {"all": [4, 4, None, None], "half": [2, 2, 0.0, 0.0], "late": [4, 4, None, None]}
 
 
 LARGE = 2**62

@@ -37,9 +37,9 @@ def full_state() -> State:
 
 def digests(place: Path, *arguments: str) -> Any:
     """Return the report of the command."""
-    told = run("digest", place, *arguments, "--json")
-    assert told.status == 0, told.err
-    return told.json
+    ran = run("digest", place, *arguments, "--json")
+    assert ran.status == 0, ran.err
+    return ran.json
 
 
 def by_name(place: Path, *arguments: str) -> dict[str, str]:
@@ -230,6 +230,6 @@ def test_verify_finds_a_wrong_digest_in_a_manifest(tmp_path: Path, fqn: str) -> 
     row = index.position[fqn]
     other = sums[: 16 * row] + b"\x01" * 16 + sums[16 * row + 16 :]
     (tmp_path / "manifest.msgpack").write_bytes(sealed(manifest.replace(sums, other)[:-4]))
-    told = run("verify", tmp_path, "--json")
-    assert [(found["kind"], found["fqn"]) for found in told.json[0]["findings"]] == [("digest", fqn)]
-    assert told.status == 1
+    ran = run("verify", tmp_path, "--json")
+    assert [(found["kind"], found["fqn"]) for found in ran.json[0]["findings"]] == [("digest", fqn)]
+    assert ran.status == 1

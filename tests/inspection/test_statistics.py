@@ -19,9 +19,9 @@ from tests.support.examples import examples
 
 def statistics(folder: Path, *options: str) -> Any:
     """Return the report of the command."""
-    told = run("stats", folder, "--json", *options)
-    assert told.status == 0, told.err
-    return told.json
+    ran = run("stats", folder, "--json", *options)
+    assert ran.status == 0, ran.err
+    return ran.json
 
 
 def reference(tensor: torch.Tensor) -> dict[str, Any]:

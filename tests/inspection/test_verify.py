@@ -25,9 +25,9 @@ Save = Callable[..., Path]
 
 def report_of(folder: Path) -> Any:
     """Return the report as JSON, and assert that the status agrees."""
-    told = run("verify", folder, "--json")
-    (report,) = told.json
-    assert told.status == (0 if report["ok"] else 1), told.err
+    ran = run("verify", folder, "--json")
+    (report,) = ran.json
+    assert ran.status == (0 if report["ok"] else 1), ran.err
     assert [*report][:2] == ["url", "ok"]
     return report
 
@@ -131,9 +131,9 @@ def test_a_stray_file_is_a_note(tmp_path: Path) -> None:
     folder = save_ours(tmp_path / "x")
     (folder / "__0_0.01234567.distcp").write_bytes(b"old")
     assert report_of(folder)["ok"]
-    told = run("verify", folder)
-    assert "note: __0_0.01234567.distcp does not belong to the checkpoint" in told.out
-    assert told.status == 0 and ": ok (" in told.out and "finding" not in told.out
+    ran = run("verify", folder)
+    assert "note: __0_0.01234567.distcp does not belong to the checkpoint" in ran.out
+    assert ran.status == 0 and ": ok (" in ran.out and "finding" not in ran.out
 
 
 def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_a_save_of_stock_torch_over_dcp_is_found(tmp_path: Path) -> None:
     save_stock(folder, {"w": torch.ones(4)})
     report = report_of(folder)
     assert report["tensors"] == 1
-    told = {(finding["kind"], finding["file"]) for finding in report["findings"]}
-    assert told == {("metadata", "manifest.msgpack"), ("stray-file", old)}
+    found = {(finding["kind"], finding["file"]) for finding in report["findings"]}
+    assert found == {("metadata", "manifest.msgpack"), ("stray-file", old)}
 
 
 def test_damage_in_a_stock_checkpoint_is_found_by_the_zip_checksum(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def run(root: Path | str, steps: range, keep: dcp.Retention | None, **options: A
     return seen
 
 
-def there(root: Path, steps: range) -> list[str]:
+def parts_by_step(root: Path, steps: range) -> list[str]:
     """Return which parts each step has."""
     return [parts_there(root / f"step-{step:08d}", step) for step in steps]
 
@@ -100,10 +100,10 @@ def test_a_shared_file_stays_without_rewrite(tmp_path: Path, save: Callable[[Pat
     done = prune(tmp_path)
     assert (done["outcome"], done["freed_bytes"], sizes(tmp_path)) == ("shared", 0, before)
     assert parts_there(tmp_path) == stock_sees(tmp_path) == "whole"
-    (told,) = command("prune", tmp_path, "--rewrite", "--json").json
+    (listed,) = command("prune", tmp_path, "--rewrite", "--json").json
     done = prune(tmp_path, "--rewrite")
     left = sum(sizes(tmp_path).values())
-    assert done == told | {"outcome": "dropped", "done": True, "parts": done["parts"]}
+    assert done == listed | {"outcome": "dropped", "done": True, "parts": done["parts"]}
     assert (done["freed_bytes"], done["rewritten_bytes"]) == (sum(before.values()) - left, left)
     assert parts_there(tmp_path) == stock_sees(tmp_path) == "weights" and is_sound(tmp_path)
     index = dcp.open_index(tmp_path)
@@ -159,7 +159,7 @@ def test_pinned_steps_and_saves_without_collectives_stay(tmp_path: Path) -> None
                 manager.wait()
                 manager.pin(1)
         assert manager.wait(240)
-    assert there(pinned, range(1, 4)) == ["whole", "weights", "whole"]
+    assert parts_by_step(pinned, range(1, 4)) == ["whole", "weights", "whole"]
 
 
 def test_a_rewrite_copies_no_damage(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_old_steps_lose_their_optimizer(tmp_path: Path, mode: str) -> None:
     """Only the newest steps keep their optimizer; each drop is an event; other rules keep the weights."""
     keep = dcp.Retention(last=4, optimizer=dcp.Keep(last=2))
     seen = run(tmp_path, range(1, 7), keep, mode=mode)
-    assert there(tmp_path, range(3, 7)) == ["weights", "weights", "whole", "whole"]
+    assert parts_by_step(tmp_path, range(3, 7)) == ["weights", "weights", "whole", "whole"]
     assert not (tmp_path / "step-00000002").exists()
     assert seen.steps("dropped") == [1, 2, 3, 4]
     first = next(event for event in seen.events if event.kind == "dropped")
@@ -264,13 +264,13 @@ def test_steps_from_before_the_rule_stay_whole(tmp_path: Path, caplog: pytest.Lo
     step. A step saved again under the rule has separate optimizer files, and they are dropped."""
     run(tmp_path, range(1, 3), None)
     seen = run(tmp_path, range(3, 6), OPTIMIZER)
-    assert there(tmp_path, range(1, 6)) == ["whole", "whole", "weights", "weights", "whole"]
+    assert parts_by_step(tmp_path, range(1, 6)) == ["whole", "whole", "weights", "weights", "whole"]
     assert seen.steps("dropped") == [3, 4]
     assert len([text for text in caplog.messages if "dcp prune --rewrite" in text]) == 2
     with manager_of(tmp_path, keep=OPTIMIZER) as manager:
         manager.save(1, full_state(1), force=True)
         manager.save(6, full_state(6), force=True)
-    assert there(tmp_path, range(1, 3)) == ["weights", "whole"]
+    assert parts_by_step(tmp_path, range(1, 3)) == ["weights", "whole"]
 
 
 def test_a_failed_drop_is_retried_after_the_next_save(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_failed_drop_is_retried_after_the_next_save(tmp_path: Path) -> None:
     assert seen.kinds("drop_failed", "dropped") == [("drop_failed", 1), ("dropped", 1), ("dropped", 2)]
     assert "the storage is away" in str(seen.one("drop_failed").error)
     run(root.url, range(4, 5), OPTIMIZER)
-    assert not left.exists() and there(tmp_path, range(1, 5)) == [*["weights"] * 3, "whole"]
+    assert not left.exists() and parts_by_step(tmp_path, range(1, 5)) == [*["weights"] * 3, "whole"]
 
 
 def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:

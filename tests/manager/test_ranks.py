@@ -209,14 +209,14 @@ def _one_rank_fails(rank: int, world_size: int, root: str, on_failure: str) -> l
 def test_a_failure_on_one_rank_fails_all_ranks(tmp_path: Path, on_failure: str) -> None:
     """If both attempts at step 3 and one at step 6 fail on rank 1, all ranks report it and training
     continues. With on_failure="raise" the ranks agree at step 4, and all raise at step 5."""
-    for *told, raised in run_ranks(3, _one_rank_fails, str(tmp_path), on_failure):
-        assert told == [[3], [6], 1, [6, 9, 12]]
+    for *reported, raised in run_ranks(3, _one_rank_fails, str(tmp_path), on_failure):
+        assert reported == [[3], [6], 1, [6, 9, 12]]
         assert [step for step, _ in raised] == ([5] if on_failure == "raise" else [])
         assert all("failed on rank 1" in message for _, message in raised)
 
 
 def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
-    with warned() as told:
+    with warned() as logged:
         manager = dcp.CheckpointManager(root, writer=plain_writer, timeout_seconds=2.0)
         if rank == 0:
             with pytest.raises(dcp.errors.CollectiveTimeoutError):
@@ -226,7 +226,7 @@ def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
             time.sleep(2.5)
         with contextlib.suppress(dcp.CheckpointError):
             manager.close()
-    return [text for text in told if "has not reached" in text]
+    return [text for text in logged if "has not reached" in text]
 
 
 def test_ranks_that_do_not_save_are_warned_of(tmp_path: Path) -> None:

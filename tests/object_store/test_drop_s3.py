@@ -43,10 +43,10 @@ def _save(place: Place, *, apart: bool) -> None:
 
 def test_older_steps_on_s3_lose_their_optimizer(s3_server: S3Server, s3_root: str) -> None:
     """The newest step keeps the optimizer; other steps keep no object of it and load in stock."""
-    told: list[Any] = []
+    events: list[Any] = []
     keep, options = dcp.Retention(optimizer=dcp.Keep(last=1)), s3_server.storage_options
     with dcp.CheckpointManager(
-        s3_root, keep=keep, on_event=told.append, storage_options=options, no_dist=True
+        s3_root, keep=keep, on_event=events.append, storage_options=options, no_dist=True
     ) as manager:
         for step in (1, 2, 3):
             manager.save(step, full_state(step))
@@ -54,7 +54,7 @@ def test_older_steps_on_s3_lose_their_optimizer(s3_server: S3Server, s3_root: st
         state = full_state(0)
         restored = manager.restore(state)
         assert restored is not None and (restored.step, state["step"]) == (3, 3)
-    assert [event.step for event in told if event.kind == "dropped"] == [1, 2]
+    assert [event.step for event in events if event.kind == "dropped"] == [1, 2]
     urls = [f"{s3_root}/step-{step:08d}" for step in (1, 2, 3)]
     found = [parts_there(url, step, storage_options=options) for step, url in enumerate(urls, start=1)]
     assert found == ["weights", "weights", "whole"]

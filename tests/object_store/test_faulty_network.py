@@ -216,13 +216,13 @@ def test_large_manifests_are_compared_by_content(s3_proxy: FaultProxy, s3_root: 
     """A manifest in parts that is refused when repeated is compared by content: another's has equal size."""
     with raw_s3(s3_proxy.server) as raw:
         raw.write(f"{s3_root}/manifest.msgpack", b"t" * (65 << 20))
-        for one, replaces, told in ((fault, (), "another writer"), (LOST_ANSWER, ("replaces",), "")):
+        for one, replaces, words in ((fault, (), "another writer"), (LOST_ANSWER, ("replaces",), "")):
             spoilt = s3_proxy.spoil(one, operation="CompleteMultipartUpload")
             options = json.dumps(patient(s3_proxy.storage_options))
             # a separate process, to release the memory
             run = run_program("-c", _PUBLISHING, s3_root, options, *replaces)
             assert (run.returncode, spoilt.seen > 0) == (0, True), run.stderr
-            assert told in run.stdout and bool(told) == bool(run.stdout), run.stdout
+            assert words in run.stdout and bool(words) == bool(run.stdout), run.stdout
         assert raw.uploads(s3_root) == {}
 
 

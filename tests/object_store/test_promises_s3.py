@@ -62,11 +62,11 @@ def test_damage_is_found_as_on_a_disk(place: Place, tmp_path: Path) -> None:
             (folder / name).write_bytes(changed)
             place.raw.write(f"{place.url}/{name}", changed)
         assert place.seen() == seen_by_dcp(folder) == "CorruptCheckpointError", name
-        theirs, ours = (
+        on_s3, on_disk = (
             [(one["kind"], Path(one["file"]).name) for one in report["findings"]]
             for report in (place.report(), verified(folder))
         )
-        assert theirs == ours != [], name
+        assert on_s3 == on_disk != [], name
         (folder / name).write_bytes(whole[name])
         place.raw.write(f"{place.url}/{name}", whole[name])
     assert (place.seen(), place.findings()) == (OLD, set())

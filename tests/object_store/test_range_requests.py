@@ -53,8 +53,8 @@ def test_final_errors_are_requested_once(s3_proxy: FaultProxy, s3_root: str) -> 
 
 def test_a_proxy_is_used(s3_proxy: FaultProxy, s3_root: str) -> None:
     """All requests go through a configured proxy."""
-    nobody = {"http": "http://127.0.0.1:9", "https": "http://127.0.0.1:9"}
-    store = _store(s3_proxy, s3_root, "key", config_kwargs={"proxies": nobody}, retry_seconds=0)
+    dead_proxies = {"http": "http://127.0.0.1:9", "https": "http://127.0.0.1:9"}
+    store = _store(s3_proxy, s3_root, "key", config_kwargs={"proxies": dead_proxies}, retry_seconds=0)
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:9"):
         _read(store, "key")
     assert s3_proxy.log == []

@@ -104,9 +104,9 @@ def test_digests_depend_on_dtype_and_shape() -> None:
     total = sum_of(bytes.fromhex("0000803f0040404080 40a040")).to_bytes(16, "big")
     forms = (("bfloat16", (2, 3)), ("float16", (2, 3)), ("bfloat16", (3, 2)), ("bfloat16", (6,)))
     shown = [shown_digest(total, dtype, shape) for dtype, shape in forms]
-    told = b"dcphub tensor digest 1\nbfloat16\n2,3\n" + total
+    encoded = b"dcphub tensor digest 1\nbfloat16\n2,3\n" + total
     text = (pathlib.Path(__file__).parents[2] / "docs/reference/format.md").read_text()
-    assert len({*shown}) == 4 and shown[0] == hashlib.blake2b(told, digest_size=16).hexdigest()
+    assert len({*shown}) == 4 and shown[0] == hashlib.blake2b(encoded, digest_size=16).hexdigest()
     assert all(one in text for one in (total.hex(), shown[0], shown_digest(bytes(16), "float32", ())))
 
 

@@ -165,7 +165,7 @@ def test_freed_memory_is_refused(tmp_path: Path) -> None:
     for act in (dcp.save, dcp.load):
         with pytest.raises(PlanError) as caught:
             act(state, checkpoint_id=tmp_path, no_dist=True)
-        told = str(caught.value)
-        assert told.count("partly freed") == 2 and "'rows'" in told and "'tail'" in told
+        message = str(caught.value)
+        assert message.count("partly freed") == 2 and "'rows'" in message and "'tail'" in message
     with pytest.raises(PlanError, match=r"'w'.*memory was freed"):
         held({"w": gone})

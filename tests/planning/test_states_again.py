@@ -149,7 +149,7 @@ def state(rank: int, world_size: int, step: int) -> dict[str, Any]:
     }
 
 
-def told(state: dict[str, Any]) -> list[Any]:
+def leaves_of(state: dict[str, Any]) -> list[Any]:
     """Return the leaves of a state, with lists for local tensors."""
     values = [value for _, value in leaves({**state, "mine": state["mine"].value})]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
@@ -189,7 +189,7 @@ def save_through_failures(rank: int, world_size: int, folder: str) -> list[str]:
             continue
         target = state(rank, world_size, 99)
         dcp.load(target, checkpoint_id=f"{folder}/{step}")
-        assert told(target) == told(state(rank, world_size, step))
+        assert leaves_of(target) == leaves_of(state(rank, world_size, step))
         seen.append("saved")
     return seen
 

@@ -68,14 +68,14 @@ UNFIT: list[tuple[Any, dict[str, tuple[int, ...]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "source", "told"), UNFIT, ids=range(len(UNFIT)))
+@pytest.mark.parametrize(("rule", "source", "message"), UNFIT, ids=range(len(UNFIT)))
 def test_checkpoints_that_do_not_fit_a_map_are_refused(
-    rule: Any, source: dict[str, tuple[int, ...]], told: str
+    rule: Any, source: dict[str, tuple[int, ...]], message: str
 ) -> None:
     """Unknown sizes, missing tensors and names that do not map back raise before any data moves."""
     with pytest.raises((PlanError, OptionError)) as caught:
         of(*(rule if isinstance(rule, list) else [rule])).apply((n, s, 0, False) for n, s in source.items())
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_invalid_maps_are_refused(data: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "message"),
     [
         ({"from": {"x": "(a + a)"}, "to": {"y": "a"}}, "two tensors of one side have the axes a"),
         ({"from": {"x": "a"}, "to": {"y": "(a + a)"}}, "two tensors of one side have the axes a"),
@@ -129,11 +129,11 @@ def test_invalid_maps_are_refused(data: Any) -> None:
         ({"from": "a.{é}", "to": "b.{é}"}, "is not a valid name"),
     ],
 )
-def test_rules_that_would_lose_or_repeat_elements_are_refused(rule: dict[str, Any], told: str) -> None:
+def test_rules_that_would_lose_or_repeat_elements_are_refused(rule: dict[str, Any], message: str) -> None:
     """Repeated axes, invalid copies and unbounded expressions raise OptionError without a checkpoint."""
     with pytest.raises(OptionError) as caught:
         of(rule)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_sizes_come_from_configuration_or_name() -> None:
@@ -181,6 +181,6 @@ def test_a_model_of_another_type_is_warned_of(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
     weight_map("llama:hf-to-titan").inverse.beside({"model_type": "gemma2"}).beside({"model_type": "x"})
     weight_map("llama:hf-to-titan", {"model_type": "qwen3"}, heads=4)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2 and "for models of the type llama or mistral" in told[0]
-    assert "'gemma2'" in told[0] and "'qwen3'" in told[1]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2 and "for models of the type llama or mistral" in warnings[0]
+    assert "'gemma2'" in warnings[0] and "'qwen3'" in warnings[1]

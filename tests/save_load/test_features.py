@@ -43,11 +43,11 @@ def test_loads_without_a_feature(tmp_path: Path) -> None:
     """Shards and values load, and strict loads fail; an error in a feature is reported on all ranks."""
     state = {"model": {"w": torch.arange(12.0).reshape(4, 3), "row": torch.ones(3)}, "step": 3}
     dcp.save(state | {"part": {"lost": 1}}, checkpoint_id=tmp_path / "c", no_dist=True)
-    told = {feature.name: "UnexpectedKeyError" for feature in registry.LOAD_FEATURES}
+    errors = {feature.name: "UnexpectedKeyError" for feature in registry.LOAD_FEATURES}
     for outcome in run_ranks(2, load_without_each, str(tmp_path / "c")):
         failed = outcome.pop("fails")
         assert "feature 'fails', entries: ValueError: on rank 1" in failed
-        assert outcome == told | {"strictness": ""}
+        assert outcome == errors | {"strictness": ""}
 
 
 def test_a_misspelled_method_is_warned_of(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,7 +71,7 @@ class Fails(registry.LoadFeature):
 
 def load_without_each(rank: int, world_size: int, place: str) -> dict[str, str]:
     """Load twice without each feature, and once with a failing one; return errors of the strict loads."""
-    kinds, told = registry.LOAD_FEATURES, dict[str, str]()
+    kinds, errors = registry.LOAD_FEATURES, dict[str, str]()
     mesh = init_device_mesh("cpu", (world_size,))
     gone: type[registry.LoadFeature]
     for gone in (*kinds, Fails):
@@ -85,7 +85,7 @@ def load_without_each(rank: int, world_size: int, place: str) -> dict[str, str]:
                 assert torch.equal(weight.full_tensor(), torch.arange(12.0).reshape(4, 3))
                 assert into["step"] == 3
                 dcp.load(into, checkpoint_id=place)
-            told[gone.name] = ""
+            errors[gone.name] = ""
         except dcp.errors.CheckpointError as error:
-            told[gone.name] = str(error) if gone is Fails else type(error).__name__
-    return told
+            errors[gone.name] = str(error) if gone is Fails else type(error).__name__
+    return errors

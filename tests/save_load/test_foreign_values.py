@@ -54,8 +54,8 @@ FOREIGN: dict[str, Any] = {
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the warnings of a save that concern values."""
-    told = [record.getMessage() for record in caplog.records]
-    return [message for message in told if "weights_only=False" in message]
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "weights_only=False" in message]
 
 
 def test_values_that_load_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

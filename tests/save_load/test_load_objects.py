@@ -40,8 +40,8 @@ def test_an_error_in_load_state_dict_fails_all_ranks(tmp_path: Path) -> None:
     for result in run_ranks(3, _one_fails, str(tmp_path), failures=True):
         assert isinstance(result, RankRaised)
         assert result.type_name == "RankFailedError"
-        for told in ("rank 1", "'app'", "_Picky", "OSError", "no place for the loader's cache"):
-            assert told in result.message
+        for words in ("rank 1", "'app'", "_Picky", "OSError", "no place for the loader's cache"):
+            assert words in result.message
     with pytest.raises(CheckpointError, match="'app'") as caught:
         dcp.load({"app": _Picky(True)}, checkpoint_id=tmp_path)
     assert isinstance(caught.value.__cause__, OSError)

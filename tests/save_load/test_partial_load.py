@@ -233,9 +233,9 @@ OWN: list[Any] = [(10 + rank, [rank] * 3, []) for rank in range(2)]
 def test_values_per_rank_are_kept_on_request(of_two: str, road: str) -> None:
     """With per_rank="keep" other numbers of ranks keep their values; by default a rank needs an entry."""
     ways = [(road, "keep"), (road, "exact")]
-    for kept, told in run_ranks(3, load_per_rank, of_two, ways):
+    for kept, error in run_ranks(3, load_per_rank, of_two, ways):
         assert kept == KEPT
-        assert "loader.rank-2.pos" in told and 'per_rank="keep"' in told
+        assert "loader.rank-2.pos" in error and 'per_rank="keep"' in error
     assert run_ranks(2, load_per_rank, of_two, ways) == [[own, own] for own in OWN]
     assert run_ranks(1, load_per_rank, of_two, ways) == [[KEPT, OWN[0]]]
     # torch's metadata has no number of ranks, so ranks with an entry load it
@@ -265,7 +265,7 @@ def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, road: str) -> None
     full, none = ([1.0, 1.0], [0.0]), ([0.0, 0.0], [0.0])
     found = run_ranks(2, load_stages, str(tmp_path), road)
     assert [each[:2] for each in found] == [[full, full], [full, none]]
-    assert all("only='stages.2'" in told for *_, told in found)
+    assert all("only='stages.2'" in error for *_, error in found)
 
 
 def save_own(rank: int, world_size: int, path: str) -> None:
@@ -278,9 +278,9 @@ def warnings_of_loads(rank: int, world_size: int, path: str) -> list[list[str]]:
     found: list[list[str]] = []
     for options in ({"per_rank": "keep"}, {}):
         for road in ROADS[:2]:
-            with warned() as told:
+            with warned() as logged:
                 load({"app": {"loader": dcp.PerRank({"position": -1})}}, path, road, **options)
-            found.append(told)
+            found.append(logged)
     return found
 
 

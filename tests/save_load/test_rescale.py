@@ -143,14 +143,14 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def told(states: list[Any], rank: int, world_size: int) -> Any:
+def merge(states: list[Any], rank: int, world_size: int) -> Any:
     """Merge states by a function, as a rule."""
     return [sorted(state["parts"]) for state in states], rank, world_size
 
 
 def loaded(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
     """Load an `App`, and return its values and the report's names."""
-    app, odd = App(7), dcp.Rescale(None, told)
+    app, odd = App(7), dcp.Rescale(None, merge)
     if world_size == 2:
         app = App(rank)
         app.own["seen"], app.queue = 0, []

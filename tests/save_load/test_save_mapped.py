@@ -50,8 +50,8 @@ def test_a_mapped_save_equals_save_then_conversion(tmp_path: Path) -> None:
     dcp.save(apart(), checkpoint_id=tmp_path / "plain", no_dist=True)
     dcp.convert(tmp_path / "plain", tmp_path / "converted", to="dcp", map={**FUSED, "name": "fuse"})
     names = {"fused": "given", "apart": "the weight map (inverse)", "plain": None, "converted": "fuse"}
-    told = {name: dcp.open_index(tmp_path / name).provenance.get("map") for name in names}
-    assert told == names
+    maps = {name: dcp.open_index(tmp_path / name).provenance.get("map") for name in names}
+    assert maps == names
     assert run("diff", tmp_path / "fused", tmp_path / "converted").status == 0
 
 

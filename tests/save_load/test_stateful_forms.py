@@ -72,15 +72,15 @@ FORMS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def told(value: Any) -> Any:
+def typed(value: Any) -> Any:
     """Return a value with its types, and lists for tensors."""
     if isinstance(value, torch.Tensor):
         return ("tensor", str(value.dtype), value.tolist())
     if isinstance(value, dcp.PerRank):
-        return ("own", told(value.value))
+        return ("own", typed(value.value))
     if isinstance(value, dict):
-        return [type(value).__name__, [(key, told(entry)) for key, entry in value.items()]]
-    return [told(entry) for entry in value] if isinstance(value, list) else value
+        return [type(value).__name__, [(key, typed(entry)) for key, entry in value.items()]]
+    return [typed(entry) for entry in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("road", ["columns", "objects", "stock"])
@@ -99,7 +99,7 @@ def test_an_object_gets_the_saved_state(tmp_path: Path, road: str) -> None:
     own = {name: holder.state for name, holder in fresh.items()}
     dcp.load(fresh, checkpoint_id=tmp_path, planner=planner)
     for name, (_, after) in forms.items():
-        assert told(fresh[name].state) == told(after), name
+        assert typed(fresh[name].state) == typed(after), name
         assert fresh[name].loads == 1
         if own[name] is not fresh[name].state:  # a container that grew is a copy
             assert set(own[name]) == set(before[name]), name
@@ -123,7 +123,7 @@ def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
     fresh = {name: _Extra(2, 2) for name in modules}
     dcp.load(dict(fresh), checkpoint_id=tmp_path)
     for name, module in modules.items():
-        assert told(fresh[name].extra) == told(module.extra)
+        assert typed(fresh[name].extra) == typed(module.extra)
         assert torch.equal(fresh[name].weight, module.weight)
 
 
@@ -150,13 +150,13 @@ def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
     assert state["weight"] is weight and isinstance(weight, DTensor)
     assert torch.equal(weight.full_tensor(), whole)
     assert torch.equal(weight.to_local(), whole.chunk(world_size, 1)[rank])
-    assert told(state.get("own", ranks.get("own"))) == told(ranks.get("own"))
-    return [told(state["seen"]), told(state["x"]), told(state["stage"])]
+    assert typed(state.get("own", ranks.get("own"))) == typed(ranks.get("own"))
+    return [typed(state["seen"]), typed(state["x"]), typed(state["stage"])]
 
 
 @pytest.mark.parametrize("road", ["columns", "objects", "stock"])
 def test_ranks_that_share_an_object(tmp_path: Path, road: str) -> None:
     """A rank's entries stay its own with their sharding; entries that no rank has are loaded whole."""
     for rank, (seen, x, stage) in enumerate(run_ranks(2, _sharded, str(tmp_path), road)):
-        assert seen == told({"a": 1, "t": tensor(7)}) and x == told(tensor(3))
-        assert stage == told({f"layer{rank}": tensor(rank)})
+        assert seen == typed({"a": 1, "t": tensor(7)}) and x == typed(tensor(3))
+        assert stage == typed({f"layer{rank}": tensor(rank)})

@@ -89,7 +89,7 @@ def test_different_views_of_one_memory_are_copied() -> None:
     assert staged["whole"].data_ptr() == staged["again"].data_ptr()
 
 
-def told(state: dict[str, Any], staged: dict[str, Any]) -> tuple[list[str], str]:
+def refusal(state: dict[str, Any], staged: dict[str, Any]) -> tuple[list[str], str]:
     """Return the refused names and the message."""
     with pytest.raises(StagingError) as caught:
         check_staged(state, staged, sample_state(state))
@@ -102,14 +102,14 @@ def test_wrong_copies_of_a_state_are_refused() -> None:
     tensors are refused."""
     state: dict[str, Any] = {"weight": torch.arange(10_000.0), "bias": torch.ones(3)}
     cache = {name: value.clone() for name, value in state.items()}
-    assert told(state, dict(state))[0] == ["weight", "bias"]
-    names, message = told(state, cache | {"bias": state["weight"][50:53]})
+    assert refusal(state, dict(state))[0] == ["weight", "bias"]
+    names, message = refusal(state, cache | {"bias": state["weight"][50:53]})
     assert names == ["bias"] and "share memory with the state" in message
     check_staged(state, cache, sample_state(state))
     state["bias"].mul_(2)
-    assert told(state, cache)[0] == ["bias"]
+    assert refusal(state, cache)[0] == ["bias"]
     state = {"a": torch.ones(4), "b": torch.ones(4), "c": {"d": torch.ones(4)}}
-    names, message = told(state, {"a": torch.ones(4).bfloat16(), "b": torch.ones(2, 2), "c": {}})
+    names, message = refusal(state, {"a": torch.ones(4).bfloat16(), "b": torch.ones(2, 2), "c": {}})
     assert len(names) == 3 and "'c.d' is missing" in message
     assert "'a' is torch.bfloat16 of shape (4,)" in message
     assert "'b' is torch.float32 of shape (2, 2)" in message

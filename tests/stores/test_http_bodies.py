@@ -90,9 +90,9 @@ class _Server:
         return head
 
 
-def _whole(body: bytes = _BODY, told: str = "", length: int | None = None) -> bytes:
-    told = told or f"bytes 0-{len(_BODY) - 1}/{len(_BODY)}"
-    head = f"Content-Length: {len(body) if length is None else length}\r\nContent-Range: {told}\r\n"
+def _whole(body: bytes = _BODY, content_range: str = "", length: int | None = None) -> bytes:
+    content_range = content_range or f"bytes 0-{len(_BODY) - 1}/{len(_BODY)}"
+    head = f"Content-Length: {len(body) if length is None else length}\r\nContent-Range: {content_range}\r\n"
     return f'HTTP/1.1 206 Partial Content\r\n{head}ETag: "x"\r\n\r\n'.encode() + body
 
 
@@ -158,13 +158,13 @@ def test_tls_is_verified_unless_switched_off() -> None:
                 assert handle.pread(len(_BODY), 0) == _BODY
 
 
-@pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])
-def test_a_response_with_another_range_is_an_error(told: str) -> None:
+@pytest.mark.parametrize("content_range", ["bytes 0-9/100", "bytes 50-59/100"])
+def test_a_response_with_another_range_is_an_error(content_range: str) -> None:
     """A response with another range, as by a faulty cache, is an error, which no hash would detect."""
-    answer = _whole(b"0123456789", told)
+    answer = _whole(b"0123456789", content_range)
     refused = pytest.raises(StorageError, match="begins at byte 0, expected 50")
     with (
         _Server(lambda connection, _: connection.sendall(answer)) as server,
-        contextlib.nullcontext() if told.startswith("bytes 50") else refused,
+        contextlib.nullcontext() if content_range.startswith("bytes 50") else refused,
     ):
         assert _opened(server, 100).pread(10, 50) == b"0123456789"

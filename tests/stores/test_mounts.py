@@ -51,11 +51,11 @@ def saves_where_refused(root: Path, count: int) -> tuple[list[Any], list[str]]:
     for call, names in REFUSALS.items():
         for name in names[:count]:
             folder = root / f"{call}-{name}"
-            with bad_mount(root, _refusing(call, name)), warned() as told:
+            with bad_mount(root, _refusing(call, name)), warned() as warnings:
                 save_version(folder / "x", 1)
                 save_version(folder / "x", 2)
                 dcp.convert(folder / "x", folder / "x.pt", to="torch", executor="inline")
-            logged += told
+            logged += warnings
             is_made = (folder / "x.pt").is_file()
             seen.append((call, name, seen_by_dcp(folder / "x"), is_made, _odd_files(root)))
     return seen, logged
