@@ -105,12 +105,12 @@ def test_sigterm_ends_the_demo_and_its_processes(tmp_path: Path) -> None:
     while not (log.exists() and log.read_text()) and time.monotonic() < give_up:
         assert process.poll() is None
         time.sleep(0.1)
-    ours = psutil.Process(process.pid).children(recursive=True)
-    assert {rank.pid for rank in ours} >= processes_of_jobs(root) and len(processes_of_jobs(root)) == 3
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert {rank.pid for rank in children} >= processes_of_jobs(root) and len(processes_of_jobs(root)) == 3
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
-    assert psutil.wait_procs(ours, timeout=20)[1] == []  # the fork server ends on its own
+    assert psutil.wait_procs(children, timeout=20)[1] == []  # the fork server ends on its own
     assert not processes_of_jobs(root)
 
 

@@ -232,8 +232,8 @@ def test_every_command_of_the_help_has_a_help() -> None:
     commands = re.findall(r"^  ([a-z][a-z-]*)  ", listed, re.MULTILINE)
     assert {"ls", "show", "cat", "verify", "convert", "map", "gc", "serve", "demo", "watch"} <= {*commands}
     for command in commands:
-        told = run(command, "--help")
-        assert told.status == 0 and f"Usage: dcp {command}" in told.out and "--help" in told.out
+        page = run(command, "--help")
+        assert page.status == 0 and f"Usage: dcp {command}" in page.out and "--help" in page.out
 
 
 WITHOUT = """

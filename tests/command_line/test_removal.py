@@ -245,10 +245,10 @@ def test_prune_drops_the_optimizer_only_with_yes(tmp_path: Path) -> None:
 
 def facts(folder: Path) -> dict[str, Any]:
     """Return digests in the manifest and values of all entries, by name."""
-    told = run("digest", folder, "--json").json
-    assert told["bytes_read"] == 0 and run("verify", folder).status == 0
+    listed = run("digest", folder, "--json").json
+    assert listed["bytes_read"] == 0 and run("verify", folder).status == 0
     values = run("show", folder, "--objects", "--json").json["objects"]
-    return {row["fqn"]: row["digest"] for row in told["tensors"]} | {
+    return {row["fqn"]: row["digest"] for row in listed["tensors"]} | {
         row["fqn"]: row["value"] for row in values
     }
 

@@ -256,8 +256,8 @@ def test_diff_suggests_a_rename_for_other_prefixes(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     dcp.save(state, checkpoint_id=a)
     dcp.convert(a, b, to="safetensors", only="model", rename={r"^model\.": ""})
-    told = run("diff", a, b)
+    shown = run("diff", a, b)
     hint = r"dcp: the names differ by a prefix: compare with --rename '^model\.=>'"
-    assert (told.status, told.err) == (1, f"{hint}\n")
+    assert (shown.status, shown.err) == (1, f"{hint}\n")
     same = run("diff", a, b, "--exclude", "optim", "--rename", r"^model\.=>")
     assert (same.status, same.err) == (0, "")

@@ -18,7 +18,7 @@ from tests.support.commit_scenes import (
     THREE,
     Stage,
     check_end,
-    check_what_is_left,
+    check_leftovers,
     save,
     two_switches,
 )
@@ -87,4 +87,4 @@ def test_a_writer_killed_beside_another(name: str, data: st.DataObject) -> None:
     save(50, stage.model)
     stage.look()
     assert stage.truths[-1] == 50
-    check_what_is_left(stage)
+    check_leftovers(stage)

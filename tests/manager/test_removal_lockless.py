@@ -16,7 +16,7 @@ from tests.support.commit_scenes import (
     Scene,
     Stage,
     bare,
-    check_what_is_left,
+    check_leftovers,
     save,
     save_id,
     two_switches,
@@ -79,7 +79,7 @@ def test_a_save_during_a_removal(kind: object, every: int) -> None:
             if stage.model.content(NOTES_NAME) is not None:
                 assert read_notes(stage.model).deleting is None, plan
                 stage.model.delete(NOTES_NAME)
-            check_what_is_left(stage)
+            check_leftovers(stage)
         ends.add((removed[0].outcome, saved, last))
     # Replaced before or after the removal; both gone; the save is too late; the removal is too late.
     assert ends == {("deleted", True, 2), ("deleted", True, 0), ("deleted", False, 0), ("replaced", True, 2)}

@@ -49,15 +49,15 @@ def named(root: str, module: str, name: str) -> object:
     return getattr(importlib.import_module(f"{root}.{module}"), name)
 
 
-def assert_accepts_all_of(ours: object, torchs: object) -> None:
+def assert_accepts_all_of(ours: object, stock: object) -> None:
     """Assert that dcp's callable accepts all calls of torch's; further parameters are optional keywords."""
     assert callable(ours)
-    assert callable(torchs)
-    theirs = [p for p in inspect.signature(torchs).parameters.values() if not p.name.startswith("_")]
+    assert callable(stock)
+    expected = [p for p in inspect.signature(stock).parameters.values() if not p.name.startswith("_")]
     mine = inspect.signature(ours).parameters
-    shared = [p for p in mine.values() if p.name in {other.name for other in theirs}]
-    assert [p.name for p in shared] == [p.name for p in theirs]
-    for own, other in zip(shared, theirs, strict=True):
+    shared = [p for p in mine.values() if p.name in {other.name for other in expected}]
+    assert [p.name for p in shared] == [p.name for p in expected]
+    for own, other in zip(shared, expected, strict=True):
         assert own.kind == other.kind, own.name
         assert (own.default is own.empty) == (other.default is other.empty), own.name
     for extra in mine.values():
@@ -75,21 +75,21 @@ def test_torchs_public_modules_exist() -> None:
 def test_names_are_torchs_or_accept_all_its_calls(module: str, name: str) -> None:
     """A name that dcp does not implement is torch's object, for isinstance checks. Other names have torch's
     parameters in torch's order, and torch's documented methods."""
-    ours, torchs = named("dcp", module, name), named(TORCH, module, name)
-    assert (ours is torchs) == (name not in OURS)
-    if ours is torchs:
+    ours, stock = named("dcp", module, name), named(TORCH, module, name)
+    assert (ours is stock) == (name not in OURS)
+    if ours is stock:
         return
-    assert_accepts_all_of(ours, torchs)
-    if inspect.isclass(torchs):
+    assert_accepts_all_of(ours, stock)
+    if inspect.isclass(stock):
         kinds = ("LoadPlanner", "SavePlanner")
         base = next((kind for kind in kinds if name.endswith(kind)), f"Storage{name[-6:]}")
         assert inspect.isclass(ours)
         # for stagers torch's class of the same name: a protocol with attributes supports no issubclass
         named_alike = name.endswith("Stager")
-        assert issubclass(ours, torchs if named_alike else getattr(importlib.import_module(TORCH), base))
-        for method in () if name in OTHERWISE else dir(torchs):
-            if not method.startswith("_") and callable(getattr(torchs, method)):
-                assert_accepts_all_of(getattr(ours, method), getattr(torchs, method))
+        assert issubclass(ours, stock if named_alike else getattr(importlib.import_module(TORCH), base))
+        for method in () if name in OTHERWISE else dir(stock):
+            if not method.startswith("_") and callable(getattr(stock, method)):
+                assert_accepts_all_of(getattr(ours, method), getattr(stock, method))
 
 
 def test_everything_torch_exports_at_the_top_is_exported_by_dcp() -> None:
@@ -114,9 +114,9 @@ new = set(sys.modules) - before
 assert not new & {"torch", "typing", "re", "dataclasses"}, new
 flatten = dcp._nested_dict.flatten_state_dict
 from dcp.utils import _DistWrapper
-import torch.distributed.checkpoint._nested_dict as theirs
-assert flatten is theirs.flatten_state_dict
-assert theirs.__spec__.name == "torch.distributed.checkpoint._nested_dict"
+import torch.distributed.checkpoint._nested_dict as nested
+assert flatten is nested.flatten_state_dict
+assert nested.__spec__.name == "torch.distributed.checkpoint._nested_dict"
 for name in sys.argv[1:]:
     assert getattr(dcp, name).__name__ == f"dcp.{name}"
 dcp.CheckpointManager

@@ -72,8 +72,8 @@ class Folders:
         return pathlib.Path(sys.argv[2])
 
 for _ in range(2):
-    told = shared_server(sys.argv[1], Folders(), lambda told: print("prepared", flush=True))
-    print(json.dumps(told), flush=True)
+    address = shared_server(sys.argv[1], Folders(), lambda address: print("prepared", flush=True))
+    print(json.dumps(address), flush=True)
 sys.stdin.read()
 """
 
@@ -101,9 +101,9 @@ def test_a_shared_server_is_started_once_and_ends_with_the_run(
     ) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "prepared\n"
-        told, again = (json.loads(run.stdout.readline()) for _ in range(2))
-        assert told == again
-        folder = Path(told["folder"] if name == "s3" else str(make_url(told["url"]).query["host"]))
+        address, again = (json.loads(run.stdout.readline()) for _ in range(2))
+        assert address == again
+        folder = Path(address["folder"] if name == "s3" else str(make_url(address["url"]).query["host"]))
         assert folder.is_dir() and len(marked()) >= 3
         run.send_signal(number)
     wait_until(lambda: not marked(), "no process left", 60)

@@ -80,11 +80,11 @@ def test_changed_constraints_install_extras_again(tmp_path: Path) -> None:
         ("test-all SHARD=2/4", "--shard=2/4"),
     ],
 )
-def test_serve_and_shard_are_passed_on(tmp_path: Path, words: str, said: str) -> None:
+def test_serve_and_shard_are_passed_on(tmp_path: Path, words: str, expected: str) -> None:
     """SERVE=1 and SHARD= are passed to the demo and to pytest."""
     checkout = Checkout(tmp_path)
     checkout.make(*words.split())
-    assert said in checkout.calls.read_text()
+    assert expected in checkout.calls.read_text()
 
 
 def test_the_demo_has_no_development_packages() -> None:

@@ -75,7 +75,7 @@ def _named_by_pages() -> frozenset[str]:
 
 def is_public(name: str) -> bool:
     """Return whether a module is in `DOORS`, or a page for users names it or a name in it."""
-    return name in DOORS or any(said == name or said.startswith(f"{name}.") for said in _named_by_pages())
+    return name in DOORS or any(known == name or known.startswith(f"{name}.") for known in _named_by_pages())
 
 
 def internal(module: Module) -> list[str]:
@@ -111,7 +111,7 @@ def test_the_median_test_is_short() -> None:
 
 def test_few_tests_patch_the_product() -> None:
     """Few tests patch the product, because users have no patched product."""
-    found = {m.name: len(_PATCH.findall(m.text)) for m in _others()}
+    found = {m.name: len(_PATCH.findall(m.text)) for m in _other_modules()}
     assert sum(found.values()) <= MOST_PATCHES, {name: count for name, count in found.items() if count}
 
 
@@ -124,15 +124,15 @@ def test_no_private_attribute_is_used() -> None:
 
 def test_no_private_name_of_the_tools_is_used() -> None:
     """Tests use no private names of pytest, hypothesis or Python, which the next release may remove."""
-    found = {m.name: _FOREIGN.findall(m.text) for m in _others()}
+    found = {m.name: _FOREIGN.findall(m.text) for m in _other_modules()}
     assert not {name: names for name, names in found.items() if names}
 
 
 def test_only_profiles_set_numbers_of_examples() -> None:
     """Only `tests.support.examples` sets numbers of examples, so that `make test` can use fewer."""
-    found = [m.name for m in _others() if "max_examples=" in m.text]
+    found = [m.name for m in _other_modules() if "max_examples=" in m.text]
     assert found == ["tests/support/examples.py"]
 
 
-def _others() -> list[Module]:
+def _other_modules() -> list[Module]:
     return [module for module in modules() if module.path != Path(__file__)]

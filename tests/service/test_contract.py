@@ -174,8 +174,8 @@ def test_repeated_parameters_are_refused(catalog: Catalog) -> None:
     described = document()["paths"]
     tried = 0
     for path, methods in described.items():
-        for method, told in methods.items():
-            for one in told.get("parameters", ()) if API in path else ():
+        for method, operation in methods.items():
+            for one in operation.get("parameters", ()) if API in path else ():
                 if one["in"] != "query" or '"array"' in json.dumps(one["schema"]):
                     continue
                 name, place = one["name"], re.sub("{.*?}", "1", path)
@@ -228,14 +228,14 @@ def test_equal_submissions_return_one_job(catalog: Catalog) -> None:
 
 def test_a_key_sees_the_jobs_of_its_roots(catalog: Catalog) -> None:
     """Jobs of hidden roots, also differences to them, are neither listed, shown, cancelled nor retried."""
-    ours, theirs = catalog.add("run/step-1"), catalog.add("run/step-1", "other")
+    visible, hidden = catalog.add("run/step-1"), catalog.add("run/step-1", "other")
     more = catalog.add("run/step-2")
     orders = [
         ("scan", {"root": "other"}),
-        ("diff", {"a": theirs, "b": ours}),
-        ("diff", {"a": ours, "b": theirs}),
+        ("diff", {"a": hidden, "b": visible}),
+        ("diff", {"a": visible, "b": hidden}),
     ]
-    orders += [("verify", {"checkpoint_id": theirs}), ("diff", {"a": more, "b": ours})]
+    orders += [("verify", {"checkpoint_id": hidden}), ("diff", {"a": more, "b": visible})]
     bodies = [{"kind": kind, "params": params} for kind, params in orders]
     made = [catalog.http.post(f"{API}/jobs", json=body).json()["id"] for body in bodies]
     client = catalog.app.client("read", "write", roots=["main"])

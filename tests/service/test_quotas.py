@@ -63,9 +63,9 @@ def together(calls: Sequence[Callable[[], Any]]) -> Counter[int]:
         return Counter(done.status_code for done in [*pool.map(lambda call: call(), calls)])
 
 
-def used(site: Catalog, limit: str, client: TestClient, whose: str = "account") -> tuple[Any, Any]:
+def used(site: Catalog, limit: str, client: TestClient, kind: str = "account") -> tuple[Any, Any]:
     """Return the used and the allowed amount of a limit."""
-    limits = site.get("/usage", client)[whose]["limits"]
+    limits = site.get("/usage", client)[kind]["limits"]
     return next((one["used"], one["allowed"]) for one in limits if one["limit"] == limit)
 
 

@@ -59,14 +59,14 @@ def write_manifest(
     tensors: int = 3,
     user: Mapping[str, Any] | None = None,
     seconds: float | None = OLD_SECONDS,
-    told: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
     """Write the manifest of a committed checkpoint with old timestamps; the catalog reads only the manifest.
 
     ``user`` holds the user's notes; other ``changes`` replace fields of the index.
     """
-    provenance = {"save_id": save_id, "time": OLD_SECONDS, "world_size": 2, **(told or {})}
+    provenance = {"save_id": save_id, "time": OLD_SECONDS, "world_size": 2, **(provenance or {})}
     index = replace(index_of(tensors), provenance=provenance, user=dict(user or {}), **changes)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / MANIFEST_NAME

@@ -222,7 +222,7 @@ def check_end(stage: Stage, outcomes: list[Outcome[tuple[int, Previous]]]) -> No
     assert {version for version, _ in values} == stage.published
     won = [previous.manifest for _, previous in values]
     assert len(won) == len({version for version in won if version}) + (None in won)
-    check_what_is_left(stage)
+    check_leftovers(stage)
     for number, act in enumerate(scene.actors):
         if act is load:
             seen = outcomes[number].value
@@ -230,7 +230,7 @@ def check_end(stage: Stage, outcomes: list[Outcome[tuple[int, Previous]]]) -> No
             assert seen[0] in stage.truths
 
 
-def check_what_is_left(stage: Stage) -> None:
+def check_leftovers(stage: Stage) -> None:
     """Check that only the files of the last commit remain, with the `.metadata` of its manifest."""
     model, scene = stage.model, stage.scene
     names = {info.name for info in model.list()}

@@ -199,14 +199,14 @@ def in_lab(function: Callable[..., Any], *args: Any, timeout_seconds: float = 60
     """Run ``function(*args)`` (a module-level function) in a new process without threads; return the
     result."""
     context = forkserver_context()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_laboratory, args=(theirs, function, args))
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_laboratory, args=(sending, function, args))
     process.start()
-    theirs.close()
+    sending.close()
     try:
-        if not ours.poll(timeout_seconds):
+        if not receiving.poll(timeout_seconds):
             raise AssertionError(f"{function.__name__} did not end within {timeout_seconds} s")
-        value = ours.recv()
+        value = receiving.recv()
     finally:
         process.join(5)
         if process.is_alive():

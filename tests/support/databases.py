@@ -120,12 +120,12 @@ def migrated_sqlite() -> bytes:
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
     """Provide one PostgreSQL server for all processes of the run, started by the first test that needs it."""
 
-    def prepare(told: dict[str, Any]) -> None:
-        with closing(PostgresServer(told["url"])) as server:
+    def prepare(address: dict[str, Any]) -> None:
+        with closing(PostgresServer(address["url"])) as server:
             server.make_template()
 
-    told = shared_server("postgres", tmp_path_factory, prepare)
-    with closing(PostgresServer(told["url"], has_template=True)) as server:
+    address = shared_server("postgres", tmp_path_factory, prepare)
+    with closing(PostgresServer(address["url"], has_template=True)) as server:
         yield server
 
 

@@ -135,8 +135,8 @@ class Request:
         return right_key and operation in (None, self.operation)
 
     def __str__(self) -> str:
-        told = f" ({self.fault})" if self.fault else ""
-        return f"{self.operation} {self.bucket}/{self.key} {self.range or ''}-> {self.status}{told}"
+        suffix = f" ({self.fault})" if self.fault else ""
+        return f"{self.operation} {self.bucket}/{self.key} {self.range or ''}-> {self.status}{suffix}"
 
 
 @dataclass

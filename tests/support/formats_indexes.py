@@ -219,10 +219,10 @@ def assert_same(index: CheckpointIndex, expected: CheckpointIndex) -> None:
             if isinstance(getattr(one, name), np.ndarray) and "file" not in name:
                 np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
     assert (index.fqns, index.objects.fqns) == (expected.fqns, expected.objects.fqns)
-    ours, others = (
+    found, wanted = (
         [one.files[file] for file in (*one.chunk_files, *one.objects.files)] for one in (index, expected)
     )
-    assert ours == others
+    assert found == wanted
     assert repr(index.planner_data) == repr(expected.planner_data)
 
 

@@ -160,7 +160,7 @@ class WorkerProcess:
         """Pause the process, which does not notice."""
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume after `pause`."""
         self._signal(signal.SIGCONT)
 

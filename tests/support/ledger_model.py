@@ -196,7 +196,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.past.append(taken)
 
     @rule(data=st.data())
-    def complete_what_is_over(self, data: st.DataObject) -> None:
+    def complete_expired(self, data: st.DataObject) -> None:
         """Complete an expired or completed claim, which is refused and changes nothing."""
         if not self.past:
             return
@@ -251,10 +251,10 @@ class LedgerMachine(RuleBasedStateMachine):
         for taken in own:
             taken.until_seconds = self.now + LEASE_SECONDS
         with self.database.read() as connection:
-            told = claims.stopped(connection, held)
+            stopped = claims.stopped(connection, held)
         for taken in own:
             job = self.job(taken.claim.job.id)
-            assert (taken.claim.held in told) == (job.is_ending and taken.claim.phase != "discard")
+            assert (taken.claim.held in stopped) == (job.is_ending and taken.claim.phase != "discard")
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 11.0]))
     def pass_time(self, seconds: float) -> None:

@@ -26,7 +26,7 @@ def is_emptied(root: Path) -> None:
 def is_a_link_elsewhere(root: Path) -> None:
     """Replace the folder by a link to another one."""
     is_removed(root)
-    write_manifest(root.with_name("another") / "theirs" / "step-9")
+    write_manifest(root.with_name("another") / "foreign" / "step-9")
     root.symlink_to(root.with_name("another"))
 
 

@@ -199,11 +199,11 @@ def install(interface: Interface) -> None:
         torch.cuda.synchronize = lambda device=None: None
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     else:
-        _install_ours()
+        _install_stand_in()
     import_module("dcp.integrations.megatron")
 
 
-def _install_ours() -> None:
+def _install_stand_in() -> None:
     torch.serialization.add_safe_globals([Namespace])
     for package in ("megatron", "megatron.core"):
         sys.modules[package] = ModuleType(package)

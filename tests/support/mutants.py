@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (folder := Path(temporary, str(number))).mkdir()
             copies.put(_copy(folder))
 
-        def one(mutant: Mutant) -> bool:
+        def try_one(mutant: Mutant) -> bool:
             folder, begun = copies.get(), time.monotonic()
             try:
                 found = _try(mutant, folder, is_whole=given.whole)
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{broken} fails without any fault", file=sys.stderr)
             return 1
         with ThreadPoolExecutor(given.jobs) as threads:
-            results = list(threads.map(one, chosen))
+            results = list(threads.map(try_one, chosen))
     print(f"{sum(results)} of {len(results)} found")
     return int(not all(results))
 

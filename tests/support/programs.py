@@ -79,14 +79,14 @@ class Program:
             ends_with_parent,
         )
         self.stdin, self.stdout, self.stderr = None, None, None
-        with contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as stack:
             ends: list[Connection] = []
             for name, wanted in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
-                end, ours = _ends(wanted, len(ends), ends)
-                ends.append(theirs.enter_context(end))
-                if ours is not None:
+                end, own = _ends(wanted, len(ends), ends)
+                ends.append(stack.enter_context(end))
+                if own is not None:
                     mode = "w" if name == "stdin" else "r"
-                    setattr(self, name, os.fdopen(ours, mode, encoding=encoding, errors=errors))
+                    setattr(self, name, os.fdopen(own, mode, encoding=encoding, errors=errors))
             self._process = _start_cold(order, ends) if finalizes else _start_forked(order, ends)
         self.pid: int = self._process.pid or 0
 
@@ -134,10 +134,10 @@ class Program:
         """
         for name, pipe in (("stdin", self.stdin), ("stdout", self.stdout), ("stderr", self.stderr)):
             if pipe is not None and name not in self._talks:
-                said: list[str] = []
-                arguments = (pipe, text or "", said)
+                output: list[str] = []
+                arguments = (pipe, text or "", output)
                 thread = threading.Thread(target=_talk, args=arguments, daemon=True)
-                self._talks[name] = thread, said
+                self._talks[name] = thread, output
                 thread.start()
         self.wait(timeout)
         for thread, _ in self._talks.values():
@@ -165,9 +165,9 @@ def _ends(wanted: _Stream, number: int, before: list[Connection]) -> tuple[Conne
     """Return the program's end of a stream, and this process's end of a pipe."""
     if wanted == subprocess.PIPE:
         reader, writer = multiprocessing.Pipe(duplex=False)
-        ours, theirs = (writer, reader) if number == 0 else (reader, writer)
-        with ours:
-            return theirs, os.dup(ours.fileno())
+        own, passed = (writer, reader) if number == 0 else (reader, writer)
+        with own:
+            return passed, os.dup(own.fileno())
     if wanted == subprocess.DEVNULL:
         return Connection(os.open(os.devnull, os.O_RDWR)), None
     if wanted == subprocess.STDOUT:
@@ -177,12 +177,12 @@ def _ends(wanted: _Stream, number: int, before: list[Connection]) -> tuple[Conne
     return Connection(os.dup(wanted if isinstance(wanted, int) else wanted.fileno())), None
 
 
-def _talk(pipe: IO[str], text: str, said: list[str]) -> None:
+def _talk(pipe: IO[str], text: str, output: list[str]) -> None:
     with contextlib.suppress(BrokenPipeError), pipe:
         if pipe.writable():
             pipe.write(text)
         else:
-            said.append(pipe.read())
+            output.append(pipe.read())
 
 
 def _start_cold(order: _Order, ends: list[Connection]) -> subprocess.Popen[bytes]:

@@ -61,11 +61,11 @@ class Acting:
 @contextmanager
 def warned() -> Iterator[list[str]]:
     """Record the package's log within the block on this rank."""
-    told, handler, logger = list[str](), logging.Handler(logging.WARNING), logging.getLogger("dcp")
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    messages, handler, logger = list[str](), logging.Handler(logging.WARNING), logging.getLogger("dcp")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        yield told
+        yield messages
     finally:
         logger.removeHandler(handler)
 

@@ -160,11 +160,11 @@ class Ranks:
     def _grow(self, world_size: int) -> None:
         while len(self._workers) < world_size:
             context = forkserver_context()
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, len(self._workers)), daemon=True)
             process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            child_end.close()
+            self._workers.append((process, parent_end))
 
     def close(self) -> None:
         """End all processes of the pool."""

@@ -44,8 +44,8 @@ def train(config: dict[str, Any]) -> None:
             if config["event"] == "crash" and step == 5 and not flag.exists() and rank == 0:
                 flag.touch()
                 os._exit(1)
-        told = {"w": state["w"].tolist(), "seen": state["seen"].value, "from": restored and restored.step}
-        Path(f"{config['flag']}.{rank}").write_text(json.dumps(told))
+        report = {"w": state["w"].tolist(), "seen": state["seen"].value, "from": restored and restored.step}
+        Path(f"{config['flag']}.{rank}").write_text(json.dumps(report))
 
 
 def main(folder: str, workers: int, steps: int, event: str = "", url: str = "") -> None:
@@ -63,8 +63,8 @@ def main(folder: str, workers: int, steps: int, event: str = "", url: str = "") 
     )
     result: Any = trainer.fit()
     reported = [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
-    told = [json.loads(Path(f"{flag}.{rank}").read_text()) for rank in range(workers)]
-    print("RESULT", json.dumps({"reported": sorted(reported), "metrics": result.metrics, "told": told}))
+    ranks = [json.loads(Path(f"{flag}.{rank}").read_text()) for rank in range(workers)]
+    print("RESULT", json.dumps({"reported": sorted(reported), "metrics": result.metrics, "ranks": ranks}))
     ray.shutdown()
 
 

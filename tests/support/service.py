@@ -150,7 +150,7 @@ class DcpProcess:
             self._process.wait()
             self._process = None
 
-    def kill_only_it(self) -> None:
+    def kill_parent(self) -> None:
         """Send SIGKILL to the process itself; its children continue, if they can."""
         assert self._process is not None
         self._process.kill()

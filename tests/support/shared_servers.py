@@ -25,7 +25,7 @@ import pytest
 __all__ = ["shared_server"]
 
 _ROOT: Final = Path(__file__).parents[2]
-Told = dict[str, Any]
+Address = dict[str, Any]
 """Address and credentials of a server."""
 
 
@@ -35,8 +35,8 @@ def _run_pid() -> int:
 
 
 def shared_server(
-    name: str, folders: pytest.TempPathFactory, prepare: Callable[[Told], None] = lambda told: None
-) -> Told:
+    name: str, folders: pytest.TempPathFactory, prepare: Callable[[Address], None] = lambda found: None
+) -> Address:
     """Return the address of the server ``name``; the first caller runs ``prepare`` before any other
     returns."""
     folder = folders.getbasetemp()
@@ -53,11 +53,11 @@ def shared_server(
         return known
 
 
-def _started(name: str, place: Path) -> Told:
+def _started(name: str, place: Path) -> Address:
     """Return the address; start the server if it is not recorded yet. Requires the lock."""
     if not place.exists():
         place.write_text(json.dumps(_start(name, place.with_suffix(".log"), _run_pid())))
-    known: Told = json.loads(place.read_text())
+    known: Address = json.loads(place.read_text())
     return known
 
 
@@ -76,7 +76,7 @@ def _start_early(name: str, folder: Path) -> None:
         _started(name, place)  # tests that need the server report a failed start
 
 
-def _start(name: str, log_path: Path, run_pid: int) -> Told:
+def _start(name: str, log_path: Path, run_pid: int) -> Address:
     with log_path.open("wb") as log:
         keeper = subprocess.Popen(
             [sys.executable, "-m", __name__, name, str(run_pid)],
@@ -92,15 +92,15 @@ def _start(name: str, log_path: Path, run_pid: int) -> Told:
     keeper.returncode = 0  # the keeper outlives this process on purpose, so suppress the ResourceWarning
     if not line:
         raise AssertionError(f"the server {name} does not start\n{log_path.read_text()}")
-    told: Told = json.loads(line)
-    return told
+    found: Address = json.loads(line)
+    return found
 
 
 # -- the process that keeps a server -------------------------------------------------------------------------
 
 
 @contextmanager
-def _s3() -> Iterator[Told]:
+def _s3() -> Iterator[Address]:
     from dcp.demo.s3_server import S3Server
 
     names = ("bucket", "public_bucket", "access_key", "secret_key", "endpoint_url")
@@ -112,21 +112,24 @@ def _s3() -> Iterator[Told]:
 
 
 @contextmanager
-def _postgres() -> Iterator[Told]:
+def _postgres() -> Iterator[Address]:
     from tests.support.postgres import PostgresProgram
 
     with PostgresProgram() as program:
         yield {"url": program.url}
 
 
-_SERVERS: Final[Mapping[str, Callable[[], AbstractContextManager[Told]]]] = {"postgres": _postgres, "s3": _s3}
+_SERVERS: Final[Mapping[str, Callable[[], AbstractContextManager[Address]]]] = {
+    "postgres": _postgres,
+    "s3": _s3,
+}
 
 
 def _keep(name: str, run_pid: int) -> None:
     run = os.pidfd_open(run_pid)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with _SERVERS[name]() as told:
-        print(json.dumps(told), flush=True)
+    with _SERVERS[name]() as found:
+        print(json.dumps(found), flush=True)
         select.select([run], [], [])
 
 

@@ -14,29 +14,29 @@ __all__ = ["most_rows_inserted", "statements_to"]
 @contextmanager
 def statements_to(engine: Engine) -> Iterator[list[tuple[str, Any]]]:
     """Record each statement with its parameters; "COMMIT" and "ROLLBACK" between the transactions."""
-    said: list[tuple[str, Any]] = []
+    recorded: list[tuple[str, Any]] = []
 
     def on_statement(_one: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
-        said.append((statement, parameters))
+        recorded.append((statement, parameters))
 
     acts: dict[str, Callable[..., None]] = {
         "before_cursor_execute": on_statement,
-        "commit": lambda _: said.append(("COMMIT", None)),
-        "rollback": lambda _: said.append(("ROLLBACK", None)),
+        "commit": lambda _: recorded.append(("COMMIT", None)),
+        "rollback": lambda _: recorded.append(("ROLLBACK", None)),
     }
     for name, act in acts.items():
         event.listen(engine, name, act)
     try:
-        yield said
+        yield recorded
     finally:
         for name, act in acts.items():
             event.remove(engine, name, act)
 
 
-def most_rows_inserted(said: list[tuple[str, Any]]) -> int:
+def most_rows_inserted(recorded: list[tuple[str, Any]]) -> int:
     """Return the number of inserted rows of the transaction with the most."""
     most = rows = 0
-    for statement, parameters in said:
+    for statement, parameters in recorded:
         if statement in ("COMMIT", "ROLLBACK"):
             rows = 0
         elif statement.startswith("INSERT"):

@@ -64,50 +64,50 @@ def state(*, filled: bool, swapped: bool = False, sharded: bool = True) -> dict[
     }
 
 
-def _told(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _told(entry) for name, entry in value.items()}
+        return {name: _plain(entry) for name, entry in value.items()}
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _attempt(whose: str, folder: str, **options: bool) -> str:
+def _attempt(side: str, folder: str, **options: bool) -> str:
     """Read a checkpoint on all ranks of the process group, and return its problem; empty for none."""
     target = state(filled=False, **options)
     try:
-        import_module(PACKAGES[whose]).load(target, checkpoint_id=folder)
+        import_module(PACKAGES[side]).load(target, checkpoint_id=folder)
     except BaseException as error:  # noqa: BLE001 - part of the result
         return f"{type(error).__name__}: {error}"
-    found, wanted = _told(target), _told(state(filled=True, sharded=False))
+    found, wanted = _plain(target), _plain(state(filled=True, sharded=False))
     return "" if found == wanted else f"differs: {found}"
 
 
-def _rank(rank: int, meeting: str, whose: str, folders: list[str], answer: str) -> None:
+def _rank(rank: int, meeting: str, side: str, folders: list[str], answer: str) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=dist.FileStore(meeting, RANKS), rank=rank, world_size=RANKS)
     if not answer:
-        import_module(PACKAGES[whose]).save(state(filled=True), checkpoint_id=folders[0])
+        import_module(PACKAGES[side]).save(state(filled=True), checkpoint_id=folders[0])
     else:
-        everyone: list[Any] = [None] * RANKS
-        own = {folder: _attempt(whose, folder, swapped=True) for folder in folders}
-        dist.all_gather_object(everyone, own)
+        ranks: list[Any] = [None] * RANKS
+        own = {folder: _attempt(side, folder, swapped=True) for folder in folders}
+        dist.all_gather_object(ranks, own)
         if rank == 0:
-            told = {folder: next(filter(None, (each[folder] for each in everyone)), "") for folder in folders}
-            Path(answer).write_text(json.dumps(told))
+            faults = {folder: next(filter(None, (each[folder] for each in ranks)), "") for folder in folders}
+            Path(answer).write_text(json.dumps(faults))
     dist.barrier()
     os._exit(0)  # torch may abort the process in a thread during interpreter shutdown
 
 
-def _spawn(whose: str, folders: list[str], answer: str) -> None:
+def _spawn(side: str, folders: list[str], answer: str) -> None:
     with tempfile.TemporaryDirectory() as meeting:
         # fork, since importing torch takes longer than the work; this process has no threads yet
-        arguments = (f"{meeting}/store", whose, folders, answer)
+        arguments = (f"{meeting}/store", side, folders, answer)
         start_processes(_rank, arguments, nprocs=RANKS, start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def write(folder: str) -> dict[str, str]:
     """Write checkpoints with this interpreter; return their folders by name."""
-    made = {f"{whose} {VERSION}": f"{folder}/{whose} {VERSION}" for whose in PACKAGES}
+    made = {f"{side} {VERSION}": f"{folder}/{side} {VERSION}" for side in PACKAGES}
     for name, place in made.items():
         _spawn(name.partition(" ")[0], [place], "")
     return made
@@ -117,12 +117,12 @@ def read(*folders: str) -> dict[str, dict[str, str]]:
     """Read checkpoints; return the problems by reader and folder."""
     found = {}
     with tempfile.TemporaryDirectory() as place:
-        for whose in PACKAGES:
-            _spawn(whose, [*folders], f"{place}/{whose}")
-            found[whose] = json.loads(Path(place, whose).read_text())
+        for side in PACKAGES:
+            _spawn(side, [*folders], f"{place}/{side}")
+            found[side] = json.loads(Path(place, side).read_text())
     return {
-        f"{whose} {VERSION}": {each: told[each] or _attempt(whose, each, sharded=False) for each in folders}
-        for whose, told in found.items()
+        f"{side} {VERSION}": {each: faults[each] or _attempt(side, each, sharded=False) for each in folders}
+        for side, faults in found.items()
     }
 
 
@@ -139,8 +139,8 @@ def matrix(pythons: list[str], folder: Path) -> dict[str, dict[str, str]]:
         written |= _ask(python, "write", str(folder))
     found: dict[str, dict[str, str]] = {}
     for python in pythons:
-        for reader, told in _ask(python, "read", *written.values()).items():
-            found[reader] = {name: told[place] for name, place in written.items()}
+        for reader, faults in _ask(python, "read", *written.values()).items():
+            found[reader] = {name: faults[place] for name, place in written.items()}
     return found
 
 
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as folder:
             found = matrix(sys.argv[1:], Path(folder))
-        for reader, told in found.items():
-            wrong = [f"{reader}, {each}: {told[each]}" for each in told if told[each]]
+        for reader, faults in found.items():
+            wrong = [f"{reader}, {each}: {faults[each]}" for each in faults if faults[each]]
             print("\n".join(wrong), file=sys.stderr)
         print(table(found))

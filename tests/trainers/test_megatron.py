@@ -70,7 +70,7 @@ def test_a_run_killed_in_a_save_resumes_exactly(tmp_path: Path, interface: str, 
 def test_weights_load_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp: int, replicas: int) -> None:
     """Weights saved with tensor and pipeline parallel 2 load on other sizes bit for bit; training
     continues."""
-    saved, loaded, gone_on = _run(
+    saved, loaded, continued = _run(
         (tmp_path, 4, {"interface": interface, "tp": 2, "pp": 2, "steps": 6}),
         *[
             (
@@ -88,7 +88,7 @@ def test_weights_load_on_other_sizes(tmp_path: Path, interface: str, tp: int, pp
     sums = [value["sum"] for value in _values(loaded)]
     replicated = sum(float(each.double().sum()) for each in weights[1:]) * (tp - 1)
     assert sum(sums) == pytest.approx((total + replicated) * replicas, rel=1e-12)
-    assert {value["common"]["iteration"] for value in _values(gone_on)} == {6}
+    assert {value["common"]["iteration"] for value in _values(continued)} == {6}
     assert [value["sum"] for value in _values(saved)] != sums
 
 

@@ -139,13 +139,13 @@ if (
         url = request.getfixturevalue("s3_root") if server is not None else ""
         variables = server.environment if server is not None else {}
         result = fitted(tmp_path, "2", "7", "crash", url, **variables)
-        assert [told["w"] for told in result["told"]] == [[28.0] * 4] * 2
-        assert [told["seen"] for told in result["told"]] == [7, 7]
+        assert [rank["w"] for rank in result["ranks"]] == [[28.0] * 4] * 2
+        assert [rank["seen"] for rank in result["ranks"]] == [7, 7]
         assert result["metrics"]["step"] == 6 and result["reported"][-1] == "step-00000006"
         result = fitted(tmp_path, "3", "11", "preempt", url, **variables)
-        assert [told["from"] for told in result["told"]] == [6] * 3
-        assert [told["w"] for told in result["told"]] == [[66.0] * 4] * 3
-        assert [told["seen"] for told in result["told"]] == [4 + 5] * 3  # 4 of the 12 seen by 2 workers
+        assert [rank["from"] for rank in result["ranks"]] == [6] * 3
+        assert [rank["w"] for rank in result["ranks"]] == [[66.0] * 4] * 3
+        assert [rank["seen"] for rank in result["ranks"]] == [4 + 5] * 3  # 4 of the 12 seen by 2 workers
         assert {"step-00000008", "step-00000009", "step-00000010"} <= set(result["reported"])
         root, options = (url, server.storage_options) if server is not None else (str(tmp_path), None)
         stored = dcp.read(f"{root}/run/dcp/step-00000010", no_dist=True, storage_options=options)

@@ -94,7 +94,7 @@ def test_running_means_of_ranks_may_differ(tmp_path: Path) -> None:
 
 def _failing_on_one_rank(rank: int, world_size: int, root: str) -> list[str]:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{root}/whole")
-    said = []
+    errors = []
     uses: list[Any] = [
         partial(dcp.save, checkpoint_id=f"{root}/new"),
         partial(dcp.load, checkpoint_id=f"{root}/whole"),
@@ -107,15 +107,15 @@ def _failing_on_one_rank(rank: int, world_size: int, root: str) -> list[str]:
                 state = {"w": torch.ones(2)}
             use(state)
         except (CheckpointError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def test_a_failing_rank_fails_all_ranks(tmp_path: Path) -> None:
     """Saves and loads fail at once on all ranks, and the other ranks name the failed rank."""
     others, own = run_ranks(2, _failing_on_one_rank, str(tmp_path))
     assert own == ["ValueError: a state of its own"] * 2
-    assert [("a state of its own" in said, "rank 1" in said) for said in others] == [(True, True)] * 2
+    assert [("a state of its own" in error, "rank 1" in error) for error in others] == [(True, True)] * 2
     assert not (tmp_path / "new").exists()
 
 

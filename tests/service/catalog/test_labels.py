@@ -139,5 +139,5 @@ def test_deletions_are_restored_within_the_grace_period(catalog: Catalog) -> Non
         assert client.delete(path, params={"grace_seconds": wrong}).status_code == 422, wrong
     at_once = client.delete(path, params={"grace_seconds": 0}).json()
     assert at_once["purge_after"] == at_once["deleted_at"]
-    told = {one["action"] for one in pages(catalog.http, "/audit", target=f"checkpoint:{number}")}
-    assert {"checkpoint.delete", "checkpoint.restore"} <= told
+    actions = {one["action"] for one in pages(catalog.http, "/audit", target=f"checkpoint:{number}")}
+    assert {"checkpoint.delete", "checkpoint.restore"} <= actions

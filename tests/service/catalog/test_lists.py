@@ -173,9 +173,9 @@ SMALL = [
 def plan_of(catalog: Catalog, query: str) -> str:
     """Return the query plan of the database for a page of a list."""
     reader = catalog.app.service.database.reader
-    with statements_to(reader) as said:
+    with statements_to(reader) as recorded:
         assert catalog.http.get(f"{API}/checkpoints?{query}").status_code == 200, query
-    statement, values = [one for one in said if "FROM checkpoints" in one[0] and "LIMIT" in one[0]][-1]
+    statement, values = [one for one in recorded if "FROM checkpoints" in one[0] and "LIMIT" in one[0]][-1]
     with reader.connect() as connection:
         how = "EXPLAIN QUERY PLAN" if reader.dialect.name == "sqlite" else "EXPLAIN"
         for way in ("seqscan", "sort", "incremental_sort", "bitmapscan", "hashjoin", "mergejoin"):

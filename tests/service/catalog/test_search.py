@@ -28,7 +28,7 @@ def searched(catalog: Catalog) -> Catalog:
             tensors=13,
             fqns=LAYERS,
             seconds=1_700_000_000.0 + step,
-            told=seconds,
+            provenance=seconds,
         )
     manifest = catalog.place("Team/llama/step-5/manifest.msgpack")
     manifest.rename(manifest.with_name("__0_0.0000abcd.distcp"))
@@ -47,7 +47,7 @@ def of_main(searched: Catalog) -> TestClient:
     return searched.app.client("read", roots=["main"])
 
 
-def told(searched: Catalog, text: str, client: TestClient | None = None, **query: Any) -> list[Any]:
+def hits(searched: Catalog, text: str, client: TestClient | None = None, **query: Any) -> list[Any]:
     """Return kind, text and rank of all hits."""
     items = searched.get("/search", client, q=text, **query)["items"]
     return [(hit["kind"], hit["text"], hit["rank"]) for hit in items]
@@ -56,22 +56,22 @@ def told(searched: Catalog, text: str, client: TestClient | None = None, **query
 @pytest.mark.each_database  # their SQL differs
 def test_search_finds_each_kind(searched: Catalog, of_main: TestClient) -> None:
     """Search ignores case and finds names, substrings, steps and paths, the best match first."""
-    assert told(searched, "LLAMA", of_main) == [("run", "Team/llama", 2)]
-    assert told(searched, "team/LLAMA", of_main) == [("run", "Team/llama", 0)]
+    assert hits(searched, "LLAMA", of_main) == [("run", "Team/llama", 2)]
+    assert hits(searched, "team/LLAMA", of_main) == [("run", "Team/llama", 0)]
     (tag,) = searched.get("/search", of_main, q="nightly")["items"]
     assert (tag["kind"], tag["text"], tag["rank"], tag["count"]) == ("tag", "Nightly", 0, 3)
-    assert told(searched, "es", of_main, kind="alias") == [("alias", "best", 3)]
-    assert told(searched, "7", of_main, kind="checkpoint") == [("checkpoint", "Team/llama/step-7", 0)]
-    assert told(searched, "step-1", of_main, limit=2) == [
+    assert hits(searched, "es", of_main, kind="alias") == [("alias", "best", 3)]
+    assert hits(searched, "7", of_main, kind="checkpoint") == [("checkpoint", "Team/llama/step-7", 0)]
+    assert hits(searched, "step-1", of_main, limit=2) == [
         ("checkpoint", "Team/llama/step-1", 0),
         ("checkpoint", "Team/llama/step-10", 1),
     ]
-    assert told(searched, "llama/Step-9", of_main)[0] == ("checkpoint", "Team/llama/step-9", 0)
+    assert hits(searched, "llama/Step-9", of_main)[0] == ("checkpoint", "Team/llama/step-9", 0)
     (weight,) = searched.get("/search", of_main, q="q_PROJ")["items"]
     assert (weight["text"], weight["count"]) == ("Model.layers.0.attn.Q_proj.weight", 12)
-    assert told(searched, "layers.11", of_main) == [("tensor", "Model.layers.11.attn.Q_proj.weight", 2)]
+    assert hits(searched, "layers.11", of_main) == [("tensor", "Model.layers.11.attn.Q_proj.weight", 2)]
     for nothing in ("layers.12", "%", "nothing"):
-        assert told(searched, nothing, of_main) == []
+        assert hits(searched, nothing, of_main) == []
     assert searched.status("GET", "/search", params={"q": " "}) == 422
 
 
@@ -138,11 +138,11 @@ def lineage(catalog: Catalog, number: int, client: TestClient | None = None) -> 
 
 def test_lineage_shows_visible_ancestors_and_descendants(catalog: Catalog) -> None:
     """Lineage has ancestors and descendants, ends at cycles, and leaves out hidden roots."""
-    base = catalog.add("run/a", save_id="base", told={"resumed_from": {"save_id": "ring"}})
-    fine = catalog.add("run/b", save_id="fine", told={"resumed_from": {"save_id": "base"}})
-    other = catalog.add("run/e", save_id="other", told={"resumed_from": {"save_id": "base"}})
-    hidden = catalog.add("far/f", "other", save_id="far", told={"resumed_from": {"save_id": "fine"}})
-    behind = catalog.add("run/g", save_id="ring", told={"resumed_from": {"save_id": "far"}})
+    base = catalog.add("run/a", save_id="base", provenance={"resumed_from": {"save_id": "ring"}})
+    fine = catalog.add("run/b", save_id="fine", provenance={"resumed_from": {"save_id": "base"}})
+    other = catalog.add("run/e", save_id="other", provenance={"resumed_from": {"save_id": "base"}})
+    hidden = catalog.add("far/f", "other", save_id="far", provenance={"resumed_from": {"save_id": "fine"}})
+    behind = catalog.add("run/g", save_id="ring", provenance={"resumed_from": {"save_id": "far"}})
     nodes, edges = lineage(catalog, fine)
     assert nodes.keys() == {base, fine, hidden, behind}
     assert {(fine, base, "resumed_from"), (hidden, fine, "resumed_from")} <= edges

@@ -189,12 +189,12 @@ def test_file_names_in_headers() -> None:
 
 def test_requests_without_a_free_slot_plan_nothing() -> None:
     """A request without a free slot plans nothing; a second request for the same plan waits for it."""
-    begun, go_on, made = threading.Event(), threading.Event(), []
+    begun, release, made = threading.Event(), threading.Event(), []
 
     def plan() -> None:
         made.append(1)
         begun.set()
-        go_on.wait(30)
+        release.wait(30)
 
     site, answers = Site(Counted(), Streams(1), plan=plan), []
     with ExitStack() as stack:
@@ -207,7 +207,7 @@ def test_requests_without_a_free_slot_plan_nothing() -> None:
         asking[1].start()
         other = client.get("/?b", headers=small)
         assert other.status_code == 503 and "retry-after" in other.headers
-        go_on.set()
+        release.set()
         for thread in asking:
             thread.join(60)
     assert [answer.status_code for answer in answers] == [206, 206] and made == [1]

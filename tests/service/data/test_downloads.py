@@ -142,10 +142,10 @@ def test_hidden_and_deleted_checkpoints_are_refused(own: DataSite) -> None:
     )
     paths += " shards/chunks phases tensors/grid?fqn=model.w tensors/statistics?fqn=model.w verifications"
     paths += f" statistics diff?before={number}"
-    stranger, nobody = own.client("read", roots=["other"]), own.client()
+    stranger, keyless = own.client("read", roots=["other"]), own.client()
     for path in paths.split():
         assert stranger.get(f"{url}/{path}").status_code == 404, path
-        assert nobody.get(f"{url}/{path}").status_code == 401, path
+        assert keyless.get(f"{url}/{path}").status_code == 401, path
     assert stranger.get(f"{other}/diff", params={"before": number}).status_code == 404
     own.http.delete(url).raise_for_status()
     assert own.http.get(f"{url}/download").status_code == 410

@@ -65,7 +65,7 @@ def test_worker_killed_then_server_killed(
         assert len(workers) == 1
         service.kill_pid(workers[0])
         wait_until(lambda: rules[0].seen >= 2, "the second attempt writes")
-        service.kill_only_it()
+        service.kill_parent()
         wait_until(lambda: not service.pids(), "worker and tasks have ended by themselves")
         service.start()
         check_one_target(api, source, api.finished(job))
@@ -79,8 +79,8 @@ def check_one_target(api: CatalogApi, source: int, job: dict[str, Any]) -> None:
     assert target["step"] == 7
     (edge,) = api.get(f"/checkpoints/{target['id']}/lineage")["edges"]
     assert (edge["parent_id"], edge["kind"], edge["job_id"]) == (source, "converted_from", job["id"])
-    told = api.get("/audit", action="checkpoint.convert")["items"]
-    assert [entry["target"] for entry in told] == [f"checkpoint:{target['id']}"]
+    entries = api.get("/audit", action="checkpoint.convert")["items"]
+    assert [entry["target"] for entry in entries] == [f"checkpoint:{target['id']}"]
     assert job["error"] is None
 
 

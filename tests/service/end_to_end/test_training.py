@@ -131,8 +131,8 @@ def check_once(api: CatalogApi, saved: list[dict[str, Any]]) -> None:
     assert {target["state"] for target in targets} == {"committed"}
     edges = [edge for target in targets for edge in api.get(f"/checkpoints/{target['id']}/lineage")["edges"]]
     assert sorted(edge["parent_id"] for edge in edges) == sorted(one["id"] for one in saved)
-    told = api.get("/audit", action="checkpoint.convert")["items"]
-    assert sorted(entry["target"] for entry in told) == sorted(f"checkpoint:{one['id']}" for one in targets)
+    audit = api.get("/audit", action="checkpoint.convert")["items"]
+    assert sorted(entry["target"] for entry in audit) == sorted(f"checkpoint:{one['id']}" for one in targets)
 
 
 def check_downloads(client: Client, step: int, expected: dict[str, torch.Tensor], folder: Path) -> None:

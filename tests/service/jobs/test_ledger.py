@@ -450,11 +450,11 @@ def test_errors_are_waited_for_retried_or_final() -> None:
 
 def test_periodic_work_runs_in_one_process_at_a_time(database: Database, tmp_path: Path) -> None:
     """Periodic work runs in one process at a time, also after failures; expired leases are taken over."""
-    now, done, go = [NOW], [], threading.Event()
+    now, done, release = [NOW], [], threading.Event()
 
     def act(context: ScheduleContext) -> None:
         done.append(context)
-        assert go.wait(60)
+        assert release.wait(60)
         raise ValueError("of a test")
 
     def owner() -> str | None:
@@ -476,7 +476,7 @@ def test_periodic_work_runs_in_one_process_at_a_time(database: Database, tmp_pat
         one.tick()
         until(lambda: len(done) == 1, "its turn")
         two.tick()
-    go.set()
+    release.set()
     until(lambda: owner() is None, "its end")
     for seconds, count in ((9.0, 1), (2.0, 2), (11.0, 3), (11.0, 3), (10.0, 4)):  # slower after failures
         now[0] += seconds

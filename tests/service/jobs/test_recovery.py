@@ -90,7 +90,7 @@ def test_results_after_the_end_of_a_lease_are_refused(database: Database, tmp_pa
             (tmp_path / "go").touch()
             job = wait_for_end(database, job_id)
             until(lambda: log_lines(tmp_path).count("done 0") == 2, "the first attempt, which runs on")
-        sleeper.go_on()
+        sleeper.resume()
         after = put(database, tmp_path, "write")
         assert wait_for_end(database, after).state == "succeeded"  # the woken worker has polled since
         assert sleeper.stop() == 0

@@ -63,8 +63,8 @@ def test_errors_do_not_reveal_values(
             assert answer.status_code in (409, 500, 503)
             assert answer.json()["request_id"] == answer.headers["x-request-id"]
             assert "automation_rules" not in answer.text
-    told = "".join(capsys.readouterr()) + caplog.text
-    assert "automation_rules" in told and "hidden-name" not in told
+    logged = "".join(capsys.readouterr()) + caplog.text
+    assert "automation_rules" in logged and "hidden-name" not in logged
 
 
 @pytest.mark.parametrize("content", [None, b"no database" * 1000])
@@ -79,7 +79,7 @@ def test_a_missing_or_broken_file_gets_503(tmp_path: Path, content: bytes | None
         if content is not None:
             file.write_bytes(content)
         assert app.base.get(f"{API}/runs").status_code == 503
-        told: Any = app.base.get("/metrics").text
-        assert content is None or ("dcp_database_up 0.0" in told and "dcp_api_processes 1.0" in told)
-        assert content is None or "dcp_catalog_runs " not in told
+        metrics: Any = app.base.get("/metrics").text
+        assert content is None or ("dcp_database_up 0.0" in metrics and "dcp_api_processes 1.0" in metrics)
+        assert content is None or "dcp_catalog_runs " not in metrics
     assert content is not None or sqlite3.connect(file).execute("SELECT 1").fetchall()

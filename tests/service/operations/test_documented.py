@@ -253,8 +253,8 @@ def test_dashboard_and_alerts_use_existing_metrics(metrics: dict[str, set[str]])
     panels = json.loads(text)["panels"]
     found = [json.loads(f'"{quoted}"') for quoted in re.findall(r'"expr": "((?:[^"\\]|\\.)*)"', text)]
     assert len(found) >= 30 and all(check(expression, metrics) for expression in found)
-    ours = {re.sub(r"_(bucket|count|sum)$", "", name) for name in metrics} - {"up"}
-    assert not {name for name in ours if name not in text}
+    exported = {re.sub(r"_(bucket|count|sum)$", "", name) for name in metrics} - {"up"}
+    assert not {name for name in exported if name not in text}
     places = [panel["gridPos"] for panel in panels]
     cells = [(p["x"] + x, p["y"] + y) for p in places for x in range(p["w"]) for y in range(p["h"])]
     assert len(cells) == len({*cells}) and all(0 <= x < 24 for x, _ in cells)

@@ -142,7 +142,7 @@ def url(catalog: Catalog) -> Iterator[str]:
         yield place
 
 
-def told(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+def events_of(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     """Yield the events of a stream as fields, with parsed data; a comment is ``{"": text}``."""
     fields: dict[str, Any] = {}
     for line in answer.iter_lines():
@@ -162,7 +162,7 @@ def stream(place: str, key: str, last: str | None = None) -> Iterator[Iterator[d
     with SOCKETS.stream("GET", place, headers=headers) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
-        yield (event for event in told(answer) if "" not in event)
+        yield (event for event in events_of(answer) if "" not in event)
 
 
 def kept(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -273,7 +273,7 @@ def test_a_stream_without_events_has_a_heartbeat(catalog: Catalog, url: str) -> 
     headers = {"Authorization": f"Bearer {catalog.app.key('read')}"}
     place = f"{url}{JOBS}/{submit(catalog)}/events"
     with SOCKETS.stream("GET", place, headers=headers) as answer:
-        assert sum("" in event for event in islice(told(answer), 4)) >= 2
+        assert sum("" in event for event in islice(events_of(answer), 4)) >= 2
 
 
 def test_streams_end_with_their_key(catalog: Catalog, url: str) -> None:

@@ -114,16 +114,16 @@ def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None
     """A failing migration creates no table and can be repeated; tables of other programs are kept."""
     with empty_database.write() as connection:
         connection.execute(text("CREATE TABLE webhooks (x INTEGER)"))
-        connection.execute(text("CREATE TABLE theirs (x JSONB)"))
+        connection.execute(text("CREATE TABLE unrelated (x JSONB)"))
     with pytest.raises((DBAPIError, DatabaseUnavailableError)):
         migrations.upgrade(empty_database)
     with empty_database.write() as connection:
-        assert sorted(inspect(connection).get_table_names()) == ["theirs", "webhooks"]
+        assert sorted(inspect(connection).get_table_names()) == ["unrelated", "webhooks"]
         connection.execute(text("DROP TABLE webhooks"))
     assert migrations.upgrade(empty_database) is None
     assert not migrations.is_pending(empty_database)
     with empty_database.read() as connection:
-        assert str(inspect(connection).get_columns("theirs")[0]["type"]) == "JSONB"
+        assert str(inspect(connection).get_columns("unrelated")[0]["type"]) == "JSONB"
 
 
 def test_concurrent_upgrades_migrate_once(empty_database: Database) -> None:

@@ -124,7 +124,7 @@ def test_the_process_is_killed(make_database: MakeDatabase, tmp_path: Path, inst
 @pytest.mark.parametrize("make_database", ["postgresql"], indirect=True)
 def test_an_overtaken_request_has_no_effect(make_database: MakeDatabase, tmp_path: Path) -> None:
     """A slow request whose reservation expired has no effect if another request took over."""
-    begun, go_on, path = threading.Event(), threading.Event(), f"{API}/webhooks/1/test"
+    begun, release, path = threading.Event(), threading.Event(), f"{API}/webhooks/1/test"
     reserved: set[str] = set()
 
     def look(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -133,7 +133,7 @@ def test_an_overtaken_request_has_no_effect(make_database: MakeDatabase, tmp_pat
     def wait(_: Any) -> None:
         if reserved and not begun.is_set():  # the next transaction has the effect
             begun.set()
-            go_on.wait(30)
+            release.wait(30)
 
     with running_app(make_database(), tmp_path, auth="off") as app, ThreadPoolExecutor(1) as pool:
         assert app.base.post(f"{API}/webhooks", json=HOOK).is_success
@@ -145,7 +145,7 @@ def test_an_overtaken_request_has_no_effect(make_database: MakeDatabase, tmp_pat
             app.service.clock = lambda: time.time() + 121
             quick = app.base.post(path, headers=KEY)
         finally:
-            go_on.set()
+            release.set()
         assert quick.is_success and slow.result(60).status_code == 409
         assert app.base.post(path, headers=KEY).json() == quick.json()
         assert len(pages(app.base, "/webhooks/1/deliveries")) == 1

@@ -13,7 +13,7 @@ def fill(catalog: Catalog, run: str = "run", steps: int = 6, root: str = "main")
     """Add steps 1 to ``steps``, a second apart, and return ids by step; the loss falls, then rises."""
     return {
         step: catalog.add(
-            f"{run}/step-{step}", root, {"loss": abs(step - 3.0)}, told={"time": 1_700_000_000.0 + step}
+            f"{run}/step-{step}", root, {"loss": abs(step - 3.0)}, provenance={"time": 1_700_000_000.0 + step}
         )
         for step in range(1, steps + 1)
     }

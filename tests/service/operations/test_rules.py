@@ -170,8 +170,8 @@ def test_refused_actions_are_in_the_audit_log(catalog: Catalog) -> None:
     catalog.scan()
     catalog.regular_work()
     refused = pages(catalog.http, "/audit", action="rule.refused")
-    told = {(one["actor"], one["detail"]["problem"]) for one in refused}
-    assert any(actor == "rule:r" and "same.safetensors is already a checkpoint" in why for actor, why in told)
-    assert ("rule:s", "target_key: the checkpoint has no step") in told
+    seen = {(one["actor"], one["detail"]["problem"]) for one in refused}
+    assert any(actor == "rule:r" and "same.safetensors is already a checkpoint" in why for actor, why in seen)
+    assert ("rule:s", "target_key: the checkpoint has no step") in seen
     verified = {job["checkpoint_id"] for job in pages(catalog.http, "/jobs", kind="verify")}
     assert catalog.rows()["a/step-2"]["id"] in verified

@@ -75,14 +75,14 @@ def test_start_messages_and_the_life_of_the_worker(tmp_path: Path) -> None:
         assert {root["name"] for root in client.get("/api/v1/roots").json()["items"]} == {*ROOTS.values()}
         checks = {one["root"]: one["detail"] for one in client.get("/api/v1/root-checks").json()["items"]}
         assert checks["away"] == "the folder of root away does not exist; is the disk mounted?"
-        told = wait_until(lambda: re.findall(r"\[warning *\] failed .*root=away.*", service.log()), "a scan")
-        assert len(told) == 1 and "the folder of root away does not exist; is the disk mounted?" in told[0]
+        seen = wait_until(lambda: re.findall(r"\[warning *\] failed .*root=away.*", service.log()), "a scan")
+        assert len(seen) == 1 and "the folder of root away does not exist; is the disk mounted?" in seen[0]
         first = service.pids("worker", "--until-input-ends")
         for pid in first:
             service.kill_pid(pid)
         wait_until(lambda: {*service.pids("worker", "--until-input-ends")} - {*first}, "another worker")
         wait_until(lambda: service.log().count("worker started") > 1, "a worker at work")
-        service.kill_only_it()
+        service.kill_parent()
         wait_until(lambda: not service.pids(), "no process left")
         service.kill()
     assert not (tmp_path / "nowhere").exists()
@@ -121,7 +121,7 @@ def test_several_processes(tmp_path: Path) -> None:
     service = Service(tmp_path, settings)
     upgraded = run_program("-m", "dcp", "db", "upgrade", cwd=tmp_path, env=service.environment())
     assert upgraded.returncode == 0, upgraded.stderr
-    key, ours = create_key(service, "a", ["admin"]), create_key(service, "ours", ["admin"])
+    key, second = create_key(service, "a", ["admin"]), create_key(service, "b", ["admin"])
     with service:
         with service.client(key) as client:
             items = client.get("/api/v1/keys").json()["items"]
@@ -131,8 +131,8 @@ def test_several_processes(tmp_path: Path) -> None:
             with service.client(key) as client:
                 assert client.get("/api/v1/roots").status_code == 401
         assert len(service.pids()) >= 3
-        _count_together(service, ours)
-        assert not any(part in service.log() for secret in (key, ours) for part in (secret, secret[13:]))
+        _count_together(service, second)
+        assert not any(part in service.log() for secret in (key, second) for part in (secret, secret[13:]))
         assert service.stop() == 0
 
 

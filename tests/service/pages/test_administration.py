@@ -46,9 +46,9 @@ def test_a_key_is_shown_once_and_works(keyed: App, admin: Browser) -> None:
         assert not SECRET.search(admin.get(path).text), path
     program = keyed.client()
     program.headers["authorization"] = f"Bearer {secret}"
-    told = program.get("/api/v1/whoami").json()
-    assert (told["name"], told["scopes"], told["roots"]) == ("key:ci", ["read", "write"], ["main"])
-    assert told["expires_at"] is not None
+    caller = program.get("/api/v1/whoami").json()
+    assert (caller["name"], caller["scopes"], caller["roots"]) == ("key:ci", ["read", "write"], ["main"])
+    assert caller["expires_at"] is not None
 
 
 def test_revoking_asks_and_ends_the_key_at_once(keyed: App, admin: Browser) -> None:
@@ -132,7 +132,7 @@ def test_hostile_text_in_the_log_is_text(keyed: App, admin: Browser, text: str) 
     note(keyed, text, text, f"root:{text}", {text: {"deep": [text]}}, address=text)
     page = admin.page("/audit")
     assert text[:60].replace("\u202e", "\\u202e") in page.text
-    of_ours = {
+    own_paths = {
         "",
         "/",
         "/audit",
@@ -148,4 +148,4 @@ def test_hostile_text_in_the_log_is_text(keyed: App, admin: Browser, text: str) 
         "/jobs",
         "/roots",
     }
-    assert {urlsplit(link).path for link in page.links} <= of_ours
+    assert {urlsplit(link).path for link in page.links} <= own_paths

@@ -235,7 +235,7 @@ def test_deleting_and_undoing(app: App, browser: Browser) -> None:
     assert app.base.get("/api/v1/jobs/1").json()["params"]["dtype"] == "float16"
 
 
-def good_ones(page: PageText) -> int:
+def green_badges(page: PageText) -> int:
     """Count the green badges of a page."""
     return sum(given.get("class") == "badge good" for _, given in page.elements)
 
@@ -250,17 +250,17 @@ def test_a_checkpoint_without_its_data_is_not_green(app: App, tmp_path: Path) ->
     browser, path = Browser(app.client()), "/api/v1/checkpoints/1/files"
     page = browser.page(f"/checkpoints/{number}")
     assert any(f"/checkpoints/{number}/files" == given.get("hx-get") for _, given in page.elements)
-    assert good_ones(page) == 3, "committed, verified, its job; of others nobody knows before it is looked at"
+    assert green_badges(page) == 3, "committed, verified, its job; files are not checked yet"
     whole = browser.page(f"/checkpoints/{number}/files")
-    assert (good_ones(whole), app.base.get(path).json()["missing"]) == (4, [])
+    assert (green_badges(whole), app.base.get(path).json()["missing"]) == (4, [])
     (data,) = folder.glob("*.distcp")
     size = data.stat().st_size
     data.write_bytes(b"x")
     cut = browser.page(f"/checkpoints/{number}/files")
-    assert good_ones(cut) == 0 and f"{data.name} has 1 B" in cut.text
+    assert green_badges(cut) == 0 and f"{data.name} has 1 B" in cut.text
     data.unlink()
     lost = browser.page(f"/checkpoints/{number}/files")
-    assert good_ones(lost) == 0 and f"{data.name} is missing" in lost.text
+    assert green_badges(lost) == 0 and f"{data.name} is missing" in lost.text
     missing = {"name": data.name, "bytes": None, "expected_bytes": size}
     assert app.base.get(path).json()["missing"] == [missing]
 
@@ -293,7 +293,7 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
     catalog.work()
     for path, of_tasks in (("/jobs", 0), ("/jobs/1", 1)):  # the task itself succeeded
         page = browser.page(path)
-        assert "damaged" in page.text and good_ones(page) == of_tasks, path
+        assert "damaged" in page.text and green_badges(page) == of_tasks, path
     (finding,) = app.base.get("/api/v1/jobs/1").json()["result"]["findings"]
     assert finding["message"] in browser.page("/jobs/1").text
     text = browser.page(f"/checkpoints/{number}").text
@@ -391,10 +391,10 @@ def test_hidden_roots_are_not_compared(keyed: App, of_main: Browser, tmp_path: P
     own = add_checkpoint(keyed.service.database, "shared-name/step-1")
     other = add_checkpoint(keyed.service.database, "secret-name/step-2", root="other")
     dcp.save({"w": torch.ones(1)}, checkpoint_id=tmp_path / "main/shared-name/step-1", no_dist=True)
-    everybody = keyed.client("read", name="everybody")
+    all_roots = keyed.client("read", name="all-roots")
     for a, b in ((own, other), (other, own)):
         body = {"kind": "diff", "params": {"a": a, "b": b}}
-        assert everybody.post("/api/v1/jobs", json=body).status_code == 202
+        assert all_roots.post("/api/v1/jobs", json=body).status_code == 202
     parts = ("shards", "shards/chunks", "anatomy", "layers", "lineage", "will-it-load", "tensors?fqn=w")
     for path in (
         *(f"/checkpoints/{other}/{part}" for part in parts),

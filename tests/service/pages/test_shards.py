@@ -95,7 +95,10 @@ def test_formats_without_ranks_and_phases(app: App, browser: Browser, tmp_path: 
     torch.save({"w": torch.ones(4, 4)}, path)
     number = registered(app, path, "weights.pt")
     assert "do not show which rank wrote them" in browser.page(f"/checkpoints/{number}/shards").text
-    assert "This checkpoint has no recorded phases of its save." in browser.page(f"/checkpoints/{number}/anatomy").text
+    assert (
+        "This checkpoint has no recorded phases of its save."
+        in browser.page(f"/checkpoints/{number}/anatomy").text
+    )
     gone = add_checkpoint(app.service.database, "gone/step-1")
     of_tensor = [f"tensors{part}?fqn=w" for part in ("", "/slice", "/steps")]
     for page in ("shards", "shards/chunks", "anatomy", "files", *of_tensor):

@@ -125,14 +125,14 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
     found = {name: torch.zeros(shape) for name, shape in state.items()}
     exec(answer["code"], {"model": SimpleNamespace(state_dict=lambda: found, load_state_dict=dict)})
     assert torch.equal(found[stacked], torch.stack([*experts.values()]))
-    for wrong, told in (
+    for wrong, detail in (
         ({"map": "qwen3:hf-to-titn"}, "is not a ready map"),
         ({"below": "model"}, "require a map"),
         ({"map": "x" * 300}, "256 characters"),
         ({**chosen, "below": "x" * 1025}, "1024 characters"),
     ):
         problem = here.base.post(f"/api/v1{path}", params=wrong, json=body)
-        assert (problem.status_code, told in problem.json()["detail"]) == (422, True), problem.text
+        assert (problem.status_code, detail in problem.json()["detail"]) == (422, True), problem.text
         refused = browser.submit(form, text=json.dumps(state), **wrong)
         assert refused.status_code == 422
     at = here.base.get(f"/api/v1{path}", params={"state_of": path.split("/")[2], **chosen}).json()
@@ -283,13 +283,13 @@ def test_models_are_built_without_weights_and_foreign_code(tmp_path: Path) -> No
     assert any("vision" in one["fqn"] for one in _made(**composite)["tensors"])
     for name in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         assert _made(**{name: "somebody/kernels"}) == found, name
-    for changes, told in (
+    for changes, detail in (
         ({"model_type": "somebodys"}, "no model_type"),
         ({"num_hidden_layers": 10**6}, "more than 200,000 modules"),
         ({"hidden_size": "x"}, "cannot create the model"),
         ({"num_attention_heads": 0}, "cannot create the model"),
     ):
-        assert told in _made(**changes)["problem"], changes
+        assert detail in _made(**changes)["problem"], changes
 
 
 @pytest.mark.exhaustive

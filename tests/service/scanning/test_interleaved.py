@@ -129,10 +129,10 @@ def test_large_registrations_do_not_block_writers(catalog: Catalog, count: int) 
         other.close()
 
     thread = threading.Thread(target=take_turns)
-    with statements_to(catalog.app.service.database.writer) as said:
+    with statements_to(catalog.app.service.database.writer) as recorded:
         thread.start()
         catalog.register("step-1")
         ended.set()
     thread.join()
-    assert most_rows_inserted(said) <= 2_000
+    assert most_rows_inserted(recorded) <= 2_000
     assert len(turns) > 3 and max(b - a for a, b in pairwise(turns[1:])) < 10

@@ -75,7 +75,7 @@ def catalog(tmp_path: Path, provider: Provider) -> Iterator[Catalog]:
         yield made
 
 
-def go(browser: Browser, start: str = "/sign-in/provider", **change: str) -> Any:
+def sign_in(browser: Browser, start: str = "/sign-in/provider", **change: str) -> Any:
     """Sign in at the provider, and return with its parameters, overridden by ``change``."""
     client = browser.client
     begun = client.get(start, follow_redirects=False)
@@ -88,7 +88,7 @@ def go(browser: Browser, start: str = "/sign-in/provider", **change: str) -> Any
 def person(app: App) -> Browser:
     """Return a browser in which the provider's person is signed in."""
     browser = Browser(app.client())
-    assert go(browser).status_code == 303
+    assert sign_in(browser).status_code == 303
     return browser
 
 
@@ -191,7 +191,7 @@ def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, p
         assert catalog.status("PATCH", place, json={"is_disabled": True}) == 200
         assert catalog.status("GET", "/whoami", client) == 401
         assert browser.client.get("/account", follow_redirects=False).status_code == 303
-        refused = go(Browser(catalog.app.client()))
+        refused = sign_in(Browser(catalog.app.client()))
         assert refused.status_code == 403 and "disabled" in refused.text
         assert catalog.status("PATCH", place, json={"is_disabled": False}) == 200
         assert catalog.status("GET", "/checkpoints", client) == 200
@@ -234,12 +234,12 @@ def test_forged_tokens_are_refused(catalog: Catalog, provider: Provider, what: s
     """A forged token gets 403, without session and account; a valid token is accepted afterwards."""
     provider.forge = FORGED[what]
     browser = Browser(catalog.app.client())
-    answer = go(browser)
+    answer = sign_in(browser)
     assert answer.status_code == 403 and "set-cookie" not in answer.headers
     assert "Sign-in failed" in PageText(answer.text).text
     assert catalog.get("/accounts")["items"] == []
     provider.forge = lambda header, claims: None
-    assert go(browser).status_code == 303
+    assert sign_in(browser).status_code == 303
 
 
 def test_sign_ins_end_once_and_in_one_browser(catalog: Catalog, tmp_path: Path, provider: Provider) -> None:
@@ -250,26 +250,26 @@ def test_sign_ins_end_once_and_in_one_browser(catalog: Catalog, tmp_path: Path, 
     back = urlsplit(httpx.get(begun.headers["location"]).headers["location"])
     there = f"{back.path}?{back.query}"
     assert other.client.get(there, follow_redirects=False).status_code == 400
-    assert go(mine, state="x" * 43).status_code == 400
+    assert sign_in(mine, state="x" * 43).status_code == 400
     url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
     with served(url, tmp_path, provider.url) as second:  # a restart, or another process
         late = Browser(second.client())
         late.client.cookies = mine.client.cookies
         assert late.client.get(there, follow_redirects=False).headers["location"] == "/jobs"
         assert late.client.get(there, follow_redirects=False).status_code == 400
-    assert go(mine, code="made-up").status_code == 403
-    assert go(mine, error="access_denied").status_code == 403
-    assert go(mine, iss="https://elsewhere.example").status_code == 403
+    assert sign_in(mine, code="made-up").status_code == 403
+    assert sign_in(mine, error="access_denied").status_code == 403
+    assert sign_in(mine, iss="https://elsewhere.example").status_code == 403
     for target in ("//evil.example", "https://evil.example", "/\\evil.example", "javascript:alert(1)"):
-        assert go(mine, f"/sign-in/provider?next={target}").headers["location"] == "/"
+        assert sign_in(mine, f"/sign-in/provider?next={target}").headers["location"] == "/"
     before = mine.client.cookies["dcphub_session"]
-    assert go(mine).status_code == 303 and mine.client.cookies["dcphub_session"] != before
+    assert sign_in(mine).status_code == 303 and mine.client.cookies["dcphub_session"] != before
 
 
 def test_rotated_keys_and_an_outage_of_a_provider(catalog: Catalog, provider: Provider) -> None:
     """Rotated keys are read again; during an outage a page says so, and keys of the service work."""
     provider.replies["/jwks"] = (503, "")
-    assert go(Browser(catalog.app.client())).status_code == 503
+    assert sign_in(Browser(catalog.app.client())).status_code == 503
     del provider.replies["/jwks"]
     browser = person(catalog.app)
     key = own_key(browser)
@@ -285,7 +285,7 @@ def test_rotated_keys_and_an_outage_of_a_provider(catalog: Catalog, provider: Pr
         provider.person.pop("groups", None)  # so that the service asks userinfo
         provider.rotate()
         later[0] += 11
-        assert go(Browser(catalog.app.client())).status_code in (403, 503), path
+        assert sign_in(Browser(catalog.app.client())).status_code in (403, 503), path
     provider.replies, provider.person = {}, dict(ALICE)
     later[0] += 11
     provider.userinfo = {"groups": ["all-readers"], "email": "x@y.z"}
@@ -294,7 +294,7 @@ def test_rotated_keys_and_an_outage_of_a_provider(catalog: Catalog, provider: Pr
     assert account_of(catalog, "alice@example.org")["groups"] == ["all-readers"]
     later[0] += 4000  # the cached configuration has expired, and the provider is down
     provider.replies = dict.fromkeys(("/.well-known/openid-configuration", "/token"), (500, ""))
-    failed = go(Browser(catalog.app.client()))
+    failed = sign_in(Browser(catalog.app.client()))
     assert failed.status_code == 503 and "does not answer" in PageText(failed.text).text
     assert seen(catalog, with_key(catalog.app, key)) == {"run/step-1", "run/step-2"}
     later[0] += 91 * 86_400  # a person without sign-in for long
@@ -316,7 +316,7 @@ def test_account_names_are_unique(tmp_path: Path, provider: Provider, change: di
         answers = []
         for one in people:
             provider.person = one
-            answers.append(go(Browser(catalog.app.client())).status_code)
+            answers.append(sign_in(Browser(catalog.app.client())).status_code)
         found = {one["name"]: one for one in catalog.get("/accounts")["items"]}
         names = ["alice@example.org", "alice@example.org=2", "a3", "a_key_boss@example.org"]
         if change.get("allowed_groups"):
@@ -364,7 +364,7 @@ def test_a_provider_that_hangs_holds_few_threads(catalog: Catalog, provider: Pro
     provider.forge = lambda header, claims: None if has_answer.wait(30) else "x.y.z"
     browsers = [Browser(catalog.app.client()) for _ in range(20)]
     with ThreadPoolExecutor(len(browsers)) as pool:
-        signing_in = [pool.submit(go, browser) for browser in browsers]
+        signing_in = [pool.submit(sign_in, browser) for browser in browsers]
         refused = [done.result().status_code for done in itertools.islice(as_completed(signing_in), 8)]
         assert refused == [503] * 8 and not has_answer.is_set()
         assert seen(catalog, catalog.http) == {"run/step-1", "run/step-2"}

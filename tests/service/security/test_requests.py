@@ -298,8 +298,8 @@ def test_the_description_is_complete() -> None:
     names = [operation["operationId"] for operation in operations]
     assert len({*names}) == len(names)
     for operation in operations:
-        told = {*operation["responses"]}
-        assert told >= {"400", "401", "403", "408", "413", "415", "421", "429", "500", "503"}
+        statuses = {*operation["responses"]}
+        assert statuses >= {"400", "401", "403", "408", "413", "415", "421", "429", "500", "503"}
         assert "x-required-scope" not in operation or operation["security"] == [{"key": []}]
     assert "HTTPValidationError" not in str(document)
 

@@ -49,11 +49,11 @@ def test_the_worker_sends_registrations_and_verdicts(
             client.post(f"{deliveries}/{failed['id']}/redeliver")  # instead of waiting ten seconds
             wait_until(lambda: len(receiver.requests) >= 2, "it was taken")
             client.post(f"/api/v1/checkpoints/{number}/verifications")
-            wait_until(lambda: len(receiver.requests) >= 3, "the verification is told")
+            wait_until(lambda: len(receiver.requests) >= 3, "the event of the verification")
             wait_until(lambda: {one["state"] for one in listed()} == {"delivered"}, "all is written down")
-    told = [json.loads(request.body) for request in receiver.requests]
-    assert [event["type"] for event in told] == ["checkpoint.committed"] * 2 + ["checkpoint.verified"]
-    assert told[0] == told[1] and {event["data"]["checkpoint"]["id"] for event in told} == {number}
+    events = [json.loads(request.body) for request in receiver.requests]
+    assert [event["type"] for event in events] == ["checkpoint.committed"] * 2 + ["checkpoint.verified"]
+    assert events[0] == events[1] and {event["data"]["checkpoint"]["id"] for event in events} == {number}
     for request in receiver.requests:
         assert verify([hook["secret"]], request.headers, request.body, time.time())
     secret = hook["secret"].removeprefix("whsec_")
