@@ -36,18 +36,18 @@ def test_a_relative_id_is_resolved_at_the_call(
 ) -> None:
     """A relative checkpoint_id is resolved when the save is called, although a later chdir precedes the
     write. The metadata of the result is read from the same folder."""
-    here, there, gate = tmp_path / "here", tmp_path / "there", FileGate(tmp_path / "gate")
+    here, elsewhere, gate = tmp_path / "here", tmp_path / "elsewhere", FileGate(tmp_path / "gate")
     here.mkdir()
-    there.mkdir()
+    elsewhere.mkdir()
     monkeypatch.chdir(here)
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
     save(state_of(1), storage_writer=gated_writer(tmp_path / "first", gate))
     second = save(state_of(2), checkpoint_id="second")
-    monkeypatch.chdir(there)
+    monkeypatch.chdir(elsewhere)
     gate.open()
     assert set(second.result(240).state_dict_metadata) == {"w", "version"}
     assert version_of(here / "second") == 2
-    assert not list(there.iterdir())
+    assert not list(elsewhere.iterdir())
 
 
 # -- interrupts ----------------------------------------------------------------------------------------------

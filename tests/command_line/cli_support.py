@@ -37,7 +37,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def save_ours(path: Path, state_dict: dict[str, Any] | None = None) -> Path:
+def save_dcp(path: Path, state_dict: dict[str, Any] | None = None) -> Path:
     """Save a checkpoint with dcp."""
     dcp.save(state() if state_dict is None else state_dict, checkpoint_id=path, no_dist=True)
     return path

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line.cli_support import run, save_ours
+from tests.command_line.cli_support import run, save_dcp
 
 
 def _model() -> dict[str, torch.Tensor]:
@@ -23,7 +23,7 @@ def _model() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint with dcp."""
-    return save_ours(tmp_path_factory.mktemp("source") / "step-1", _model())
+    return save_dcp(tmp_path_factory.mktemp("source") / "step-1", _model())
 
 
 def test_options_reach_the_conversion(source: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import dcp
-from tests.command_line.cli_support import data_file, run, save_ours, save_stock
+from tests.command_line.cli_support import data_file, run, save_dcp, save_stock
 from tests.support.programs import Program, run_program
 
 ROOT = Path(dcp.__file__).parents[1]
@@ -24,7 +24,7 @@ ROOT = Path(dcp.__file__).parents[1]
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint with dcp."""
-    return save_ours(tmp_path_factory.mktemp("run") / "step-00000012")
+    return save_dcp(tmp_path_factory.mktemp("run") / "step-00000012")
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ls_lists_a_folder_by_step_with_the_state_of_each(tmp_path: Path) -> None:
     """Committed, incomplete and unreadable checkpoints are listed with a state; other folders are not."""
-    save_ours(tmp_path / "step-10")
+    save_dcp(tmp_path / "step-10")
     save_stock(tmp_path / "step-9")
-    save_ours(tmp_path / "step-2")
+    save_dcp(tmp_path / "step-2")
     for name in ("manifest.msgpack", ".metadata"):
         (tmp_path / "step-2" / name).unlink()
     (tmp_path / "step-11").mkdir()
@@ -63,7 +63,7 @@ def test_ls_shows_metrics(tmp_path: Path) -> None:
     for step, metrics in (("step-1", {"loss": 0.25, "lr": 3e-4}), ("step-2", {"loss": float("nan")})):
         state = {"w": torch.ones(3)}
         dcp.save(state, checkpoint_id=tmp_path / step, no_dist=True, user_metadata={"metrics": metrics})
-    save_ours(tmp_path / "step-3")
+    save_dcp(tmp_path / "step-3")
     header, *lines = run("ls", tmp_path).out.splitlines()[2:]
     assert header.split()[-2:] == ["state", "metrics"]
     shown = [line.partition("  committed  ")[2] for line in lines]
@@ -75,7 +75,7 @@ def test_ls_shows_metrics(tmp_path: Path) -> None:
 def test_ls_json_has_numbers(tmp_path: Path) -> None:
     """Sizes are bytes, times are seconds since the epoch, unknown values are null."""
     before = time.time()
-    folder = save_ours(tmp_path / "a-000100")
+    folder = save_dcp(tmp_path / "a-000100")
     save_stock(tmp_path / "b")
     own, foreign = sorted(run("ls", tmp_path, "--json").json, key=lambda row: str(row["name"]))
     facts = {"state": "committed", "step": 100, "tensors": 5, "world_size": 1, "format": "dcp"}
@@ -91,7 +91,7 @@ def test_ls_json_has_numbers(tmp_path: Path) -> None:
 def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
     """Weights files and folders of shards are listed beside checkpoints; a similar name is not enough."""
     root = tmp_path / "trained"
-    save_ours(root / "step-9")
+    save_dcp(root / "step-9")
     torch.save({"w": torch.ones(3), "b": torch.ones(2)}, root / "model-7.pt")
     torch.save(Path, root / "args.bin")
     (root / "tokens.bin").write_bytes(b"no weights")
@@ -182,7 +182,7 @@ def test_show_tree_sums_by_module(ours: Path) -> None:
 
 def test_show_of_uncommitted_data_fails_in_one_line(tmp_path: Path) -> None:
     """Data files without a manifest are not a checkpoint: status 3, and the missing file in the message."""
-    folder = save_ours(tmp_path / "x")
+    folder = save_dcp(tmp_path / "x")
     one_file = run("verify", data_file(folder))
     assert one_file.status == 3 and f"data file of a checkpoint: pass its folder, {folder}\n" in one_file.err
     for name in ("manifest.msgpack", ".metadata"):
@@ -209,7 +209,7 @@ def test_files_of_other_tools_are_shown(tmp_path: Path) -> None:
 
 def test_control_characters_are_escaped(tmp_path: Path) -> None:
     """Control characters in names and values of a file are printed escaped."""
-    folder = save_ours(tmp_path / "x", {"a\x1b[31m": torch.ones(2), "b\r\n": "\x1b]0;owned\x07"})
+    folder = save_dcp(tmp_path / "x", {"a\x1b[31m": torch.ones(2), "b\r\n": "\x1b]0;owned\x07"})
     for command in (("show", folder, "--objects", "--tree"), ("stats", folder), ("cat", folder, "b\r\n")):
         printed = run(*command).out
         assert "\x1b" not in printed and "\r" not in printed
@@ -303,7 +303,7 @@ def test_errors_for_missing_packages_name_the_extra(
 @pytest.mark.parametrize("command", ["show", "stats"])
 def test_a_closed_pipe_is_no_failure(tmp_path: Path, command: str) -> None:
     """``dcp show | head`` has status 0 and an empty standard error, with a full or closed pipe."""
-    folder = save_ours(tmp_path / "x", {f"layer{number}.w": torch.ones(1) for number in range(3000)})
+    folder = save_dcp(tmp_path / "x", {f"layer{number}.w": torch.ones(1) for number in range(3000)})
     pipe = subprocess.PIPE
     with Program("-m", "dcp", command, folder, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -316,7 +316,7 @@ def test_a_closed_pipe_is_no_failure(tmp_path: Path, command: str) -> None:
 @pytest.mark.parametrize("command", ["stats", "verify", "save", "load"])
 def test_a_terminal_gets_a_progress_bar_and_a_pipe_does_not(tmp_path: Path, command: str) -> None:
     """A terminal gets a progress bar with rate and time left; logs and pipes get none."""
-    folder = save_ours(tmp_path / "x", {"w": torch.zeros(5 << 20)})
+    folder = save_dcp(tmp_path / "x", {"w": torch.zeros(5 << 20)})
     call = f"import sys, torch, dcp; dcp.{command}({{'w': torch.zeros(5 << 20)}}, checkpoint_id=sys.argv[1]"
     program = ["-c", f"{call}, progress=True)"] if command in ("save", "load") else ["-m", "dcp", command]
     arguments = [*program, str(folder)]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import dcp
-from tests.command_line.cli_support import Outcome, begin_deletion, data_file, run, save_ours, save_stock
+from tests.command_line.cli_support import Outcome, begin_deletion, data_file, run, save_dcp, save_stock
 from tests.support.crashes import in_lab
-from tests.support.with_optimizer import parts_there, save_apart
+from tests.support.with_optimizer import present_parts, save_apart
 
 DAY = 86_400
 
@@ -33,7 +33,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_rm_removes_files_only_with_yes(tmp_path: Path) -> None:
     """A dry run names each file and removes none; --yes removes them and the folder, and reports them."""
-    folders = [save_ours(tmp_path / "a"), save_stock(tmp_path / "b")]
+    folders = [save_dcp(tmp_path / "a"), save_stock(tmp_path / "b")]
     names = [f"{folder}/{path.name}" for folder in folders for path in sorted(folder.iterdir())]
     before = content(tmp_path)
     planned = run("rm", *folders)
@@ -51,7 +51,7 @@ def test_rm_removes_files_only_with_yes(tmp_path: Path) -> None:
 
 def test_rm_leaves_other_files_and_pinned_checkpoints(tmp_path: Path) -> None:
     """A user's file keeps its folder, and a pin its checkpoint, with a report; others are removed."""
-    own, pinned, plain = (save_ours(tmp_path / f"step-0000000{step}") for step in (1, 2, 3))
+    own, pinned, plain = (save_dcp(tmp_path / f"step-0000000{step}") for step in (1, 2, 3))
     (own / "notes.txt").write_text("mine")
     with dcp.CheckpointManager(tmp_path, no_dist=True) as manager:
         manager.pin(2)
@@ -70,7 +70,7 @@ def test_rm_of_a_folder_without_a_commit_fails(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "__0_0.distcp").write_bytes(b"data")
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
-    whole = save_ours(tmp_path / "whole")
+    whole = save_dcp(tmp_path / "whole")
     done = run("rm", tmp_path / "x", tmp_path / "absent", tmp_path / "model.pt", whole, "--yes", "--json")
     assert done.status == 3
     assert done.err.count("\n") == 3
@@ -83,7 +83,7 @@ def test_rm_of_a_folder_without_a_commit_fails(tmp_path: Path) -> None:
 def make_leftovers(root: Path) -> set[str]:
     """Make whole checkpoints and all kinds of leftovers below ``root``. Return the removable files."""
     for name in ("step-1", "step-2"):
-        save_ours(root / name, {"w": torch.ones(100)})
+        save_dcp(root / name, {"w": torch.ones(100)})
     save_stock(root / "step-3", {"w": torch.ones(100)})
     for name in content(root):
         age(root / name, 3 * DAY)
@@ -159,7 +159,7 @@ def test_gc_removes_only_what_no_checkpoint_uses(tmp_path: Path) -> None:
 
 def test_gc_hours_sets_the_age_of_removed_files(tmp_path: Path) -> None:
     """``--hours`` removes younger files, also of the checkpoint that is named itself."""
-    folder = save_ours(tmp_path / "x")
+    folder = save_dcp(tmp_path / "x")
     age(folder / data_file(folder).name, DAY)
     (folder / "__3_0.0123abcd.distcp").write_bytes(b"half")
     age(folder / "__3_0.0123abcd.distcp", 3600)
@@ -170,7 +170,7 @@ def test_gc_hours_sets_the_age_of_removed_files(tmp_path: Path) -> None:
 
 def test_gc_finishes_a_removal(tmp_path: Path) -> None:
     """A removal that was killed after it removed the commit is finished, whatever the age of the files."""
-    folder = save_ours(tmp_path / "x")
+    folder = save_dcp(tmp_path / "x")
     begin_deletion(folder)
     for name in ("manifest.msgpack", ".metadata"):
         (folder / name).unlink()
@@ -218,7 +218,7 @@ def test_prune_drops_the_optimizer_only_with_yes(tmp_path: Path) -> None:
     to be freed, and changes no file."""
     for step in (5, 10, 15):
         save_apart(tmp_path / f"step-{step}", step)
-    save_ours(tmp_path)
+    save_dcp(tmp_path)
     assert run("ls", tmp_path).out.startswith(f"{tmp_path}: 4 checkpoints")
     assert "absent holds no checkpoint: it does not exist" in run("prune", tmp_path / "absent").err
     assert "to drop: no name matches x.*" in run("prune", tmp_path / "step-5", "--part", "x.*").out
@@ -234,7 +234,7 @@ def test_prune_drops_the_optimizer_only_with_yes(tmp_path: Path) -> None:
     done = run("prune", tmp_path, "--last", "1", "--yes")
     assert (done.status, done.err) == (0, "")
     assert done.out == planned.out.replace("would drop", "dropped")
-    found = [parts_there(tmp_path / f"step-{step}", step) for step in (5, 10, 15)]
+    found = [present_parts(tmp_path / f"step-{step}", step) for step in (5, 10, 15)]
     assert found == ["weights", "weights", "whole"]
     assert run("prune", tmp_path, "--last", "1", "--yes").out == f"{tmp_path}: nothing to drop\n"
     assert "optimizer was dropped on" in run("show", tmp_path / "step-5").out

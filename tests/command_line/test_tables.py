@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import dcp
-from tests.command_line.cli_support import data_file, flip, run, save_ours, save_stock
+from tests.command_line.cli_support import data_file, flip, run, save_dcp, save_stock
 from tests.support.programs import run_program
 
 LAYER = "transformer.encoder.layers.{}.self_attention.query_key_value.weight"
@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for n, name in enumerate(("a/step-1", "a/step-20", "b/nested/step-3", "b/nested/step-4")):
         tensors = {LAYER.format(layer): torch.randn(4, 40 + layer) + n for layer in range(6)}
-        save_ours(root / name, tensors | {"options": {"betas": [0.9] * 40}, "step": n})
+        save_dcp(root / name, tensors | {"options": {"betas": [0.9] * 40}, "step": n})
     save_file({"w": torch.ones(3)}, root / "w.safetensors")
     return root
 
@@ -121,7 +121,7 @@ def state() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint with dcp."""
-    return save_ours(tmp_path_factory.mktemp("run") / "step-1", state())
+    return save_dcp(tmp_path_factory.mktemp("run") / "step-1", state())
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_cat_writes_npy_to_a_pipe(ours: Path, tmp_path: Path) -> None:
 
 def test_damage_found_while_writing_keeps_the_target(tmp_path: Path) -> None:
     """Damage found while writing leaves the target unchanged."""
-    folder = save_ours(tmp_path / "x", {"w": torch.ones(5000)})
+    folder = save_dcp(tmp_path / "x", {"w": torch.ones(5000)})
     flip(data_file(folder), 3000)
     target = tmp_path / "w.npy"
     target.write_bytes(b"old")
@@ -233,7 +233,7 @@ def test_diff_prints_differences_and_exits_with_1(ours: Path, stock: Path, tmp_p
     other["model"]["half"][2] = 1.0
     other["model"]["new"] = other["model"].pop("scalar")
     other["step"] = 8
-    folder = save_ours(tmp_path / "x", other)
+    folder = save_dcp(tmp_path / "x", other)
     shown = run("diff", ours, folder)
     assert (shown.status, shown.err) == (1, "")
     verdict, tensors, objects = shown.out.split("\n\n")

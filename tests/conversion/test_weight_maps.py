@@ -132,7 +132,7 @@ def test_a_model_below_a_key_of_a_training_state(model: Path, tmp_path: Path) ->
     done = command(*arguments, "--hf", model, "--below", "model", "--only", "model")
     assert done.status == 0, done.err
     assert equal(of_folder(model), of_folder(back))
-    into_it = dcp.weight_map("llama:hf-to-titan", model, inverse=True, below="model").inverse
-    dcp.convert(back, tmp_path / "again", to="dcp", map=into_it)
+    inverse_map = dcp.weight_map("llama:hf-to-titan", model, inverse=True, below="model").inverse
+    dcp.convert(back, tmp_path / "again", to="dcp", map=inverse_map)
     named = {f"model.{name}": tensor for name, tensor in dcp.read(titan).items()}
     assert equal(dcp.read(tmp_path / "again"), named)

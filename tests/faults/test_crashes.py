@@ -32,7 +32,7 @@ from tests.support.versions import (
     version_apart,
     version_state,
 )
-from tests.support.with_optimizer import parts_there, save_apart, save_mixed, save_stock, stock_sees
+from tests.support.with_optimizer import present_parts, save_apart, save_mixed, save_stock, stock_sees
 
 OLD, NEW, NEXT = 1, 2, 3
 STEP = 7
@@ -358,7 +358,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
     """Load and verify. Prune again in one copy, and run a clean-up one day later in another copy."""
 
     def seen(place: Path) -> tuple[str, str]:
-        return parts_there(place), stock_sees(place) if has_stock else ""
+        return present_parts(place), stock_sees(place) if has_stock else ""
 
     again, later = folder.with_name(f"{folder.name}-again"), folder.with_name(f"{folder.name}-later")
     for copy in (again, later):

@@ -82,7 +82,7 @@ class Tally:
     untyped: list[str] = field(default_factory=list)
     unnoticed: list[str] = field(default_factory=list)
 
-    def look(self, folder: Path, what: str) -> None:
+    def look(self, folder: Path, label: str) -> None:
         """Load and verify, and count the result."""
         state = _contents(0)
         try:
@@ -90,13 +90,13 @@ class Tally:
         except dcp.CheckpointError as error:
             self.loads[type(error).__name__] += 1
             if not isinstance(error, TYPED):
-                self.untyped.append(f"{what}: {error!r}")
+                self.untyped.append(f"{label}: {error!r}")
             if _passes(folder):
-                self.unnoticed.append(f"{what}: {error}")
+                self.unnoticed.append(f"{label}: {error}")
         else:
             self.loads["loaded"] += 1
             if _differs(state):
-                self.wrong.append(what)
+                self.wrong.append(label)
 
 
 def _passes(folder: Path) -> bool:
@@ -132,7 +132,7 @@ def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
     else:
         # Names and zip headers of foreign formats have no checksum. A load raises what torch's zip reader
         # refuses; both load and verify check payloads and values.
-        assert [what for what in data.unnoticed if "object" not in what] == []
+        assert [label for label in data.unnoticed if "object" not in label] == []
         assert len(data.unnoticed) < 0.05 * sum(data.loads.values())
 
 
@@ -180,12 +180,12 @@ def test_a_flipped_bit_in_each_region_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     save_version(folder, 1, large=LARGE)
     seen: Counter[str] = Counter()
-    for what, name, offset in regions(folder):
+    for label, name, offset in regions(folder):
         _flip(folder / name, offset)
-        region = what.split()[0]
+        region = label.split()[0]
         seen[region] += 1
         got = seen_by_dcp(folder, large=LARGE)
-        place = f"{what}: byte {offset} of {name}"
+        place = f"{label}: byte {offset} of {name}"
         assert got == ("CorruptCheckpointError" if region in ("payload", "object") else 1), place
         assert not _passes(folder), place
         _flip(folder / name, offset)

@@ -55,7 +55,7 @@ def _outcome(act: Callable[[], Any]) -> Raised | None:
     return None
 
 
-def _tell(value: Any) -> list[Any]:
+def _gathered(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -82,14 +82,14 @@ def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int,
         dist.barrier()
         faults = [Fault(at=number, error=StorageFullError("injected"))] if rank == faulty else []
         raised, log = _faulty_save(folder, *faults)
-        everything = _tell((raised, len(log)))
+        everything = _gathered((raised, len(log)))
         if everything[faulty][1] < number:
             return rows
         if rank == 0:
             seen = seen_by_dcp(folder), seen_by_stock(folder), listing(folder)
             save_version(folder, NEXT)
             after = seen_by_dcp(folder), listing(folder)
-        op = _tell(log[number - 1].op if rank == faulty else None)[faulty]
+        op = _gathered(log[number - 1].op if rank == faulty else None)[faulty]
         if rank == 0:
             rows.append((op, [entry[0] for entry in everything], seen, after))
 
@@ -186,7 +186,7 @@ def _failing(rank: int, world_size: int, folder: Path, version: int, phase: str,
             folder, phase, act, version=version, by_objects=by_objects, timeout_seconds=120, **more
         )
     )
-    left = _tell(listing(folder))[0]
+    left = _gathered(listing(folder))[0]
     again = _outcome(lambda: act_in_phase(folder, "", None, version=version and NEXT))
     return raised, left, again
 

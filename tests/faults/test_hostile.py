@@ -151,7 +151,7 @@ def test_names_in_an_index_do_not_leave_the_folder(tmp_path: Path, name: str, by
     assert not verified(folder)["ok"]
 
 
-@pytest.mark.parametrize("odd", [lambda path, there: path.symlink_to(there), lambda path, _: os.mkfifo(path)])
+@pytest.mark.parametrize("odd", [lambda path, file: path.symlink_to(file), lambda path, _: os.mkfifo(path)])
 def test_links_are_not_followed_and_pipes_do_not_hang(tmp_path: Path, odd: Any) -> None:
     """A symbolic link to a user's file or a FIFO, in place of a data file or a manifest, is refused."""
     folder = _save_dcp(tmp_path / "x")

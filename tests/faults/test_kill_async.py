@@ -27,7 +27,7 @@ from tests.support.versions import listing, seen_by_dcp, version_of, version_sta
 
 OLD, NEW, NEXT = 1, 2, 3
 TIMEOUT_SECONDS = 60.0
-NOBODY = -1
+NEVER = -1
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -192,7 +192,7 @@ def train_together(
         if rank in victims:
             die()
 
-    killing = KillingManager(root, phase if rank == observer else NOBODY, kill)
+    killing = KillingManager(root, phase if rank == observer else NEVER, kill)
     ends = killing.train_on(rank)
     return killing.steps, ends
 
@@ -214,7 +214,7 @@ def cases_of(steps: list[list[str]], *, exhaustive: bool) -> list[Case]:
 
 
 def _every_loss(root: Path, exhaustive: bool) -> list[Crash]:
-    (counted,) = run_groups([Group(2, train_together, (root / "count", (), 0, NOBODY))])
+    (counted,) = run_groups([Group(2, train_together, (root / "count", (), 0, NEVER))])
     cases = cases_of([ending.value[0] for ending in counted], exhaustive=exhaustive)
     folders = [root / str(number) for number in range(len(cases))]
     groups = [Group(2, train_together, (f, *case)) for f, case in zip(folders, cases, strict=True)]
@@ -235,11 +235,11 @@ def test_survivors_name_killed_ranks_and_the_commit_stays(tmp_path: Path, exhaus
         for ending in (each for each in crash.endings if not each.killed):
             assert ending.value is not None, crash
             saved, *following, closed = ending.value[1]
-            gone = f"rank {crash.victims[0]} of 2 died"
+            named = f"rank {crash.victims[0]} of 2 died"
             if saved or version == OLD:
-                assert saved.startswith("CollectiveTimeoutError") and gone in saved, (crash, saved)
-            assert any(gone in end for end in following), (crash, following)
-            assert closed == "" or gone in closed  # error of a failed save after the last one checked
+                assert saved.startswith("CollectiveTimeoutError") and named in saved, (crash, saved)
+            assert any(named in end for end in following), (crash, following)
+            assert closed == "" or named in closed  # error of a failed save after the last one checked
 
 
 # -- writer processes ----------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def kill_writers(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
 def die_while_copying(rank: int, world_size: int, root: Path) -> list[str]:
     """Kill rank 0 when its copies begin; by then rank 1's writer process has its part of the save."""
-    phase = "before the copies" if rank == 0 else NOBODY
+    phase = "before the copies" if rank == 0 else NEVER
     return KillingManager(root, phase, die, mode="process", writer=partial(_writer_of, root)).train_on(rank)
 
 
@@ -339,17 +339,17 @@ ALL = {
     "one": (2, die_while_writing, (1,)),
     "copying": (2, die_while_copying),
 }
-GO_ON = {"copying": 0}
+RESUMED = {"copying": 0}
 """Rank that is killed, for each run that is continued afterwards."""
 
 
 def run_all(root: Path, runs: dict[str, Any]) -> tuple[Killed, Killed]:
-    """Run all groups of trainers side by side, then the next runs of those in `GO_ON`."""
+    """Run all groups of trainers side by side, then the next runs of those in `RESUMED`."""
     for name in runs:
         (root / name).mkdir()
     groups = [Group(ranks, act, (root / name, *args)) for name, (ranks, act, *args) in runs.items()]
     endings = run_groups(groups, timeout_seconds=800)
-    resumed = [name for name in GO_ON if name in runs]
+    resumed = [name for name in RESUMED if name in runs]
     after = run_groups([Group(2, resume, (root / name,)) for name in resumed])
     return dict(zip(runs, endings, strict=True)), dict(zip(resumed, after, strict=True))
 
@@ -375,7 +375,7 @@ def test_killed_writer_processes_and_trainers(tmp_path: Path, runs: dict[str, An
     for rank, ending in enumerate(endings.get("writers", [])):
         check_writers(tmp_path / "writers", rank, ending.value)
     for name in after:
-        _check_survivor(endings[name], GO_ON[name])
+        _check_survivor(endings[name], RESUMED[name])
         assert [ending.value and ending.value[0] for ending in after[name]] == [OLD, OLD]
 
 

@@ -28,12 +28,12 @@ from tests.support.versions import (
     version_apart,
     version_state,
 )
-from tests.support.with_optimizer import parts_there, stock_sees
+from tests.support.with_optimizer import present_parts, stock_sees
 
 OLD, NEW, NEXT = 1, 2, 3
 CLEAN = {"manifest": 1, "metadata": 1, "data": 1}
 TIMEOUT_SECONDS = 60.0
-NOBODY = -1
+NO_RANK = -1
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -94,7 +94,7 @@ def every_loss(root: Path, old: int | str, mapped: bool, every: int) -> list[Los
     if old != ABSENT:
         save_version(before, OLD)
     copy_folder(before, root / "count")
-    (counted,) = run_groups([Group(2, save, (root / "count", NOBODY, NOBODY, 0))])
+    (counted,) = run_groups([Group(2, save, (root / "count", NO_RANK, NO_RANK, 0))])
     steps = [len(ending.value) for ending in counted]
     cases = [
         (victim, observer, number)
@@ -208,9 +208,9 @@ def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[En
     ]
     rows = []
     for folder, endings in zip(folders, run_groups(groups, at_once=10), strict=True):
-        there = seen_by_dcp(folder), listing(folder)
+        before = seen_by_dcp(folder), listing(folder)
         save_version(folder, NEXT)
-        rows.append((endings, there, (seen_by_dcp(folder), listing(folder))))
+        rows.append((endings, before, (seen_by_dcp(folder), listing(folder))))
     return rows
 
 
@@ -244,5 +244,6 @@ def readable_parts(root: Path) -> list[tuple[str, str]]:
     folders = [folder for folder in sorted(root.iterdir()) if (folder / "manifest.msgpack").exists()]
     assert all(findings(folder) <= HARMLESS for folder in folders), folders
     return [
-        (parts_there(path, number), stock_sees(path, number)) for number, path in enumerate(folders, start=1)
+        (present_parts(path, number), stock_sees(path, number))
+        for number, path in enumerate(folders, start=1)
     ]

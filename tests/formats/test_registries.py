@@ -20,7 +20,7 @@ from dcp.storage.stores import open_store
 from tests.support.crashes import in_lab
 
 
-def error_text(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     """Return the class and the message of the error of ``act``, or ""."""
     try:
         act()
@@ -44,17 +44,17 @@ def with_broken_packages(folder: Path, code: str) -> tuple[str, str, bool]:
     """Return the errors of opening an index and a store, and whether the built-in formats can be written."""
     install(folder, "bad", "dcphub.formats", "bad", code)
     install(folder, "worse", "dcphub.stores", "bad", code)
-    said = error_text(lambda: dcp.open_index(folder)), error_text(lambda: open_store("bad://x"))
+    said = error_of(lambda: dcp.open_index(folder)), error_of(lambda: open_store("bad://x"))
     return *said, all(target_named(name)[1].name == name for name in ("dcp", "torch", "safetensors"))
 
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('no')", "import sys; sys.exit(3)", "x =", "OBJECT = 5"])
 def test_a_package_that_cannot_be_imported_is_named(code: str, tmp_path: Path) -> None:
     """A failed import is named, also after sys.exit(), which would otherwise end the program silently."""
-    index, store, are_ours_there = in_lab(with_broken_packages, tmp_path, code)
+    index, store, can_write = in_lab(with_broken_packages, tmp_path, code)
     assert "UnsupportedFormatError" in index and "entry point bad of the group dcphub.formats" in index
     assert "bad of the group dcphub.stores" in store
-    assert are_ours_there
+    assert can_write
 
 
 def with_faulty_readers(folder: Path) -> list[str]:
@@ -79,7 +79,7 @@ def with_faulty_readers(folder: Path) -> list[str]:
     names = file_names()
     for name in ("x.part", "model.safetensors", "MODEL.SAFETENSORS", "w1.distcp"):
         assert bool(names.in_folders.fullmatch(name)) == any(one.is_in_folder(name) for one in formats())
-    return [error_text(partial(dcp.open_index, place)) for place in places]
+    return [error_of(partial(dcp.open_index, place)) for place in places]
 
 
 def test_a_faulty_reader_affects_only_its_own_format(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_ours, save_stock
+from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_dcp, save_stock
 from tests.support.examples import examples
 from tests.support.sharded import grid, save_sharded, tensor_bytes
 
@@ -62,7 +62,7 @@ def write(root: Path, kind: str, state: dict[str, torch.Tensor]) -> Path:
     """Save ``state`` in a format, and return the checkpoint id."""
     plain = {name: tensor.contiguous().clone() for name, tensor in state.items()}
     if kind == "ours":
-        return save_ours(root / "ours", dict(state))
+        return save_dcp(root / "ours", dict(state))
     if kind == "stock":
         return save_stock(root / "stock", dict(state))
     if kind == "sharded":
@@ -182,7 +182,7 @@ def test_a_missing_chunk_is_an_error(tmp_path: Path) -> None:
     assert "10 of 16" in run("stats", tmp_path / "x").err
 
 
-@pytest.mark.parametrize("save", [save_ours, save_stock])
+@pytest.mark.parametrize("save", [save_dcp, save_stock])
 def test_damage_in_any_block_is_found(tmp_path: Path, save: Callable[[Path, dict[str, Any]], Path]) -> None:
     """cat and stats find a flipped bit in any block, by dcp's checksums or by the CRC of stock's zip."""
     size = 2 * BLOCK_BYTES + 5000

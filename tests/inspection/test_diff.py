@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_ours, save_stock, state
+from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, save_dcp, save_stock, state
 from tests.support.sharded import grid, save_sharded
 
 Save = Callable[[Path, dict[str, Any]], Path]
@@ -50,12 +50,12 @@ def assert_measures(tensor: Any, before: torch.Tensor, after: torch.Tensor) -> N
 
 def changed_values(tmp_path: Path, before: torch.Tensor, after: torch.Tensor) -> Any:
     """Save one tensor before and after a change, and return the measured difference."""
-    a, b = save_ours(tmp_path / "a", {"w": before}), save_ours(tmp_path / "b", {"w": after})
+    a, b = save_dcp(tmp_path / "a", {"w": before}), save_dcp(tmp_path / "b", {"w": after})
     (tensor,) = diff(a, b)["tensors"]
     return tensor["values"]
 
 
-@pytest.mark.parametrize("save", [save_ours, save_stock])
+@pytest.mark.parametrize("save", [save_dcp, save_stock])
 def test_equal_checkpoints_are_equal_by_their_checksums(tmp_path: Path, save: Save) -> None:
     """Two dcp saves of one state are equal without reading a payload."""
     big = {"big": torch.randn(BLOCK_BYTES // 2), "same": torch.tensor([math.nan, -0.0])}
@@ -63,7 +63,7 @@ def test_equal_checkpoints_are_equal_by_their_checksums(tmp_path: Path, save: Sa
     found = diff(a, b)
     assert is_empty(found)
     assert (len(found["equal"]), found["equal_objects"]) == (7, 5)
-    assert found["bytes_read"] == 0 if save is save_ours else found["bytes_read"] < 60_000
+    assert found["bytes_read"] == 0 if save is save_dcp else found["bytes_read"] < 60_000
     assert is_empty(diff(a, b, "--no-values")) or save is save_stock
 
 
@@ -77,7 +77,7 @@ def test_every_kind_of_difference_is_reported(tmp_path: Path) -> None:
     a = {"same": same, "gone": same, "w": weight, "shape": same, "dtype": weight, "cast": torch.ones(3)}
     b = {"same": same, "new": same, "w": changed, "shape": same[:39]}
     b |= {"dtype": weight.bfloat16(), "cast": torch.ones(3, dtype=torch.int64)}
-    found = diff(save_ours(tmp_path / "a", a), save_ours(tmp_path / "b", b))
+    found = diff(save_dcp(tmp_path / "a", a), save_dcp(tmp_path / "b", b))
     tensors = by_name(found)
     kinds = {"gone": "removed", "w": "changed", "shape": "shape", "dtype": "dtype", "cast": "dtype"}
     assert {fqn: tensor["kind"] for fqn, tensor in tensors.items()} == kinds | {"new": "added"}
@@ -131,7 +131,7 @@ def test_a_tensor_that_became_nan_has_no_distance(tmp_path: Path) -> None:
     nan, ones = torch.full((4,), math.nan), torch.ones(4)
     before = {"all": ones, "half": ones, "late": nan}
     after = {"all": nan, "half": torch.tensor([1.0, 1.0, math.nan, math.inf]), "late": -nan}
-    found = by_name(diff(save_ours(tmp_path / "a", before), save_ours(tmp_path / "b", after)))
+    found = by_name(diff(save_dcp(tmp_path / "a", before), save_dcp(tmp_path / "b", after)))
     names = ("nonfinite", "nonfinite_after", "max_abs", "relative_l2")
     measures = {fqn: [one["values"][name] for name in names] for fqn, one in found.items()}
     assert measures == {"all": [4, 4, None, None], "half": [2, 2, 0.0, 0.0], "late": [4, 4, None, None]}
@@ -156,7 +156,7 @@ def test_differences_of_other_dtypes(
     assert (values["max_abs"], values["differing"]) == (largest, count)
 
 
-@pytest.mark.parametrize(("save_a", "save_b"), [(save_ours, save_ours), (save_ours, save_stock)])
+@pytest.mark.parametrize(("save_a", "save_b"), [(save_dcp, save_dcp), (save_dcp, save_stock)])
 def test_plain_and_pickled_values_are_compared(tmp_path: Path, save_a: Save, save_b: Save) -> None:
     """Plain values are compared by value and type, pickled values by their pickles."""
     a = {"w": torch.ones(2), "step": 1, "lr": 0.1, "gone": 1, "one": 1, "nan": math.nan}
@@ -177,8 +177,8 @@ def test_plain_and_pickled_values_are_compared(tmp_path: Path, save_a: Save, sav
 def test_names_are_selected_and_renamed(tmp_path: Path) -> None:
     """``--rename`` maps names of the first checkpoint, then globs apply; clashes are errors."""
     first = {"model.a": torch.ones(3), "model.b": torch.ones(4), "optim.x": torch.ones(5)}
-    a = save_ours(tmp_path / "a", first)
-    b = save_ours(tmp_path / "b", {"net.a": torch.ones(3), "net.b": torch.zeros(4)})
+    a = save_dcp(tmp_path / "a", first)
+    b = save_dcp(tmp_path / "b", {"net.a": torch.ones(3), "net.b": torch.zeros(4)})
     rename = ("--rename", r"^model\.=>net.")
     found = diff(a, b, *rename, "--only", "net")
     assert found["equal"] == ["net.a"]
@@ -197,11 +197,11 @@ def test_names_are_selected_and_renamed(tmp_path: Path) -> None:
 def test_damage_is_an_error_not_a_difference(tmp_path: Path) -> None:
     """Damaged bytes and missing files are errors, and never compared as values."""
     weight = torch.randn(5000, 30)
-    a, b = save_ours(tmp_path / "a", {"w": weight}), save_ours(tmp_path / "b", {"w": weight + 1})
+    a, b = save_dcp(tmp_path / "a", {"w": weight}), save_dcp(tmp_path / "b", {"w": weight + 1})
     flip(data_file(b), 3000)
     refused = run("diff", a, b)
     assert refused.status == 3 and "'w' is damaged" in refused.err
-    twin = save_ours(tmp_path / "twin", {"w": weight})
+    twin = save_dcp(tmp_path / "twin", {"w": weight})
     assert "without reading tensors" in run("diff", a, twin).out
     stored = data_file(twin)
     os.truncate(stored, 3000)

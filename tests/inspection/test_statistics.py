@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.command_line.cli_support import run, save_ours, save_stock
+from tests.command_line.cli_support import run, save_dcp, save_stock
 from tests.support.examples import examples
 
 
@@ -115,17 +115,17 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dcp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save `tensors` with dcp."""
-    return save_ours(tmp_path_factory.mktemp("run") / "ours", tensors())
+    return save_dcp(tmp_path_factory.mktemp("run") / "dcp", tensors())
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_statistics_equal_torchs(ours: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dcp", "stock"])
+def test_statistics_equal_torchs(dcp_folder: Path, tmp_path: Path, kind: str) -> None:
     """Each dtype has correct statistics, with NaN and infinities apart, subnormal numbers and large means."""
     state = tensors()
-    found = statistics(ours if kind == "ours" else save_stock(tmp_path / "x", tensors()))
+    found = statistics(dcp_folder if kind == "dcp" else save_stock(tmp_path / "x", tensors()))
     assert [tensor["fqn"] for tensor in found["tensors"]] == list(state)
     for tensor in found["tensors"]:
         source = state[tensor["fqn"]]
@@ -148,14 +148,14 @@ def test_the_total_is_that_of_all_elements(
     """The combined statistics of several tensors equal those of one tensor with all their values."""
     arrays = [torch.tensor(part, dtype=torch.float32).to(getattr(torch, name)) for part in parts]
     folder = tmp_path_factory.mktemp("parts") / "x"
-    found = statistics(save_ours(folder, {f"t{n}": array for n, array in enumerate(arrays)}))
+    found = statistics(save_dcp(folder, {f"t{n}": array for n, array in enumerate(arrays)}))
     assert_describes(found["total"], torch.cat([array.to(torch.float64) for array in arrays]))
 
 
 def test_globs_select_tensors(tmp_path: Path) -> None:
     """Only selected tensors are read. A selection of nothing fails, and too few bins are a usage error."""
     state = {"m": {"a": torch.ones(40), "b": torch.ones(90_000)}, "o": torch.ones(60)}
-    folder = save_ours(tmp_path / "x", state)
+    folder = save_dcp(tmp_path / "x", state)
     found = statistics(folder, "--only", "m", "--only", "o", "--exclude", "*.b")
     assert [tensor["fqn"] for tensor in found["tensors"]] == ["m.a", "o"]
     assert (found["bytes_read"], found["total"]["count"]) == (4 * 100, 100)
@@ -181,7 +181,7 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
 def test_a_histogram_shows_sign_and_size(tmp_path: Path) -> None:
     """Each value is in the bin of its sign and magnitude."""
     signed = torch.tensor([1.0, 1.0, 1.5, -2.0, 0.0, 2.0**-40], dtype=torch.float64)
-    found = statistics(save_ours(tmp_path / "x", {"w": signed}), "--bins", "7")["tensors"][0]["statistics"]
+    found = statistics(save_dcp(tmp_path / "x", {"w": signed}), "--bins", "7")["tensors"][0]["statistics"]
     inner = [2.0**-13, 2.0**-8, 2.0**-3]
     edges = [-4.0, *(-edge for edge in inner[::-1]), *inner, 4.0]
     assert found["histogram"] == {"edges": edges, "counts": [1, 0, 0, 2, 0, 0, 3]}

@@ -16,7 +16,7 @@ from tests.command_line.cli_support import (
     flip,
     payload_of,
     run,
-    save_ours,
+    save_dcp,
     save_stock,
 )
 
@@ -43,7 +43,7 @@ def only_finding(folder: Path) -> Any:
     return finding
 
 
-@pytest.mark.parametrize("save", [save_ours, save_stock])
+@pytest.mark.parametrize("save", [save_dcp, save_stock])
 def test_a_whole_checkpoint_passes(tmp_path: Path, save: Save) -> None:
     """An undamaged checkpoint has no findings, and all bytes of tensors and values are compared."""
     folder = save(tmp_path / "x")
@@ -59,7 +59,7 @@ def test_a_whole_checkpoint_passes(tmp_path: Path, save: Save) -> None:
 def test_a_flipped_bit_is_found_at_its_block(tmp_path: Path, block: int) -> None:
     """The finding names file, tensor and block of the flipped bit, also in the last block."""
     big = torch.arange(3 * BLOCK_BYTES // 4 + 5, dtype=torch.int32)
-    folder = save_ours(tmp_path / "x", {"small": torch.ones(3), "big": big})
+    folder = save_dcp(tmp_path / "x", {"small": torch.ones(3), "big": big})
     offset, length = payload_of(folder, "big")
     flip(data_file(folder), offset + block * BLOCK_BYTES + 17)
     finding = only_finding(folder)
@@ -99,13 +99,13 @@ SOME_AND_ALL = [11, pytest.param(1, marks=pytest.mark.exhaustive)]
 @pytest.mark.parametrize("every", SOME_AND_ALL)
 def test_a_flip_of_any_byte_is_found(tmp_path: Path, every: int) -> None:
     """A bit flipped anywhere in a data file is found: in payloads, values and records."""
-    folder = save_ours(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
+    folder = save_dcp(tmp_path / "x", {"w": torch.ones(40), "name": "value" * 20})
     assert flips_not_found(folder, range(0, data_file(folder).stat().st_size, every)) == []
 
 
 def test_a_truncated_file_is_found_with_its_lost_tensors(tmp_path: Path) -> None:
     """The wrong size and each unreadable payload are findings, and the rest is still checked."""
-    folder = save_ours(tmp_path / "x", {"first": torch.ones(5000), "last": torch.ones(5000)})
+    folder = save_dcp(tmp_path / "x", {"first": torch.ones(5000), "last": torch.ones(5000)})
     with data_file(folder).open("r+b") as file:
         file.truncate(payload_of(folder, "last")[0] + 100)
     report = report_of(folder)
@@ -116,7 +116,7 @@ def test_a_truncated_file_is_found_with_its_lost_tensors(tmp_path: Path) -> None
 
 def test_missing_and_stray_files_are_found(tmp_path: Path) -> None:
     """A missing file of the index and an unknown file are separate findings."""
-    folder = save_ours(tmp_path / "x")
+    folder = save_dcp(tmp_path / "x")
     path = data_file(folder)
     path.rename(folder / "__0_0.other.distcp")
     (folder / ".tmp-left").write_bytes(b"half")
@@ -128,7 +128,7 @@ def test_missing_and_stray_files_are_found(tmp_path: Path) -> None:
 
 def test_a_stray_file_is_a_note(tmp_path: Path) -> None:
     """A deleted file restored by a power cut is a note, and the status is 0."""
-    folder = save_ours(tmp_path / "x")
+    folder = save_dcp(tmp_path / "x")
     (folder / "__0_0.01234567.distcp").write_bytes(b"old")
     assert report_of(folder)["ok"]
     ran = run("verify", folder)
@@ -138,7 +138,7 @@ def test_a_stray_file_is_a_note(tmp_path: Path) -> None:
 
 def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
     """Stock torch would read `.metadata`, so a damaged or missing `.metadata` is a finding."""
-    folder = save_ours(tmp_path / "x")
+    folder = save_dcp(tmp_path / "x")
     metadata = folder / ".metadata"
     flip(metadata, metadata.stat().st_size // 2)
     finding = only_finding(folder)
@@ -150,7 +150,7 @@ def test_damaged_metadata_beside_a_manifest_is_found(tmp_path: Path) -> None:
 
 def test_a_save_of_stock_torch_over_dcp_is_found(tmp_path: Path) -> None:
     """The later save of stock torch is verified, and the old manifest is a finding."""
-    folder = save_ours(tmp_path / "x")
+    folder = save_dcp(tmp_path / "x")
     old = data_file(folder).name
     save_stock(folder, {"w": torch.ones(4)})
     report = report_of(folder)
@@ -193,7 +193,7 @@ def test_damage_in_a_file_of_torch_save_is_found(tmp_path: Path) -> None:
 
 def test_several_checkpoints_are_all_verified(tmp_path: Path) -> None:
     """A checkpoint that cannot be opened does not hide the others; failure (3) outranks findings (1)."""
-    good, bad = save_ours(tmp_path / "good"), save_ours(tmp_path / "bad")
+    good, bad = save_dcp(tmp_path / "good"), save_dcp(tmp_path / "bad")
     flip(data_file(bad), payload_of(bad, "model.embed")[0])
     done = run("verify", bad, good)
     assert done.status == 1 and f"{good}: ok" in done.out

@@ -17,7 +17,7 @@ from tests.support.manager_runs import Fault, Gate, Recorder, WatchedRoot, flip,
 from tests.support.values import leaves
 from tests.support.with_optimizer import (
     full_state,
-    parts_there,
+    present_parts,
     save_apart,
     save_mixed,
     save_stock,
@@ -61,7 +61,7 @@ def run(root: Path | str, steps: range, keep: dcp.Retention | None, **options: A
 
 def parts_by_step(root: Path, steps: range) -> list[str]:
     """Return which parts each step has."""
-    return [parts_there(root / f"step-{step:08d}", step) for step in steps]
+    return [present_parts(root / f"step-{step:08d}", step) for step in steps]
 
 
 # -- one checkpoint ------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_separate_files_of_an_optimizer_are_deleted(tmp_path: Path, torch_compat
     assert before.keys() - sizes(tmp_path).keys() == {gone} and done["freed_bytes"] == before[gone]
     (kept,) = tmp_path.glob("*.distcp")
     assert kept.stat().st_ino == inodes[kept.name]
-    assert parts_there(tmp_path) == "weights" and is_sound(tmp_path)
+    assert present_parts(tmp_path) == "weights" and is_sound(tmp_path)
     assert not torch_compatible or stock_sees(tmp_path) == "weights"
     assert command("prune", tmp_path, "--yes").out.endswith(": nothing to drop\n")
 
@@ -99,13 +99,13 @@ def test_a_shared_file_stays_without_rewrite(tmp_path: Path, save: Callable[[Pat
     before = sizes(tmp_path)
     done = prune(tmp_path)
     assert (done["outcome"], done["freed_bytes"], sizes(tmp_path)) == ("shared", 0, before)
-    assert parts_there(tmp_path) == stock_sees(tmp_path) == "whole"
+    assert present_parts(tmp_path) == stock_sees(tmp_path) == "whole"
     (listed,) = command("prune", tmp_path, "--rewrite", "--json").json
     done = prune(tmp_path, "--rewrite")
     left = sum(sizes(tmp_path).values())
     assert done == listed | {"outcome": "dropped", "done": True, "parts": done["parts"]}
     assert (done["freed_bytes"], done["rewritten_bytes"]) == (sum(before.values()) - left, left)
-    assert parts_there(tmp_path) == stock_sees(tmp_path) == "weights" and is_sound(tmp_path)
+    assert present_parts(tmp_path) == stock_sees(tmp_path) == "weights" and is_sound(tmp_path)
     index = dcp.open_index(tmp_path)
     large = index.payload_lengths >= 4096
     assert large.any()
@@ -193,7 +193,7 @@ def test_a_save_committed_during_a_drop_wins(tmp_path: Path, rewrite: bool) -> N
     overtaken = Fault("lock", hook=lambda _: save_apart(folder, 2))
     refused = command("prune", watched(tmp_path, overtaken), "--yes", *["--rewrite"][: int(rewrite)])
     assert refused.status != 0
-    assert parts_there(folder, 2) == stock_sees(folder, 2) == "whole" and is_sound(folder)
+    assert present_parts(folder, 2) == stock_sees(folder, 2) == "whole" and is_sound(folder)
 
 
 def test_a_save_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_save_overtaken_by_a_drop_fails(tmp_path: Path) -> None:
     url = watched(tmp_path, Fault("create", name="*.distcp", hook=partial(pruned, folder)))
     with pytest.raises(CheckpointConflictError, match="another writer published"):
         save_apart(url, 2)
-    assert parts_there(folder) == "weights" and is_sound(folder)
+    assert present_parts(folder) == "weights" and is_sound(folder)
 
 
 def test_a_load_overtaken_by_a_drop_retries(tmp_path: Path) -> None:
@@ -306,4 +306,4 @@ def test_a_save_of_the_step_waits_for_its_drop(tmp_path: Path) -> None:
         again.join(240)
         assert manager.wait(240)
         assert (manager.failures, seen.steps("drop_failed")) == (0, [])
-    assert parts_there(root.path(1), 7) == "whole"
+    assert present_parts(root.path(1), 7) == "whole"

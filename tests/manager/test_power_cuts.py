@@ -41,11 +41,11 @@ def test_a_power_cut_always_leaves_a_durable_step(tmp_path: Path) -> None:
         _save(root, range(2, 4), sync_files=False)
     assert _restored(root) == 3
     images = [
-        (what, make)
-        for what, make in recording.images()
-        if "all that" in what or ("alone" in what and ("unlink" in what or "rmdir" in what))
+        (point, make)
+        for point, make in recording.images()
+        if "all that" in point or ("alone" in point and ("unlink" in point or "rmdir" in point))
     ]
     assert len(images) > 5
-    for what, make in images:
+    for point, make in images:
         make(root)
-        assert _restored(root) is not None, what
+        assert _restored(root) is not None, point

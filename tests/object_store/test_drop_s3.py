@@ -14,7 +14,7 @@ from tests.support.fault_proxy import FaultProxy
 from tests.support.programs import Program
 from tests.support.s3 import S3Server
 from tests.support.s3_versions import Place
-from tests.support.with_optimizer import full_state, parts_there, save_apart, seen_by_stock_at
+from tests.support.with_optimizer import full_state, present_parts, save_apart, seen_by_stock_at
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -23,7 +23,7 @@ def seen(place: Place) -> tuple[str, str]:
     """Return the parts that dcp sees, and those that stock's own reader sees without a listings cache."""
     options = {key: value for key, value in place.storage_options.items() if key != "part_bytes"}
     by_stock = seen_by_stock_at(place.url, **options, use_listings_cache=False)
-    return parts_there(place.url, storage_options=place.storage_options), by_stock
+    return present_parts(place.url, storage_options=place.storage_options), by_stock
 
 
 def prune(place: Place, *options: str) -> str:
@@ -56,7 +56,7 @@ def test_older_steps_on_s3_lose_their_optimizer(s3_server: S3Server, s3_root: st
         assert restored is not None and (restored.step, state["step"]) == (3, 3)
     assert [event.step for event in events if event.kind == "dropped"] == [1, 2]
     urls = [f"{s3_root}/step-{step:08d}" for step in (1, 2, 3)]
-    found = [parts_there(url, step, storage_options=options) for step, url in enumerate(urls, start=1)]
+    found = [present_parts(url, step, storage_options=options) for step, url in enumerate(urls, start=1)]
     assert found == ["weights", "weights", "whole"]
     first = Place(urls[0], options)
     assert seen(first) == ("weights", "weights") and first.findings() == set()

@@ -154,8 +154,8 @@ def test_torchs_and_dcps_protocols_agree(tmp_path: Path) -> None:
     for planner in (dcp.DefaultSavePlanner(), stock.DefaultSavePlanner()):
         planner.set_up_planner({"w": tensor}, is_coordinator=True)
         plans.append(planner.create_local_plan().items)
-    for ours, torchs in zip(*plans, strict=True):
-        assert (ours.index, ours.type, ours.tensor_data) == (torchs.index, torchs.type, torchs.tensor_data)
+    for own, torchs in zip(*plans, strict=True):
+        assert (own.index, own.type, own.tensor_data) == (torchs.index, torchs.type, torchs.tensor_data)
     dcp.save({"w": tensor}, checkpoint_id=tmp_path, planner=stock.DefaultSavePlanner())
     loaded = {"w": rows(0, 8, filled=False)}
     dcp.load(loaded, checkpoint_id=tmp_path, planner=stock.DefaultLoadPlanner())

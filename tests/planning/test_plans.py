@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp.errors import MissingKeyError, PlanError, ReplicaMismatchError, ShapeMismatchError
-from tests.save_load.roads import told
+from tests.save_load.roads import error_of
 from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.reading_places import boxed
@@ -68,7 +68,7 @@ UNSOUND: dict[str, list[Any]] = {
 
 def save_unsound(rank: int, world_size: int, folder: str) -> list[str]:
     """Save each unsound state; return the errors."""
-    return [told(lambda s=s: dcp.save({"t": s[rank]}, checkpoint_id=folder)) for s in UNSOUND.values()]  # type: ignore[misc]
+    return [error_of(lambda s=s: dcp.save({"t": s[rank]}, checkpoint_id=folder)) for s in UNSOUND.values()]  # type: ignore[misc]
 
 
 def test_unsound_states_are_refused_on_all_ranks(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as stock
 
 import dcp
 
-__all__ = ["ROADS", "Part", "TakesObjects", "load", "told"]
+__all__ = ["ROADS", "Part", "TakesObjects", "error_of", "load"]
 
 ROADS = ["columns", "objects", "foreign reader"]
 
@@ -54,7 +54,7 @@ class Part:
         self.given.append(state)
 
 
-def told(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     """Return class and message of the CheckpointError that a call raises; "" without an error."""
     try:
         act()

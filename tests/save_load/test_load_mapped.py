@@ -31,7 +31,7 @@ from dcp.errors import (
     UnexpectedKeyError,
 )
 from dcp.storage.stores import PosixStore
-from tests.save_load.roads import TakesObjects, told
+from tests.save_load.roads import TakesObjects, error_of
 from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.recording import RecordingStore
@@ -386,13 +386,15 @@ WAYS: dict[str, Any] = {
 def wrong_maps(rank: int, world_size: int, path: str) -> dict[str, str]:
     """Load with a map file on one host only, with different maps, and with a planner without maps."""
     state = {"final.weight": torch.zeros(WIDTH)}
-    found = {way: told(partial(act, state, path, Path(path, f"map{rank}.toml"))) for way, act in WAYS.items()}
+    found = {
+        way: error_of(partial(act, state, path, Path(path, f"map{rank}.toml"))) for way, act in WAYS.items()
+    }
     own = {"rules": [{"from": "norm.weight", "to": f"norm{rank}"}]}
     for way in ("load", "save"):
         named = {"load": f"norm{rank}", "save": "norm.weight"}[way]
-        found[f"other maps, {way}"] = told(partial(WAYS[way], {named: torch.zeros(WIDTH)}, path, own))
+        found[f"other maps, {way}"] = error_of(partial(WAYS[way], {named: torch.zeros(WIDTH)}, path, own))
     planner = TakesObjects() if rank else None
-    found["planner"] = told(lambda: dcp.load(state, checkpoint_id=path, planner=planner, map=FUSED))
+    found["planner"] = error_of(lambda: dcp.load(state, checkpoint_id=path, planner=planner, map=FUSED))
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 import dcp
 from dcp.errors import PlanError
-from tests.save_load.roads import told
+from tests.save_load.roads import error_of
 from tests.save_load.test_load_mapped import assert_equal, numbered
 from tests.support.ranks import run_ranks
 
@@ -106,7 +106,7 @@ def save_wrong(rank: int, world_size: int, path: str) -> list[str]:
     saves = [(own, config) for config in configs] + [(wide, configs[0])]
     maps = [dcp.weight_map("qwen3:hf-to-titan", config) for _, config in saves]
     return [
-        told(partial(dcp.save, state, checkpoint_id=path, map=weights))
+        error_of(partial(dcp.save, state, checkpoint_id=path, map=weights))
         for (state, _), weights in zip(saves, maps, strict=True)
     ]
 

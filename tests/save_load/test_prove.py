@@ -130,25 +130,25 @@ def damage_and_prove(rank: int, world: int, folder: str) -> dict[str, str]:
     training.step(2)
     dcp.save(training.state(), storage_writer=dcp.FileSystemWriter(folder, digests=True))
     found = {}
-    for what in DAMAGES:
+    for damage in DAMAGES:
         state = copy.deepcopy(training.state())
         weight, moments = state["model"]["up.weight"], state["optimizer"]["state"]["down.weight"]
-        if what == "shard" and rank == 2:
+        if damage == "shard" and rank == 2:
             weight.to_local()[1, 3] += 0.5
-        elif what == "replica" and rank == 1:
+        elif damage == "replica" and rank == 1:
             state["model"]["seen"] += 1
-        elif what == "moment" and rank == 0:
+        elif damage == "moment" and rank == 0:
             moments["exp_avg"].to_local()[0, 0] = 3.0
-        elif what == "generator" and rank == 1:
+        elif damage == "generator" and rank == 1:
             state["generator"] = dcp.PerRank(torch.Generator().manual_seed(99).get_state())
-        elif what == "value" and rank == 1:
+        elif damage == "value" and rank == 1:
             state["schedule"]["warmup"] = 11
-        elif what == "name":
+        elif damage == "name":
             state["model"]["other"] = state["model"].pop("up.bias")
-        elif what == "dtype":
+        elif damage == "dtype":
             local = weight.to_local().double()
             state["model"]["up.weight"] = DTensor.from_local(local, weight.device_mesh, weight.placements)
-        found[what] = dcp.prove(state, folder).to_json()
+        found[damage] = dcp.prove(state, folder).to_json()
     return found
 
 
@@ -166,11 +166,11 @@ DAMAGES: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
 def test_differences_are_named_with_their_ranks(tmp_path: Path) -> None:
     """A change of a shard, replica, Adam moment, generator, value, name or dtype is the only finding."""
     (reports, *_) = run_ranks(3, damage_and_prove, str(tmp_path / "one"))
-    for what, expected in DAMAGES.items():
-        proof = dcp.Proof.of_json(reports[what])
+    for damage, expected in DAMAGES.items():
+        proof = dcp.Proof.of_json(reports[damage])
         found = [(each.kind, each.fqn, each.ranks) for each in proof.findings]
-        assert [each[:2] for each in found] == [each[:2] for each in expected], what
-        assert what == "name" or found == expected, what
+        assert [each[:2] for each in found] == [each[:2] for each in expected], damage
+        assert damage == "name" or found == expected, damage
         if len(expected[0][2]) == 1:
             assert [share.rank for share in proof.ranks if share.differing] == [*expected[0][2]]
             assert str(expected[0][2][0]) in proof.findings[0].message

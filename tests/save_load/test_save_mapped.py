@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import dcp
 from dcp.errors import OptionError, PlanError
 from tests.command_line.cli_support import run
-from tests.save_load.roads import told
+from tests.save_load.roads import error_of
 from tests.save_load.test_load_mapped import FUSED, apart, assert_equal, fused, numbered
 from tests.support.ranks import run_ranks
 
@@ -122,7 +122,7 @@ def save_half_of_the_experts(rank: int, world_size: int, path: str) -> str:
     """Save half of the experts on each rank, which the map stacks; return the error."""
     names = [name for name in apart() if name.startswith("experts")]
     own = {name: apart()[name] for name in names[rank::world_size]}
-    return told(lambda: dcp.save(own, checkpoint_id=path, map=FUSED))
+    return error_of(lambda: dcp.save(own, checkpoint_id=path, map=FUSED))
 
 
 def test_invalid_mapped_saves_raise_before_a_write(tmp_path: Path) -> None:

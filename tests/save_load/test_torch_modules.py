@@ -26,9 +26,9 @@ def names_in(module: ModuleType) -> list[str]:
 @pytest.mark.parametrize("name", MODULES)
 def test_each_name_of_each_module_exists(name: str) -> None:
     """Each name is dcp's or torch's, also if it is undocumented."""
-    theirs = import_module(f"torch.distributed.checkpoint.{name}")
-    ours = import_module(f"dcp.{name}")
-    assert not [defined for defined in names_in(theirs) if not hasattr(ours, defined)]
+    torchs = import_module(f"torch.distributed.checkpoint.{name}")
+    own = import_module(f"dcp.{name}")
+    assert not [defined for defined in names_in(torchs) if not hasattr(own, defined)]
 
 
 def test_unknown_names_are_attribute_errors() -> None:

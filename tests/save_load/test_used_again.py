@@ -42,14 +42,14 @@ def test_a_reused_reader_sees_later_saves(tmp_path: Path) -> None:
 def test_a_reader_serves_one_thread_at_a_time(tmp_path: Path) -> None:
     """A second thread's load by the same reader raises, and the first load succeeds."""
     dcp.save({"w": torch.ones(4), "own": {"x": 1}}, checkpoint_id=tmp_path)
-    reader, asked, go_on = FileSystemReader(tmp_path), threading.Event(), threading.Event()
+    reader, asked, proceed = FileSystemReader(tmp_path), threading.Event(), threading.Event()
 
     class Held:
         loaded: Any = None
 
         def state_dict(self) -> dict[str, Any]:
             asked.set()
-            go_on.wait(60)
+            proceed.wait(60)
             return {"x": 0}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def test_a_reader_serves_one_thread_at_a_time(tmp_path: Path) -> None:
     assert asked.wait(60)
     with pytest.raises(OptionError, match="another thread"):
         dcp.read(storage_reader=reader)
-    go_on.set()
+    proceed.set()
     thread.join(60)
     assert (held.loaded, wanted.tolist()) == ({"x": 1}, [1.0] * 4)
     assert dcp.read(storage_reader=reader)["own"] == {"x": 1}

@@ -62,13 +62,13 @@ def test_a_staging_waits_until_the_lock_is_left() -> None:
     """No copy begins while another thread holds lock(); the copy has that thread's whole change."""
     state = {"a": torch.zeros(10), "b": torch.zeros(10)}
     stager = DefaultStager()
-    inside, go_on = threading.Event(), threading.Event()
+    inside, proceed = threading.Event(), threading.Event()
 
     def change() -> None:
         with stager.lock():
             state["a"].fill_(1)
             inside.set()
-            go_on.wait(240)
+            proceed.wait(240)
             state["b"].fill_(1)
 
     changer = threading.Thread(target=change)
@@ -76,7 +76,7 @@ def test_a_staging_waits_until_the_lock_is_left() -> None:
     assert inside.wait(240)
     with pytest.raises(StagingTimeoutError, match="optimizer"):
         stager.stage_local(collect(state), timeout_seconds=0.05)
-    threading.Timer(0.05, go_on.set).start()
+    threading.Timer(0.05, proceed.set).start()
     staged = finished(stager.stage_local(collect(state)))
     assert [copy.tolist() for copy in staged.local.memory.tensors] == [[1.0] * 10] * 2
     changer.join()
@@ -96,12 +96,12 @@ def test_a_save_begun_inside_of_its_own_lock_is_an_error() -> None:
 def test_a_change_while_staging_overlaps_is_an_error_that_names_the_tensor() -> None:
     """A change without lock() during an overlapped copy fails the save, and the next staging succeeds."""
     state = {"kept": torch.zeros(5000), "changed": torch.zeros(5000), "step": torch.tensor(3)}
-    stager, go_on, held = DefaultStager(arenas=2), threading.Event(), threading.Event()
+    stager, proceed, held = DefaultStager(arenas=2), threading.Event(), threading.Event()
 
     def hold(_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
             held.set()
-            go_on.wait(240)
+            proceed.wait(240)
 
     while not held.is_set():  # a copy may complete before the callback is added to its future
         before = stager.stage_local(collect({"filler": torch.ones(8 * MIB)}), overlap=True)
@@ -110,7 +110,7 @@ def test_a_change_while_staging_overlaps_is_an_error_that_names_the_tensor() -> 
         held.wait(1)
     staged = stager.stage_local(collect(state), overlap=True)
     state["changed"].add_(1)
-    go_on.set()
+    proceed.set()
     error = staged.done.exception(240)
     staged.release()
     assert isinstance(error, StagingError)

@@ -67,8 +67,8 @@ def test_saves_work_on_mounts_without_some_operations(tmp_path: Path, count: int
     seen, logged = in_lab(saves_where_refused, tmp_path, count)
     assert seen == [(call, name, 2, True, []) for call, names in REFUSALS.items() for name in names[:count]]
     missing = ["a file system without fsync of folders", "a file system without hard links"]
-    for what in (*missing, "a file system without locks"):
-        assert sum(what in line for line in logged) == 1, logged
+    for operation in (*missing, "a file system without locks"):
+        assert sum(operation in line for line in logged) == 1, logged
     assert len(logged) == 3
 
 

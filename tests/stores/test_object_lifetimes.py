@@ -47,9 +47,9 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 def _connections(server: Any) -> int:
     port = f":{int(server.endpoint_url.rpartition(':')[2]):04X}"
-    ours = set(open_files())
+    own = set(open_files())
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[2].endswith(port) and row[3] == "01" and f"socket:[{row[9]}]" in ours for row in rows)
+    return sum(row[2].endswith(port) and row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows)
 
 
 def test_old_credentials_leave_no_connections(s3_proxy: Any, s3_root: str) -> None:

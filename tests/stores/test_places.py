@@ -87,10 +87,10 @@ def test_invalid_ids_are_refused_at_once(use: str, kind: str) -> None:
 
 
 LONG = [(use, "x" * 300, "too long") for use in ("save", "load", "index", "target")]
-OTHERS = [("save", "/proc/x", "/proc/x cannot be made"), ("manager", __file__, "is not a folder")]
+UNUSABLE = [("save", "/proc/x", "/proc/x cannot be made"), ("manager", __file__, "is not a folder")]
 
 
-@pytest.mark.parametrize(("use", "name", "words"), LONG + OTHERS)
+@pytest.mark.parametrize(("use", "name", "words"), LONG + UNUSABLE)
 def test_a_name_refused_by_the_file_system(use: str, name: str, words: str, tmp_path: Path) -> None:
     """A name that only the file system can refuse is a StorageError too."""
     with pytest.raises(StorageError, match=words):

@@ -106,7 +106,7 @@ def seen_by_stock_at(url: str, version: int = 1, **options: Any) -> str:
     )
 
 
-def parts_there(folder: Path | str, version: int = 1, **options: Any) -> str:
+def present_parts(folder: Path | str, version: int = 1, **options: Any) -> str:
     """Load by `dcp.load`; return the content: "whole", "weights", or "mixed", which no save has written."""
     return _there(partial(dcp.load, checkpoint_id=folder, no_dist=True, **options), version)
 

@@ -13,7 +13,7 @@ import dcp
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
 from tests.support.job_site import JobSite, RefusedError, running_jobs
-from tests.support.with_optimizer import parts_there, save_apart, save_mixed, save_stock, stock_sees
+from tests.support.with_optimizer import present_parts, save_apart, save_mixed, save_stock, stock_sees
 
 _STATE = {"weight": torch.arange(600.0), "bias": torch.ones(70), "step": 5}
 _KEYS = ("run/step-5", "run/stock-6", "run/model-7.pt", "run/one-8.safetensors", "run/shards-9")
@@ -192,7 +192,7 @@ def lean(make_database: MakeDatabase, tmp_path: Path, run: Path) -> Iterator[Job
 
 def there(run: Path) -> list[str]:
     """Return the remaining parts of each step, and check that stock torch sees the same parts."""
-    found = [parts_there(run / f"step-{step}", step) for step in STEPS]
+    found = [present_parts(run / f"step-{step}", step) for step in STEPS]
     assert [stock_sees(run / f"step-{step}", step) for step in STEPS] == found
     return found
 
