@@ -219,7 +219,7 @@ def test_control_characters_are_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["ls"], ["frobnicate"], ["show", ".", "--nonsense"], ["verify"], ["show", "a", "b"]]
 )
-def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
     """A usage error has another status than a failure."""
     wrong = run(*arguments)
     assert wrong.status == 2

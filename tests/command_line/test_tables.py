@@ -148,7 +148,7 @@ def test_cat_prints_as_numpy_does(kind: str, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_cat_prints_other_values(kind: str, request: pytest.FixtureRequest) -> None:
+def test_cat_prints_plain_values(kind: str, request: pytest.FixtureRequest) -> None:
     """Plain values are printed as Python's repr, with control characters escaped; pickles are not decoded."""
     folder = request.getfixturevalue(kind)
     assert run("cat", folder, "step").out == "7\n"

@@ -16,7 +16,7 @@ from dcp.server.client import Client
 from tests.support.app import running_app
 from tests.support.ports import refusing_port
 from tests.support.programs import run_program
-from tests.support.scripted_service import Answer, Asked, scripted_service
+from tests.support.scripted_service import Answer, Request, scripted_service
 from tests.support.sockets import listening
 
 HANG_SECONDS = 120.0
@@ -62,7 +62,7 @@ def test_an_unreachable_catalog(tmp_path: Path, closed_port: int, caplog: pytest
 
 def test_a_hanging_catalog(tmp_path: Path) -> None:
     """A request without an answer delays no save, and `close` by at most close_seconds."""
-    with scripted_service(lambda asked: Answer(hang=True)) as service:
+    with scripted_service(lambda request: Answer(hang=True)) as service:
         catalog = dcp.CatalogRegistration(service.url, request_seconds=60, close_seconds=0.2)
         with dcp.CheckpointManager(tmp_path, catalog=catalog) as manager:
             for step in range(1, 4):
@@ -70,7 +70,7 @@ def test_a_hanging_catalog(tmp_path: Path) -> None:
                 assert future is not None
                 future.result(HANG_SECONDS)
             service.wait_for(1)
-        assert len(service.asked) == 1
+        assert len(service.requests) == 1
     assert [body["step"] for body in spooled(tmp_path)] == [1, 2, 3]
 
 
@@ -100,7 +100,7 @@ def test_registrations_are_retried_or_dropped(tmp_path: Path, caplog: pytest.Log
     checkpoint. A rejected registration is logged with the reason and removed, and the next is sent."""
     statuses = iter([403, 429, 404, 201, 422, 201])
 
-    def answer(asked: Asked) -> Answer:
+    def answer(request: Request) -> Answer:
         return Answer(next(statuses), {"detail": "not such a key"}, headers={"Retry-After": "0"})
 
     with scripted_service(answer) as service, caplog.at_level(logging.WARNING, "dcp.manager.catalog"):
@@ -115,10 +115,10 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
     """A redirect is not followed, so that the key reaches only the configured service."""
     with scripted_service() as other:
         redirect = Answer(307, headers={"Location": f"{other.url}/api/v1/checkpoints"})
-        with scripted_service(lambda asked: redirect) as service:
+        with scripted_service(lambda request: redirect) as service:
             saved(tmp_path, service.url, range(1, 2), key="dcp_secret", close_seconds=0.5)
             service.wait_for(1)
-        assert other.asked == []
+        assert other.requests == []
     assert len(spooled(tmp_path)) == 1
 
 

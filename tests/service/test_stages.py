@@ -158,8 +158,8 @@ def test_concurrent_decisions(catalog: Catalog) -> None:
         run = catalog.get(f"/checkpoints/{numbers[0]}")["run_id"]
         requests = [ask(catalog.http, number, "production").json()["id"] for number in numbers]
         with ThreadPoolExecutor(6) as pool:
-            asked = [pool.submit(decide, one, number) for number in requests for one in approvers]
-            found = [one.result() for one in asked]
+            decisions = [pool.submit(decide, one, number) for number in requests for one in approvers]
+            found = [one.result() for one in decisions]
         assert sorted(found[:3]) == sorted(found[3:]) == [200, 200, 409]
         history = pages(catalog.http, f"/runs/{run}/stages/history")
         promoted = [one["checkpoint_id"] for one in history if one["action"] == "promoted"]

@@ -70,8 +70,8 @@ def breaks(before: dict[str, Any], described: dict[str, Any]) -> list[str]:
     def is_new_duty(line: str) -> bool:
         match = _REQUIRED.fullmatch(line)
         place = f"{match[1] or match[2]}/" if match else ""
-        is_asked = "/requestBody/" in place or "/parameters[" in place
-        return is_asked and any(one.startswith(place) for one in old)
+        is_request = "/requestBody/" in place or "/parameters[" in place
+        return is_request and any(one.startswith(place) for one in old)
 
     new = [line for line in found - old if is_new_duty(line)]
     return sorted([*(f"gone: {line}" for line in old - found), *(f"required: {line}" for line in new)])

@@ -32,7 +32,7 @@ class Provider:
         self.forge: Forge = lambda header, claims: None
         self.replies: dict[str, Any] = {}  # replies by path, instead of the default ones
         self.codes: dict[str, dict[str, str]] = {}
-        self.asked: list[str] = []
+        self.paths: list[str] = []
         self.rotate()
 
     def rotate(self) -> None:
@@ -48,7 +48,7 @@ class Provider:
                 length = int(self.headers.get("content-length", "0"))
                 sent = parse_qs(parts.query or self.rfile.read(length).decode())
                 query = {name: values[0] for name, values in sent.items()}
-                provider.asked.append(parts.path)
+                provider.paths.append(parts.path)
                 found = provider.replies.get(parts.path) or provider.reply(
                     parts.path, query, str(self.headers.get("authorization"))
                 )
@@ -92,16 +92,16 @@ class Provider:
             return {"sub": self.person["sub"], **self.userinfo}
         return self._token(self.codes.pop(query["code"], None), query, authorization)
 
-    def _token(self, asked: dict[str, str] | None, query: dict[str, str], authorization: str) -> Any:
+    def _token(self, params: dict[str, str] | None, query: dict[str, str], authorization: str) -> Any:
         digest = hashlib.sha256(query["code_verifier"].encode()).digest()
         challenge = base64.urlsafe_b64encode(digest).decode().rstrip("=")
         basic = base64.b64encode(f"{CLIENT}:{SECRET.replace(' ', '%20')}".encode()).decode()
-        if asked is None or asked["code_challenge"] != challenge or authorization[:5] != "Basic":
+        if params is None or params["code_challenge"] != challenge or authorization[:5] != "Basic":
             return 400, {"error": "invalid_grant"}
-        if asked["redirect_uri"] != query["redirect_uri"] or basic[:16] not in authorization:
+        if params["redirect_uri"] != query["redirect_uri"] or basic[:16] not in authorization:
             return 400, {"error": "invalid_grant"}
         now = int(time.time())
-        claims = {"iss": self.url, "aud": CLIENT, "iat": now, "exp": now + 300, "nonce": asked["nonce"]}
+        claims = {"iss": self.url, "aud": CLIENT, "iat": now, "exp": now + 300, "nonce": params["nonce"]}
         header = {"alg": "RS256", "kid": self.key.kid}
         claims |= self.person
         token = self.forge(header, claims) or jwt.encode(header, claims, self.key)

@@ -37,19 +37,19 @@ class RecordingStore(MemoryStore):
         super().__init__(name)
         self.read_profile = profile
         self.reads: list[ReadNote] = []
-        self._asked: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
         self._guard = threading.Lock()
 
     def note(self, op: str, received_bytes: int = 0) -> None:
         """Count a request."""
         with self._guard:
             for name, amount in (("requests", 1), (op, 1), ("bytes_received", received_bytes)):
-                self._asked[name] = self._asked.get(name, 0) + amount
+                self._counts[name] = self._counts.get(name, 0) + amount
 
     def traffic(self) -> dict[str, float]:
         """Return requests by kind, and bytes."""
         with self._guard:
-            return dict(self._asked)
+            return dict(self._counts)
 
     def list(self) -> list[FileInfo]:
         """List files: one request."""

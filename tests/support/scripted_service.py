@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Answer", "Asked", "ScriptedService", "scripted_service"]
+__all__ = ["Answer", "Request", "ScriptedService", "scripted_service"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A request as it arrived."""
 
     method: str
@@ -37,9 +37,9 @@ class Answer:
 class ScriptedService:
     """A server that calls ``answer`` with each request, in the thread of its connection."""
 
-    def __init__(self, answer: Callable[[Asked], Answer] = lambda asked: Answer(201)) -> None:
+    def __init__(self, answer: Callable[[Request], Answer] = lambda request: Answer(201)) -> None:
         self.answer = answer
-        self.asked: list[Asked] = []
+        self.requests: list[Request] = []
         self.arrived = threading.Condition()
         self.ended = threading.Event()
         service = self
@@ -63,12 +63,12 @@ class ScriptedService:
 
     def bodies(self) -> list[Any]:
         """Return the received bodies in order."""
-        return [asked.body for asked in self.asked]
+        return [request.body for request in self.requests]
 
     def wait_for(self, count: int, seconds: float = 60.0) -> None:
         """Wait for ``count`` requests; AssertionError after ``seconds``, long enough for a busy machine."""
         with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.asked) >= count, seconds), self.asked
+            assert self.arrived.wait_for(lambda: len(self.requests) >= count, seconds), self.requests
 
     def close(self) -> None:
         """Stop the server; its port refuses connections afterwards."""
@@ -79,13 +79,13 @@ class ScriptedService:
 
     def _handle(self, handler: BaseHTTPRequestHandler) -> None:
         data = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        asked = Asked(
+        request = Request(
             handler.command, handler.path, dict(handler.headers), json.loads(data) if data else None
         )
         with self.arrived:
-            self.asked.append(asked)
+            self.requests.append(request)
             self.arrived.notify_all()
-        answer = self.answer(asked)
+        answer = self.answer(request)
         if answer.hang:
             self.ended.wait(60)
             handler.close_connection = True
@@ -97,13 +97,13 @@ class ScriptedService:
         if "Transfer-Encoding" not in answer.headers and "Content-Length" not in answer.headers:
             handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
-        handler.wfile.write(b"" if asked.method == "HEAD" else body[: answer.cut])
+        handler.wfile.write(b"" if request.method == "HEAD" else body[: answer.cut])
         if answer.cut is not None:
             handler.close_connection = True
 
 
 @contextmanager
-def scripted_service(answer: Callable[[Asked], Answer] | None = None) -> Iterator[ScriptedService]:
+def scripted_service(answer: Callable[[Request], Answer] | None = None) -> Iterator[ScriptedService]:
     """Run a server during the block."""
     service = ScriptedService() if answer is None else ScriptedService(answer)
     try:

@@ -56,7 +56,7 @@ def killed_and_resumed(root: str, *kinds: tuple[str, dict[str, Any]]) -> list[di
         ),
     ],
 )
-def test_killed_in_a_save_and_resumed(
+def test_runs_killed_in_a_save_resume_exactly(
     tmp_path: Path, options: dict[str, Any], of_loop: dict[str, Any]
 ) -> None:
     """On as many ranks each loss equals a whole run's bit for bit; one rank, without shards, continues."""

@@ -102,7 +102,7 @@ def test_a_save_that_fails_is_not_reported(ray: Ray, tmp_path: Path) -> None:
     assert [name for _, name, _ in ray.reports] == ["step-00000002"]
 
 
-def test_wrong_use(ray: Ray, tmp_path: Path) -> None:
+def test_wrong_options_are_refused(ray: Ray, tmp_path: Path) -> None:
     """Options that Ray decides are refused, and so is a file system without a known URL."""
     for name, value in (("root", tmp_path), ("keep", dcp.Retention(last=1))):
         with pytest.raises(dcp.errors.OptionError, match=rf"{name}.*num_to_keep"):

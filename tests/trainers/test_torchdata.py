@@ -80,7 +80,7 @@ def resumed(old: Sequence[Any], new: Sequence[Any]) -> None:
     even=st.booleans(),
     shuffle=st.booleans(),
 )
-def test_each_sample_once_an_epoch(
+def test_each_sample_is_seen_once_an_epoch(
     size: int, worlds: list[int], steps: list[int], batches: list[int], even: bool, shuffle: bool
 ) -> None:
     """Each sample is seen once over several resumes, with batch sizes by rank. With even=True, which pads all

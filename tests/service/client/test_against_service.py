@@ -168,7 +168,7 @@ def test_downloads(connect: MakeClient, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.glob(".*.part*")] == []
 
 
-def test_refusals(connect: MakeClient) -> None:
+def test_each_status_raises_its_own_error(connect: MakeClient) -> None:
     """Each status raises its own error, with the detail and the request id of the service."""
     with pytest.raises(UnauthorizedError):
         connect(key="dcp_wrong").roots()

@@ -25,7 +25,7 @@ from dcp.server.client import (
 )
 from tests.support.both_clients import KINDS, client_of
 from tests.support.power_cuts import Recording
-from tests.support.scripted_service import Answer, Asked, ScriptedService, scripted_service
+from tests.support.scripted_service import Answer, Request, ScriptedService, scripted_service
 
 Connect = Callable[..., Client]
 
@@ -62,56 +62,56 @@ def job(state: str, **more: Any) -> dict[str, Any]:
 def test_temporary_errors_are_retried(connect: Connect, first: Answer) -> None:
     """A busy service or a lost response is retried; each attempt of a POST has the same Idempotency-Key."""
     answers = iter([first, problem(409, state="working"), Answer(202, job("queued"))])
-    with scripted_service(lambda asked: next(answers)) as service:
+    with scripted_service(lambda request: next(answers)) as service:
         assert connect(service, retries=2).submit("verify", {"checkpoint_id": 1}).state == "queued"
-        keys = [asked.headers["Idempotency-Key"] for asked in service.asked]
+        keys = [request.headers["Idempotency-Key"] for request in service.requests]
     assert len(keys) == 3 and len(set(keys)) == 1
     assert service.bodies() == [{"kind": "verify", "params": {"checkpoint_id": 1}, "priority": 0}] * 3
 
 
 def test_the_last_retry_raises(connect: Connect) -> None:
     """The client raises after its last retry, with the detail of the service."""
-    with scripted_service(lambda asked: problem(503)) as service:
+    with scripted_service(lambda request: problem(503)) as service:
         with pytest.raises(UnavailableError, match="why") as caught:
             connect(service).roots()
-        assert len(service.asked) == 2
+        assert len(service.requests) == 2
     assert caught.value.retry_after_seconds == 0
 
 
 def test_final_errors_are_not_retried(connect: Connect) -> None:
     """A final error, or a long Retry-After, raises at once."""
-    with scripted_service(lambda asked: problem(409, state="running")) as service:
+    with scripted_service(lambda request: problem(409, state="running")) as service:
         with pytest.raises(ConflictError) as caught:
             connect(service).cancel(7)
         assert caught.value.extra["state"] == "running"
-        service.answer = lambda asked: Answer(429, {"detail": "slow"}, {"Retry-After": "3600"})
+        service.answer = lambda request: Answer(429, {"detail": "slow"}, {"Retry-After": "3600"})
         with pytest.raises(ProblemError, match="429"):
             connect(service).job(7)
-        assert len(service.asked) == 2
+        assert len(service.requests) == 2
 
 
 def test_changes_with_if_match_are_not_repeated(connect: Connect) -> None:
     """A change with If-Match is not repeated after a lost response: the second attempt would get 412."""
-    with scripted_service(lambda asked: Answer(200, {"id": 1}, cut=3)) as service:
+    with scripted_service(lambda request: Answer(200, {"id": 1}, cut=3)) as service:
         client = connect(service)
         with pytest.raises(TransportError):
             client.pin(1, etag='"c1-1"')
-        assert len(service.asked) == 1
+        assert len(service.requests) == 1
         with pytest.raises(TransportError):
             client.checkpoint(1)
-        assert len(service.asked) == 3
+        assert len(service.requests) == 3
 
 
 def test_responses_of_a_proxy_raise(connect: Connect) -> None:
     """A response that is not from the service, such as a proxy's HTML page, raises an error."""
-    with scripted_service(lambda asked: Answer(200, b"<html>", {"Content-Type": "text/html"})) as service:
+    with scripted_service(lambda request: Answer(200, b"<html>", {"Content-Type": "text/html"})) as service:
         client = connect(service)
         for ask in (client.roots, lambda: client.checkpoint(1), lambda: client.checkpoints().first()):
             with pytest.raises(AnswerError):
                 ask()
         with pytest.raises(AnswerError, match="not an array"):
             client.tensor(1, "w")
-        service.answer = lambda asked: Answer(404, b"<html>", {"Content-Type": "text/html"})
+        service.answer = lambda request: Answer(404, b"<html>", {"Content-Type": "text/html"})
         with pytest.raises(ProblemError, match="404 Not Found"):
             client.roots()
 
@@ -134,11 +134,11 @@ def test_the_key_is_not_shown() -> None:
 # -- downloads -----------------------------------------------------------------------------------------------
 
 
-def ranged(asked: Asked, data: bytes, etag: str, cut: int | None = None) -> Answer:
+def ranged(request: Request, data: bytes, etag: str, cut: int | None = None) -> Answer:
     """Answer as a server with range requests does, with at most ``cut`` bytes."""
     headers = TAGGED | {"ETag": etag}
-    begin = asked.headers.get("Range", "").removeprefix("bytes=").removesuffix("-")
-    if not begin or asked.headers.get("If-Range") != etag:
+    begin = request.headers.get("Range", "").removeprefix("bytes=").removesuffix("-")
+    if not begin or request.headers.get("If-Range") != etag:
         return Answer(200, data, headers, cut=cut)
     at = int(begin)
     if at >= len(data):
@@ -149,54 +149,54 @@ def ranged(asked: Asked, data: bytes, etag: str, cut: int | None = None) -> Answ
 
 def test_interrupted_downloads_resume(connect: Connect, tmp_path: Path) -> None:
     """An interrupted download resumes behind the last byte, as long as each attempt gets more bytes."""
-    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=60_000)) as service:
+    with scripted_service(lambda request: ranged(request, BYTES, '"v1"', cut=60_000)) as service:
         path = connect(service, retries=1).download(1, tmp_path / "file")
         assert path.read_bytes() == BYTES
-        ranges = [asked.headers.get("Range") for asked in service.asked]
+        ranges = [request.headers.get("Range") for request in service.requests]
     assert ranges == [None, "bytes=60000-", "bytes=120000-", "bytes=180000-", "bytes=240000-"]
 
 
 def test_downloads_that_stop_twice_at_a_byte_raise(connect: Connect, tmp_path: Path) -> None:
     """A download that stops twice at the same byte raises; the partial file stays for a later resume."""
 
-    def answer(asked: Asked) -> Answer:
-        found = ranged(asked, BYTES, '"v1"')
-        return Answer(found.status, found.body, found.headers, cut=0 if "Range" in asked.headers else 999)
+    def answer(request: Request) -> Answer:
+        found = ranged(request, BYTES, '"v1"')
+        return Answer(found.status, found.body, found.headers, cut=0 if "Range" in request.headers else 999)
 
     with scripted_service(answer) as service:
         with pytest.raises(DownloadError, match="999 of 256000 bytes"):
             connect(service).download(1, tmp_path / "file")
         assert not (tmp_path / "file").exists()
-        service.answer = lambda asked: ranged(asked, BYTES, '"v1"')
+        service.answer = lambda request: ranged(request, BYTES, '"v1"')
         connect(service).download(1, tmp_path / "file")
-        assert service.asked[-1].headers["Range"] == "bytes=999-"
+        assert service.requests[-1].headers["Range"] == "bytes=999-"
     assert (tmp_path / "file").read_bytes() == BYTES
 
 
-OTHERS = BYTES[::-1]
+CHANGED = BYTES[::-1]
 SPAN = {"Content-Range": f"bytes 5000-{len(BYTES) - 1}/{len(BYTES)}"}
 WRONG = ("bytes 5-9/10", "bytes 5000-255999/999999")
 
 
-def shorter(asked: Asked) -> Answer:
+def shorter(request: Request) -> Answer:
     """Answer a range request with fewer bytes than Content-Range says, in a complete response."""
-    found = ranged(asked, BYTES, '"v1"')
+    found = ranged(request, BYTES, '"v1"')
     return Answer(206, found.body[:60_000], found.headers) if found.status == 206 else found
 
 
-def stale(asked: Asked) -> Answer:
+def stale(request: Request) -> Answer:
     """Answer as a stale cache does: the range belongs to another content than the partial file."""
-    whole = ranged(asked, OTHERS, '"v2"')
-    return Answer(206, OTHERS[5000:], whole.headers | SPAN) if "Range" in asked.headers else whole
+    whole = ranged(request, CHANGED, '"v2"')
+    return Answer(206, CHANGED[5000:], whole.headers | SPAN) if "Range" in request.headers else whole
 
 
-def not_asked_for(headers: dict[str, str]) -> Callable[[Asked], Answer]:
+def wrong_range(headers: dict[str, str]) -> Callable[[Request], Answer]:
     """Answer a range request with a wrong or missing Content-Range."""
 
-    def answer(asked: Asked) -> Answer:
-        if "Range" in asked.headers:
+    def answer(request: Request) -> Answer:
+        if "Range" in request.headers:
             return Answer(206, b"wrong", TAGGED | headers)
-        return ranged(asked, BYTES, '"v1"')
+        return ranged(request, BYTES, '"v1"')
 
     return answer
 
@@ -204,17 +204,17 @@ def not_asked_for(headers: dict[str, str]) -> Callable[[Asked], Answer]:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        pytest.param(lambda asked: ranged(asked, OTHERS, '"v2"'), OTHERS, id="replaced"),
-        pytest.param(stale, OTHERS, id="stale"),
+        pytest.param(lambda request: ranged(request, CHANGED, '"v2"'), CHANGED, id="replaced"),
+        pytest.param(stale, CHANGED, id="stale"),
         pytest.param(shorter, BYTES, id="shorter"),
-        *(pytest.param(not_asked_for({"Content-Range": one}), BYTES, id=one[:9]) for one in WRONG),
+        *(pytest.param(wrong_range({"Content-Range": one}), BYTES, id=one[:9]) for one in WRONG),
     ],
 )
 def test_resumed_downloads_never_mix_two_contents(
-    connect: Connect, tmp_path: Path, answer: Callable[[Asked], Answer], expected: bytes
+    connect: Connect, tmp_path: Path, answer: Callable[[Request], Answer], expected: bytes
 ) -> None:
     """A resumed download never mixes two contents and fetches all bytes, whatever a cache sends."""
-    with scripted_service(lambda asked: ranged(asked, BYTES, '"v1"', cut=5000)) as service:
+    with scripted_service(lambda request: ranged(request, BYTES, '"v1"', cut=5000)) as service:
         with pytest.raises(DownloadError):
             connect(service, retries=0).download(1, tmp_path / "file")
         service.answer = answer
@@ -224,15 +224,15 @@ def test_resumed_downloads_never_mix_two_contents(
 
 def test_redirects_do_not_get_the_key(connect: Connect, tmp_path: Path) -> None:
     """A redirect to S3 is followed without the service's key."""
-    with scripted_service(lambda asked: ranged(asked, BYTES, '"s3"')) as storage:
+    with scripted_service(lambda request: ranged(request, BYTES, '"s3"')) as storage:
         place = {"Location": f"{storage.url}/bucket/file?X-Amz-Signature=1"}
-        with scripted_service(lambda asked: Answer(307, b"", place)) as service:
+        with scripted_service(lambda request: Answer(307, b"", place)) as service:
             client = connect(service, key="dcp_secret")
             client.download_file(1, "a b.distcp", tmp_path / "file")
-            assert service.asked[0].path.endswith("/checkpoints/1/files/a%20b.distcp")
-            assert service.asked[0].headers["Authorization"] == "Bearer dcp_secret"
-        assert "Authorization" not in storage.asked[0].headers
-        assert storage.asked[0].path == "/bucket/file?X-Amz-Signature=1"
+            assert service.requests[0].path.endswith("/checkpoints/1/files/a%20b.distcp")
+            assert service.requests[0].headers["Authorization"] == "Bearer dcp_secret"
+        assert "Authorization" not in storage.requests[0].headers
+        assert storage.requests[0].path == "/bucket/file?X-Amz-Signature=1"
     assert (tmp_path / "file").read_bytes() == BYTES
 
 
@@ -245,7 +245,7 @@ def test_a_power_cut_leaves_the_old_or_the_new_file(before: bytes | None, tmp_pa
     if before is not None:
         target.write_bytes(before)
     with (
-        scripted_service(lambda asked: Answer(200, BYTES, TAGGED)) as service,
+        scripted_service(lambda request: Answer(200, BYTES, TAGGED)) as service,
         Client(service.url) as client,
         Recording(folder) as recording,
     ):
@@ -265,8 +265,8 @@ def test_empty_pages_do_not_end_a_list(connect: Connect) -> None:
     pages: dict[str | None, tuple[list[Any], str | None]]
     pages = {None: ([], "a"), "a": ([], "b"), "b": ([job("queued")], "c"), "c": ([], None)}
 
-    def answer(asked: Asked) -> Answer:
-        items, cursor = pages[parse_qs(urlsplit(asked.path).query).get("cursor", [None])[0]]
+    def answer(request: Request) -> Answer:
+        items, cursor = pages[parse_qs(urlsplit(request.path).query).get("cursor", [None])[0]]
         return Answer(200, {"items": items, "next_cursor": cursor})
 
     with scripted_service(answer) as service:
@@ -283,21 +283,21 @@ def test_empty_pages_do_not_end_a_list(connect: Connect) -> None:
 def test_waiting_for_jobs(connect: Connect) -> None:
     """Waiting returns a succeeded job; a failure, a cancellation and a timeout raise errors."""
     states = iter(["queued", "running", "succeeded"])
-    with scripted_service(lambda asked: Answer(200, job(next(states), result={"ok": 1}))) as service:
+    with scripted_service(lambda request: Answer(200, job(next(states), result={"ok": 1}))) as service:
         client = connect(service)
         seen: list[str] = []
         done = client.wait(7, on_progress=lambda found: seen.append(found.state))
         assert done.result == {"ok": 1}
         assert seen == ["queued", "running", "succeeded"]
         why = {"type": "CorruptCheckpointError", "detail": "block 7", "is_retryable": False}
-        service.answer = lambda asked: Answer(200, job("failed", error=why))
+        service.answer = lambda request: Answer(200, job("failed", error=why))
         with pytest.raises(JobFailedError, match="block 7") as failed:
             client.wait(done)
         assert failed.value.job.error is not None and failed.value.job.error.type == why["type"]
-        service.answer = lambda asked: Answer(200, job("cancelled"))
+        service.answer = lambda request: Answer(200, job("cancelled"))
         with pytest.raises(JobCancelledError):
             client.wait(7)
-        service.answer = lambda asked: Answer(200, job("running"))
+        service.answer = lambda request: Answer(200, job("running"))
         with pytest.raises(WaitTimeoutError, match="running"):
             client.wait(7, timeout_seconds=0.2)
 
@@ -327,9 +327,9 @@ def test_watching_events(connect: Connect) -> None:
         Answer(200, end.encode(), STREAM),
     ]
     answers = iter(parts)
-    with scripted_service(lambda asked: next(answers)) as service:
+    with scripted_service(lambda request: next(answers)) as service:
         events = list(connect(service, retries=2).watch(7))
-        last = [asked.headers.get("Last-Event-ID") for asked in service.asked]
+        last = [request.headers.get("Last-Event-ID") for request in service.requests]
     kinds = ["submitted", "state", "state", "state", "progress", "end"]
     assert [found.kind for found in events] == kinds
     assert [found.id for found in events] == [1, 2, 3, 4, None, None]
@@ -341,6 +341,6 @@ def test_watching_events(connect: Connect) -> None:
 def test_compressed_downloads_raise(connect: Connect, tmp_path: Path) -> None:
     """A compressed response raises and leaves no file: its size may be right, but its bytes are wrong."""
     packed = Answer(200, BYTES, TAGGED | {"Content-Encoding": "gzip"})
-    with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="compresses"):
+    with scripted_service(lambda request: packed) as service, pytest.raises(AnswerError, match="compresses"):
         connect(service).download(1, tmp_path / "file")
     assert list(tmp_path.iterdir()) == []

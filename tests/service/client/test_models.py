@@ -16,7 +16,7 @@ from tests.support.scripted_service import Answer, scripted_service
 def test_malformed_responses_raise(document: Any) -> None:
     """A malformed response raises a client error that names the model."""
     with (
-        scripted_service(lambda asked: Answer(200, document)) as service,
+        scripted_service(lambda request: Answer(200, document)) as service,
         pytest.raises(AnswerError, match="Job"),
     ):
         Client(service.url).job(7)

@@ -161,7 +161,7 @@ RANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("text", RANGES)
-def test_ranges(text: str) -> None:
+def test_ranges_follow_rfc_9110(text: str) -> None:
     """A single range works as in RFC 9110; an invalid range or a stale If-Range gets the whole body."""
     whole, expected = ByteRange(0, 100, 100), RANGES[text]
     if expected is RangeError:

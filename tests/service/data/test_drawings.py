@@ -38,7 +38,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataSite]:
         yield made
 
 
-def asked(site: DataSite, key: str, path: str, **params: Any) -> Any:
+def get(site: DataSite, key: str, path: str, **params: Any) -> Any:
     """Return the JSON of a response."""
     return site.http.get(f"{site.known(key)}/{path}", params=params).raise_for_status().json()
 
@@ -59,15 +59,15 @@ def test_cells_have_numpys_statistics(drawn: DataSite) -> None:
             assert found[name][place] == pytest.approx(float(by(cell)), rel=1e-6), (name, place)
     known = {"If-None-Match": answer.headers["etag"]}
     assert drawn.http.get(str(answer.url), headers=known).status_code == 304
-    vector = asked(drawn, "run/step-1", "tensors/grid", fqn="b", rows=9, columns=8, value="max")
+    vector = get(drawn, "run/step-1", "tensors/grid", fqn="b", rows=9, columns=8, value="max")
     assert (vector["rows"], vector["columns"], vector["max"], vector["mean"]) == (1, 8, [1.0] * 8, [])
-    part = asked(drawn, "run/step-1", "tensors/grid", fqn="w", slice="1500,::-500", value="min")
+    part = get(drawn, "run/step-1", "tensors/grid", fqn="w", slice="1500,::-500", value="min")
     assert part["min"] == values[1500, ::-500].tolist()
 
 
 def test_large_matrices_are_sampled(drawn: DataSite) -> None:
     """A large matrix is sampled in each cell; a tensor of three dimensions gets an error with the remedy."""
-    found = asked(drawn, "large", "tensors/grid", fqn="w", rows=4, columns=2)
+    found = get(drawn, "large", "tensors/grid", fqn="w", rows=4, columns=2)
     assert found["is_sampled"] and 0 < found["read_elements"] <= 1 << 26 and found["mean"] == [3.0] * 8
     for fqn, status, says in (
         ("deep", 422, "slice with two dimensions"),
@@ -80,7 +80,7 @@ def test_large_matrices_are_sampled(drawn: DataSite) -> None:
 
 def test_statistics_of_one_tensor(drawn: DataSite) -> None:
     """Statistics are computed on request if none are stored, but not for a large tensor."""
-    found = asked(drawn, "run/step-1", "tensors/statistics", fqn="w")
+    found = get(drawn, "run/step-1", "tensors/statistics", fqn="w")
     assert (found["is_kept"], found["statistics"]["nans"], found["statistics"]["min"]) == (False, 1, -5.0)
     url = f"{drawn.known('large')}/tensors/statistics"
     assert drawn.http.get(url, params={"fqn": "w"}).status_code == 422
@@ -91,7 +91,7 @@ def test_statistics_of_one_tensor(drawn: DataSite) -> None:
 
 def test_the_map_of_shards(drawn: DataSite) -> None:
     """The map has each byte of a chunk in one cell, in the row of its rank, and marks replicated chunks."""
-    found = asked(drawn, "sharded", "shards/map", rows=64, bins=8)
+    found = get(drawn, "sharded", "shards/map", rows=64, bins=8)
     total = (64 * 64 + 500 + 1 + 5 * 100) * 4
     assert sum(found["cell_bytes"]) == sum(row["tensor_bytes"] for row in found["rows"]) == total
     assert len(found["rows"]) == found["rank_count"] == 5
@@ -103,15 +103,15 @@ def test_the_map_of_shards(drawn: DataSite) -> None:
     by_rank = [row["tensor_bytes"] for row in found["rows"]]
     assert (found["largest_rank"], found["largest_rank_bytes"]) == (by_rank.index(max(by_rank)), max(by_rank))
     assert found["mean_rank_bytes"] == pytest.approx(total / 5)
-    together = asked(drawn, "sharded", "shards/map", rows=2)
+    together = get(drawn, "sharded", "shards/map", rows=2)
     assert sum(row["replicated_bytes"] for row in together["rows"]) == 5 * 400
     assert max(row["largest_rank_bytes"] for row in together["rows"]) == max(by_rank)
-    assert asked(drawn, "sharded", "shards/map", glob="nothing*")["cell_rows"] == []
+    assert get(drawn, "sharded", "shards/map", glob="nothing*")["cell_rows"] == []
 
 
 def test_replaced_checkpoints_are_read_again(own: DataSite) -> None:
     """A checkpoint saved again is read again, although the first reading was cached."""
     for size in (3, 4):
         own.save("s", {"w": torch.ones(size)})
-        (chunk,) = asked(own, "s", "shards/chunks")["items"]
+        (chunk,) = get(own, "s", "shards/chunks")["items"]
         assert chunk["sizes"] == [size]

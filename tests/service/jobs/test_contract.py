@@ -22,7 +22,7 @@ WRITERS = ("safetensors", "dcp", "torch", "merge")
 ALL = (*READERS, *WRITERS, "delete", "purge", "prune", "scan")
 
 
-def asked(site: JobSite, what: str) -> tuple[str, dict[str, Any]]:
+def job_params(site: JobSite, what: str) -> tuple[str, dict[str, Any]]:
     """Return kind and parameters of a job for ``run/step-5``."""
     one = site.found("main", "run/step-5")
     to = {"target_root": "export", "target_key": f"made/{what}"}
@@ -43,7 +43,7 @@ def submit(site: JobSite, what: str) -> int:
     if what == "purge":
         number = site.id("main", "run/step-5")
         site.http.delete(f"/api/v1/checkpoints/{number}", params={"grace_seconds": 0}).raise_for_status()
-    kind, params = asked(site, what)
+    kind, params = job_params(site, what)
     return site.submit(kind, **params)
 
 
@@ -145,7 +145,7 @@ def test_jobs_on_hidden_roots_get_404(local: JobSite) -> None:
     """A job on a checkpoint, root or run that the key may not see is refused with 404."""
     stranger = local.app.client("read", "write", "convert", "delete", roots=["export"])
     for what in ALL:
-        kind, params = asked(local, what)
+        kind, params = job_params(local, what)
         with pytest.raises(RefusedError, match="not found") as refused:
             local.submit(kind, stranger, **params)
         assert refused.value.status == 404, what
@@ -159,7 +159,7 @@ def test_read_only_roots_refuse_changes(make_database: MakeDatabase, tmp_path: P
     with running_jobs(make_database(), tmp_path, roots) as site:
         site.scan("main")
         for what in ("delete", "prune", "safetensors", "merge"):
-            kind, params = asked(site, what)
+            kind, params = job_params(site, what)
             given = params | ({"target_root": "main"} if "target_root" in params else {})
             with pytest.raises(RefusedError, match="read-only"):
                 site.submit(kind, **given)

@@ -90,13 +90,11 @@ def test_verdicts_on_replaced_content_are_dropped(site: JobSite, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["diff", "drift"])
-def test_a_comparison_begins_again_if_a_checkpoint_is_replaced(
-    site: JobSite, tmp_path: Path, kind: str
-) -> None:
+def test_a_comparison_restarts_if_a_checkpoint_is_replaced(site: JobSite, tmp_path: Path, kind: str) -> None:
     """The comparison fails in passing, and the next attempt compares the new content."""
     one, two = (site.found("main", f"run/step-{step}") for step in (1, 2))
-    asked = {"a": one.id, "b": two.id} if kind == "diff" else {"run_id": one.run_id, "points": 2}
-    number = site.submit(kind, **asked)
+    params = {"a": one.id, "b": two.id} if kind == "diff" else {"run_id": one.run_id, "points": 2}
+    number = site.submit(kind, **params)
     site.step("plan")
     made, seen = site.next("task"), list[int]()
 

@@ -188,7 +188,7 @@ def test_limits_of_running_jobs_queue_the_next(steps: Steps, kind: str) -> None:
     assert steps.get_job(held).state == "queued"
 
 
-def test_conversions_at_once_do_not_share_the_room_of_a_limit(steps: Steps) -> None:
+def test_begun_conversions_reserve_their_bytes(steps: Steps) -> None:
     """A begun conversion reserves the bytes of its checkpoint: the next one without room beside it waits."""
     source = add_checkpoint(steps.database, "run/a", bytes=50)
     quotas = {"quotas": {"root": {"bytes_kept": 145}}}

@@ -113,10 +113,10 @@ def test_cancelling_kills_tasks_that_ignore_it(database: Database, tmp_path: Pat
     with working(settings):
         job_id = put(database, tmp_path, *["hold:1000"] * 5)
         until(lambda: len(pids_of(tmp_path)) >= 4, "four tasks")
-        asked = time.monotonic()
+        begun = time.monotonic()
         cancel(database, job_id)
         assert wait_for_end(database, job_id).state == "cancelled"
-        assert time.monotonic() - asked < 60 and not any(map(lives, pids_of(tmp_path)))
+        assert time.monotonic() - begun < 60 and not any(map(lives, pids_of(tmp_path)))
         lines = log_lines(tmp_path)
     assert "discard" in lines and not any("done" in line for line in lines)
     assert not list(tmp_path.glob("part-*"))

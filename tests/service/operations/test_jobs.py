@@ -118,8 +118,8 @@ def test_cancelling_and_retrying(catalog: Catalog) -> None:
 
     assert ask("retry").status_code == 409
     plan(catalog, 1)
-    asked = ask("cancel")
-    assert (asked.status_code, asked.json()["is_ending"]) == (202, True)
+    cancelled = ask("cancel")
+    assert (cancelled.status_code, cancelled.json()["is_ending"]) == (202, True)
     assert ask("cancel").status_code == 202
     assert do_next(catalog) == "discard"
     assert ask("cancel").json()["state"] == "cancelled"

@@ -206,10 +206,10 @@ def test_running_requests_end_after_sigterm(tmp_path: Path) -> None:
         wait_until(lambda: service.exit_status is not None, "the end")
         assert service.exit_status == 0
     lines = [json.loads(line) for line in service.log().splitlines() if line.startswith("{")]
-    asked = {line["path"]: line for line in lines if line["event"] == "request"}
-    assert {f"/{shown}" for shown in SECRETS.values()} <= asked.keys()
-    assert asked["/whsec_***"].items() >= {"actor": "key:boss", "request_id": "r1", "status": 404}.items()
-    assert (asked["/api/v1/keys"]["method"], asked["/api/v1/keys"]["status"]) == ("POST", 201)
+    requests = {line["path"]: line for line in lines if line["event"] == "request"}
+    assert {f"/{shown}" for shown in SECRETS.values()} <= requests.keys()
+    assert requests["/whsec_***"].items() >= {"actor": "key:boss", "request_id": "r1", "status": 404}.items()
+    assert (requests["/api/v1/keys"]["method"], requests["/api/v1/keys"]["status"]) == ("POST", 201)
     assert not any(hidden in service.log() for hidden in ("hidden-", "hunter2", key[13:]))
 
 

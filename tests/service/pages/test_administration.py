@@ -55,10 +55,10 @@ def test_revoking_asks_and_ends_the_key_at_once(keyed: App, admin: Browser) -> N
     """Revoking asks first and ends the key with its sessions; the log names the actor."""
     other = Browser(keyed.client())
     other.sign_in(keyed.key("read", name="old"))
-    asked = admin.page("/keys/2/revoke")
-    assert "Revoke old ?" in asked.text and "Its scope is read, and it was never used." in asked.text
+    page = admin.page("/keys/2/revoke")
+    assert "Revoke old ?" in page.text and "Its scope is read, and it was never used." in page.text
     assert other.get("/roots").url.path == "/roots"
-    answer = admin.submit(asked.form("/keys/2/revoke"))
+    answer = admin.submit(page.form("/keys/2/revoke"))
     assert (answer.url.path, answer.url.query) == ("/keys", b"done=revoked")
     assert "1 revoked or expired" in PageText(answer.text).text
     assert other.get("/roots").url.path == "/sign-in"
@@ -68,15 +68,15 @@ def test_revoking_asks_and_ends_the_key_at_once(keyed: App, admin: Browser) -> N
     assert admin.get("/keys/77/revoke").status_code == 404
 
 
-def test_revoking_ones_own_key(keyed: App, admin: Browser) -> None:
+def test_revoking_your_own_key(keyed: App, admin: Browser) -> None:
     """The page warns before revoking one's own or the last administrative key; revoking then signs out."""
-    asked = admin.page("/keys/1/revoke")
-    assert "You are signed in with this key" in asked.text
-    assert "the last key that may create keys" in asked.text
+    page = admin.page("/keys/1/revoke")
+    assert "You are signed in with this key" in page.text
+    assert "the last key that may create keys" in page.text
     keyed.key("admin", name="second")
     keyed.key("admin", name="of-one-root", roots=["main"])
     assert "No other key" not in admin.page("/keys/1/revoke").text
-    assert admin.submit(asked.form("/keys/1/revoke")).url.path == "/sign-in"
+    assert admin.submit(page.form("/keys/1/revoke")).url.path == "/sign-in"
 
 
 @pytest.mark.parametrize(

@@ -377,8 +377,8 @@ def test_new_checkpoints_arrive_on_an_open_page(site: Site) -> None:
     run_id = train(10_001, 10_002)
     with site.kept_window() as seen:
         page = seen.page
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
+        urls: list[str] = []
+        page.on("request", lambda request: urls.append(request.url))
         seen.open(f"/runs/{run_id}")
         rows, facts = page.locator("#checkpoints tbody tr"), page.locator("#live-facts")
         expect(rows).to_have_count(2)
@@ -390,7 +390,7 @@ def test_new_checkpoints_arrive_on_an_open_page(site: Site) -> None:
         expect(page.locator("#live-activity")).to_contain_text("Training: last checkpoint just now, every")
         expect(page.locator("#live-metric .uplot canvas")).to_be_visible()
         expect(page.locator("#live-metric details")).to_have_attribute("open", "")
-        assert sum(url.endswith("/events") for url in asked) == 1
+        assert sum(url.endswith("/events") for url in urls) == 1
         page.locator("#checkpoints input[name=of]").first.check()
         train(10_005)
         expect(facts).to_contain_text("10,005")
@@ -399,10 +399,10 @@ def test_new_checkpoints_arrive_on_an_open_page(site: Site) -> None:
         expect(rows).to_have_count(5)
         page.evaluate(_HIDE, True)
         page.wait_for_timeout(500)
-        before = len(asked)
+        before = len(urls)
         train(10_006)
         page.wait_for_timeout(2500)
-        assert len(asked) == before
+        assert len(urls) == before
         page.evaluate(_HIDE, False)
         expect(rows).to_have_count(6)
         assert seen.faults == []

@@ -156,11 +156,11 @@ def test_a_moved_alias_can_be_moved_back(app: App, browser: Browser) -> None:
 
     def set_to(number: int) -> PageText:
         page = browser.page(f"/checkpoints/{number}")
-        asked = PageText(browser.submit(page.form(f"/checkpoints/{number}/alias"), alias="best").text)
-        if "Labels" in asked.text:
-            return asked
-        assert "Move best ?" in asked.text and named() != number
-        return PageText(browser.submit(asked.form(f"/checkpoints/{number}/alias")).text)
+        shown = PageText(browser.submit(page.form(f"/checkpoints/{number}/alias"), alias="best").text)
+        if "Labels" in shown.text:
+            return shown
+        assert "Move best ?" in shown.text and named() != number
+        return PageText(browser.submit(shown.form(f"/checkpoints/{number}/alias")).text)
 
     set_to(one)
     moved = set_to(two)

@@ -66,7 +66,7 @@ def test_notes_are_listed_edited_and_deleted(catalog: Catalog) -> None:
     assert actions == ["note.delete", "note.change", "note.change", "note.create"]
 
 
-def test_who_may_read_and_change_a_note(catalog: Catalog) -> None:
+def test_readers_and_editors_of_a_note(catalog: Catalog) -> None:
     """The author and admins change a note, another key of the same name does not; hidden roots get 404."""
     number = catalog.add("a/step-1", root="main")
     create = catalog.app.client("read", "write", name="alice").post
@@ -78,7 +78,7 @@ def test_who_may_read_and_change_a_note(catalog: Catalog) -> None:
         (catalog.app.client("read", name="bob"), [200, 403, 403, 403]),
         (catalog.app.client("read", "write", roots=["other"]), [404] * 4),
     ):
-        asked = [
+        calls = [
             ("GET", f"/notes/{note['id']}"),
             ("PATCH", f"/notes/{note['id']}"),
             ("DELETE", f"/notes/{note['id']}"),
@@ -86,7 +86,7 @@ def test_who_may_read_and_change_a_note(catalog: Catalog) -> None:
         ]
         body = {"json": {"text": "x"}}
         options: Any = {"PATCH": body, "POST": body}
-        found = [catalog.status(method, path, reader, **options.get(method, {})) for method, path in asked]
+        found = [catalog.status(method, path, reader, **options.get(method, {})) for method, path in calls]
         assert found == expected
         is_seen = expected[0] == 200
         assert bool(pages(reader, "/notes")) == is_seen

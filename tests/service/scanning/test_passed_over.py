@@ -68,7 +68,7 @@ def test_the_cache_of_a_model_hub_is_catalogued(catalog: Catalog) -> None:
     assert answer.content == (snapshot / "model.safetensors").read_bytes()
 
 
-def test_links_that_stay_within_are_followed_once(catalog: Catalog) -> None:
+def test_links_inside_the_root_are_followed_once(catalog: Catalog) -> None:
     """A link inside the root is followed if its target is not found otherwise; cycles end."""
     for key in ("run/step-1", "run/step-2", ".store/moved/step-7"):
         catalog.save(key)
@@ -96,7 +96,7 @@ def test_links_that_stay_within_are_followed_once(catalog: Catalog) -> None:
     assert report["trouble"] == ["skipped: circular links: 2, such as 'about'"]
 
 
-def test_links_that_lead_out_are_not_followed(catalog: Catalog) -> None:
+def test_links_out_of_the_root_are_not_followed(catalog: Catalog) -> None:
     """Links out of the root are counted, not followed; a checkpoint replaced by a link does not vanish."""
     outside = catalog.folder / "outside"
     for key in ("a/step-1", "a/step-2", "b/step-1", "c/step-1"):

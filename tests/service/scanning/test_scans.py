@@ -54,7 +54,7 @@ def test_unchanged_checkpoints_are_not_opened(catalog: Catalog) -> None:
     assert catalog.rows() == before
 
 
-def test_a_young_file_is_read_again(catalog: Catalog) -> None:
+def test_recently_written_files_are_read_again(catalog: Catalog) -> None:
     """A recently written file is read again: two writes within one tick of the clock look alike."""
     catalog.save("run/step-1", save_id="first", seconds=None)
     age(catalog.place("run"), time.time() + 30)

@@ -164,7 +164,7 @@ def linked(local: Catalog, outside: Outside) -> Catalog:
     return local
 
 
-def test_links_that_lead_out(linked: Catalog) -> None:
+def test_links_out_of_the_root_are_refused(linked: Catalog) -> None:
     """Links out of the root are refused and not scanned; links inside are followed."""
     for key in (*LINKS, "folder/step-9", "up/outside/step-9", "folder/new"):
         answer = linked.http.post(f"{API}/checkpoints", json={"root": "main", "key": key})

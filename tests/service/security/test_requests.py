@@ -93,7 +93,7 @@ HOSTS = {
 }
 
 
-def test_hosts(app: App) -> None:
+def test_only_configured_hosts_are_accepted(app: App) -> None:
     """Only hosts of the settings are accepted, with or without a port."""
     for status, hosts in HOSTS.items():
         for host in hosts:
@@ -161,7 +161,7 @@ def test_pages_of_other_sites_read_nothing_without_keys(tmp_path: Path, url: str
             assert client.get(place, headers=own).status_code == 404
 
 
-def test_pages_of_other_sites(app: App) -> None:
+def test_requests_of_other_sites_change_nothing(app: App) -> None:
     """Requests from pages of other sites change nothing, and CORS allows nothing."""
     client, body = app.client("admin", name="sites"), {"name": "new"}
     for origin in ("http://evil.example", "null", "http://["):
@@ -217,7 +217,7 @@ def test_malformed_bodies_never_get_5xx(app: App, content: bytes, content_type: 
     assert {*answer.json()} >= {"type", "title", "status", "detail", "instance"}
 
 
-def test_large_bodies(tmp_path: Path, url: str) -> None:
+def test_large_bodies_get_413(tmp_path: Path, url: str) -> None:
     """A body over the limit gets 413, with and without a Content-Length."""
     with running_app(url, tmp_path, max_body_bytes=2048) as app:
         body, headers = b'{"name": "x", "scopes": ["read"]}', {"Content-Type": "application/json"}
@@ -292,7 +292,7 @@ def test_addresses_behind_a_proxy(tmp_path: Path, url: str) -> None:
 # -- documentation and readiness -----------------------------------------------------------------------------
 
 
-def test_the_description_is_complete() -> None:
+def test_openapi_is_complete() -> None:
     """OpenAPI has each operation once, with its scope and error statuses."""
     operations = [operation for path in document()["paths"].values() for operation in path.values()]
     names = [operation["operationId"] for operation in operations]

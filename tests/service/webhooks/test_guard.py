@@ -257,9 +257,9 @@ def test_the_next_address_is_tried_after_a_refusal() -> None:
 
 def test_retry_after_is_read_as_seconds_within_bounds() -> None:
     """Retry-After is read as seconds, a day at most."""
-    asked = {"120": 120.0, "999999999999": 86_400.0, "-1": None, "soon": None, "": None}
-    with Receiver(answers=[(503, {"Retry-After": value}) for value in asked]) as receiver:
-        for seconds in asked.values():
+    expected = {"120": 120.0, "999999999999": 86_400.0, "-1": None, "soon": None, "": None}
+    with Receiver(answers=[(503, {"Retry-After": value}) for value in expected]) as receiver:
+        for seconds in expected.values():
             answer = send(WebhookUrl("http", "127.0.0.1", receiver.port, "/"), "127.0.0.1")
             assert answer == ReceiverAnswer(503, seconds)
 

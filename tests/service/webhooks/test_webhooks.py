@@ -55,10 +55,10 @@ def test_admins_of_roots_manage_their_webhooks_only(app: App, admin: TestClient)
     assert [item["id"] for item in limited.get(HOOKS).json()["items"]] == [main["id"]]
     for hidden in (everything, both):
         one = f"{HOOKS}/{hidden['id']}"
-        asked = [limited.get(one), limited.patch(one, json={"is_enabled": False}), limited.delete(one)]
-        asked += [limited.post(f"{one}/{path}", json={}) for path in ("rotate-secret", "test")]
-        asked += [limited.get(f"{one}/deliveries"), limited.post(f"{one}/deliveries/1/redeliver")]
-        assert {answer.status_code for answer in asked} == {404}
+        answers = [limited.get(one), limited.patch(one, json={"is_enabled": False}), limited.delete(one)]
+        answers += [limited.post(f"{one}/{path}", json={}) for path in ("rotate-secret", "test")]
+        answers += [limited.get(f"{one}/deliveries"), limited.post(f"{one}/deliveries/1/redeliver")]
+        assert {answer.status_code for answer in answers} == {404}
     assert limited.post(HOOKS, json={"url": URL}).status_code == 403
     assert limited.post(HOOKS, json={"url": URL, "roots": ["other"]}).status_code == 422
     assert limited.patch(f"{HOOKS}/{main['id']}", json={"roots": None}).status_code == 403
