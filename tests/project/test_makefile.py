@@ -73,7 +73,7 @@ def test_changed_constraints_install_extras_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("demo SERVE=1", "-m dcp.demo --serve"),
         ("test SHARD=2/4", "--shard=2/4 -m not exhaustive"),
