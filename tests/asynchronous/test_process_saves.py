@@ -90,10 +90,10 @@ class Negating(dcp.DefaultSavePlanner):
 def test_a_users_planner_and_storage_run_in_the_writer(tmp_path: Path, writer: int) -> None:
     """A user's planner and storage writer run in the writer process; the storage's metadata comes back."""
     state: dict[str, Any] = {"w": torch.arange(6.0), "step": 3}
-    future = by_process(state, checkpoint_id=tmp_path / "ours", planner=Negating())
+    future = by_process(state, checkpoint_id=tmp_path / "dcp", planner=Negating())
     overwrite(state)
     future.result(240)
-    assert dcp.read(tmp_path / "ours")["w"].tolist() == (-torch.arange(6.0)).tolist()
+    assert dcp.read(tmp_path / "dcp")["w"].tolist() == (-torch.arange(6.0)).tolist()
     state = {"w": torch.arange(6.0), "step": 4, "vocabulary": os.urandom(3 << 20)}
     foreign = ItemWriter(tmp_path / "theirs")
     future = by_process(state, storage_writer=foreign, planner=PlainSavePlanner())

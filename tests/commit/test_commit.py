@@ -76,10 +76,10 @@ def test_a_commit_aborts_older_uploads() -> None:
     assert sorted(model.uploads.values()) == ["__0_0.0a1b2c3f.distcp", "a user's own"]
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("kind", ["dcp", "stock"])
 def test_a_hostile_old_checkpoint_deletes_no_user_files(tmp_path: Path, kind: str) -> None:
     """A predecessor may list any file as its data; only files with names of checkpoint data are removed."""
-    if kind == "ours":
+    if kind == "dcp":
         _save(tmp_path, 1)
     else:
         stock.save({"w": torch.zeros(64)}, checkpoint_id=tmp_path, no_dist=True)

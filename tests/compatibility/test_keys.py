@@ -121,9 +121,9 @@ def test_stock_torch_reads_all_key_types(tmp_path: Path) -> None:
     """Stock torch loads into a template with such keys, and without one as strings, as from its own saves."""
     _, optimizer = _stepped(OPTIMIZERS["AdamW"])
     state = {"o": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     stock.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
-    for name in ("ours", "stock"):
+    for name in ("dcp", "stock"):
         found: dict[str, Any] = {}
         stock.state_dict_loader._load_state_dict(
             found,
@@ -175,7 +175,7 @@ def test_different_keys_of_ranks_are_kept(tmp_path: Path) -> None:
 
 # -- loads without a state dict ------------------------------------------------------------------------------
 
-PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
+PACKAGES: dict[str, Any] = {"dcp": dcp, "stock": stock}
 
 
 def _a_state() -> dict[str, Any]:

@@ -14,8 +14,8 @@ from tests.support.parallel import RECIPES, Training, pipeline
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.values import differences, fill, scrub
 
-SAVE = {"ours": dcp.save, "stock": stock.save}
-LOAD = {"ours": dcp.load, "stock": stock.load}
+SAVE = {"dcp": dcp.save, "stock": stock.save}
+LOAD = {"dcp": dcp.load, "stock": stock.load}
 OWN_NAMES = ("pipeline", "frozen", "data_parallel")
 """Recipes with other names of entries than the rest."""
 STOCK_CANNOT = ("fsdp1-8",)
@@ -76,10 +76,10 @@ def same_topology(rank: int, world: int, root: str, names: list[str]) -> Found:
     found: Found = {}
     for name in names:
         training, case = RECIPES[name][0](world), f"{name}-{world}"
-        _save_one(training, f"{root}/{case}", name, ["ours", "stock"])
-        loaders = ["ours"] if case in STOCK_CANNOT else ["ours", "stock"]
-        found |= _load_one(training, root, case, f"{case}-ours", loaders)
-        found |= _load_one(training, root, case, f"{case}-stock", ["ours"])
+        _save_one(training, f"{root}/{case}", name, ["dcp", "stock"])
+        loaders = ["dcp"] if case in STOCK_CANNOT else ["dcp", "stock"]
+        found |= _load_one(training, root, case, f"{case}-dcp", loaders)
+        found |= _load_one(training, root, case, f"{case}-stock", ["dcp"])
     return found
 
 
@@ -122,7 +122,7 @@ def test_every_parallelism_loads_into_every_other(tmp_path: Path, world: int) ->
         run_ranks(ranks, _save_all, str(tmp_path), sources)
     for target, made in zip(TARGETS[world], taken, strict=True):
         folders = [f"{name}-{of}-{saver}" for name, of, saver in made]
-        results = run_ranks(world, load_all, str(tmp_path), [target], folders, ["ours"])
+        results = run_ranks(world, load_all, str(tmp_path), [target], folders, ["dcp"])
         _assert_none_differ(results, cases=len(folders))
 
 

@@ -18,8 +18,8 @@ from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill, scrub
 
-SAVE = {"ours": dcp.save, "stock": stock.save}
-LOAD = {"ours": dcp.load, "stock": stock.load}
+SAVE = {"dcp": dcp.save, "stock": stock.save}
+LOAD = {"dcp": dcp.load, "stock": stock.load}
 
 MESHES: dict[int, list[tuple[int, ...]]] = {
     1: [(1,)],
@@ -93,7 +93,7 @@ def load_case(rank: int, world: int, root: str, case: list[Tensor]) -> list[str]
     """Load into the other sharding, dcp's by both and stock's by dcp. Return the differences."""
     meshes: Meshes = {}
     found = []
-    for saver, loader in (("ours", "ours"), ("stock", "ours"), ("ours", "stock")):
+    for saver, loader in (("dcp", "dcp"), ("stock", "dcp"), ("dcp", "stock")):
         target = {
             f"t{number}": tensor.loaded.tensor(tensor.shape, tensor.dtype, meshes)
             for number, tensor in enumerate(case)

@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 from tests.support.user_storage import ItemReader, ItemWriter, PlainLoadPlanner, PlainSavePlanner
 from tests.support.values import differences, fill, scrub
 
-PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
+PACKAGES: dict[str, Any] = {"dcp": dcp, "stock": stock}
 State = dict[str, Any]
 Way = tuple[str, str, str]
 """Package of engine, planner and storage."""

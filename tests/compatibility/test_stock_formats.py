@@ -25,8 +25,8 @@ SAFETENSORS = [
 ]
 """dtypes that the safetensors library can write."""
 
-PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
-ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
+PACKAGES: dict[str, Any] = {"dcp": dcp, "stock": stock}
+ROUTES = (("dcp", "dcp"), ("dcp", "stock"), ("stock", "dcp"))
 State = dict[str, Any]
 
 SHAPES = {"rows": (7, 6), "columns": (4, 5), "copy": (3, 3), "big": (40, 1024)}
@@ -65,9 +65,9 @@ WRITERS = [
     ("stock", {"thread_count": 2}),
     ("stock", {"single_file_per_rank": False, "thread_count": 2}),
     ("stock", {"sync_files": False, "per_thread_copy_ahead": 0}),
-    ("ours", {"thread_count": 2}),
-    ("ours", {"single_file_per_rank": False}),
-    ("ours", {"single_file_per_rank": False, "thread_count": 3, "sync_files": False}),
+    ("dcp", {"thread_count": 2}),
+    ("dcp", {"single_file_per_rank": False}),
+    ("dcp", {"single_file_per_rank": False, "thread_count": 3, "sync_files": False}),
 ]
 
 
@@ -79,19 +79,19 @@ def test_writer_options_do_not_change_loaded_values(
     folder = str(tmp_path / "x")
     run_ranks(2, _save_with, folder, package, options)
     for world in (1, 3):
-        assert run_ranks(world, _load_sharded, folder, "ours") == [[]] * world
-    if package == "ours":
+        assert run_ranks(world, _load_sharded, folder, "dcp") == [[]] * world
+    if package == "dcp":
         assert run_ranks(2, _load_sharded, folder, "stock") == [[], []]
-    if options.get("single_file_per_rank") is False and package == "ours":
+    if options.get("single_file_per_rank") is False and package == "dcp":
         assert len(list(Path(folder).glob("__0_*.distcp"))) >= 3
 
 
 def test_torch_compatible_off_writes_no_metadata(tmp_path: Path) -> None:
     """torch_compatible=False saves fewer bytes and no `.metadata`; only dcp loads the checkpoint."""
     small, large = str(tmp_path / "small"), str(tmp_path / "large")
-    run_ranks(2, _save_with, small, "ours", {"torch_compatible": False})
-    run_ranks(2, _save_with, large, "ours", {})
-    assert run_ranks(3, _load_sharded, small, "ours") == [[]] * 3
+    run_ranks(2, _save_with, small, "dcp", {"torch_compatible": False})
+    run_ranks(2, _save_with, large, "dcp", {})
+    assert run_ranks(3, _load_sharded, small, "dcp") == [[]] * 3
     assert not (tmp_path / "small" / ".metadata").exists()
 
     def stored(folder: str) -> int:
@@ -124,19 +124,19 @@ def save_alone(rank: int, world: int, folder: str, package: str) -> list[str]:
     """Save with use_collectives=False. Load on the same ranks, dcp's by both packages, stock's by dcp."""
     PACKAGES[package].save(fill(_sharded_state(world)), checkpoint_id=folder, use_collectives=False)
     dist.barrier()
-    found = _load_sharded(rank, world, folder, "ours")
-    return found + (_load_sharded(rank, world, folder, "stock") if package == "ours" else [])
+    found = _load_sharded(rank, world, folder, "dcp")
+    return found + (_load_sharded(rank, world, folder, "stock") if package == "dcp" else [])
 
 
-@pytest.mark.parametrize("package", ["ours", "stock"])
+@pytest.mark.parametrize("package", ["dcp", "stock"])
 def test_saves_without_collectives_load_together(package: str, tmp_path: Path) -> None:
     """Saves with use_collectives=False load on the same ranks, and by dcp on any number of ranks."""
     folder = str(tmp_path / package)
     assert run_ranks(3, save_alone, folder, package) == [[]] * 3
     assert {file.name for file in Path(folder).glob("*.metadata")} == {f"__{r}.metadata" for r in range(3)}
     for world in (1, 2, 4):
-        assert run_ranks(world, _load_sharded, folder, "ours") == [[]] * world
-    assert _load_plain(0, 1, folder, "ours") == []
+        assert run_ranks(world, _load_sharded, folder, "dcp") == [[]] * world
+    assert _load_plain(0, 1, folder, "dcp") == []
 
 
 def in_a_group(rank: int, world: int, root: str, members: list[int]) -> list[str]:
@@ -169,7 +169,7 @@ def test_a_subgroup_saves_and_loads(tmp_path: Path) -> None:
 def overwritten(rank: int, world: int, folder: str) -> list[str]:
     """Overwrite each package's checkpoint by each package. Return the loads that differ."""
     found = []
-    for number, saver in enumerate(("ours", "stock", "ours", "ours", "stock", "stock", "ours")):
+    for number, saver in enumerate(("dcp", "stock", "dcp", "dcp", "stock", "stock", "dcp")):
         state = _sharded_state(world)
         for value in state.values():
             value.to_local().fill_(number)

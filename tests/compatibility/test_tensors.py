@@ -20,9 +20,9 @@ from tests.support.rank_acts import ObjectLoadPlanner
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill, full_tensor, raw, scrub
 
-SAVE = {"ours": dcp.save, "stock": stock.save}
-LOAD = {"ours": dcp.load, "stock": stock.load}
-ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
+SAVE = {"dcp": dcp.save, "stock": stock.save}
+LOAD = {"dcp": dcp.load, "stock": stock.load}
+ROUTES = (("dcp", "dcp"), ("dcp", "stock"), ("stock", "dcp"))
 
 State = dict[str, torch.Tensor]
 
@@ -36,7 +36,7 @@ DTYPES = {
 }
 
 
-def every_dtype(saver: str = "ours") -> State:
+def every_dtype(saver: str = "dcp") -> State:
     """Return a tensor of each dtype: large enough for an aligned payload, small, 0-d, empty."""
     shapes: dict[str, tuple[int, ...]] = {
         "large": (5, 1024),
@@ -97,7 +97,7 @@ def test_views_of_any_strides_are_saved_by_value(tmp_path: Path) -> None:
     """Strided, channels-last, conjugate and negative views are saved by value, and load into C order."""
     for saver, loader in ROUTES:
         folder = str(tmp_path / f"{saver}-{loader}")
-        state = layouts(lazy=saver == "ours")
+        state = layouts(lazy=saver == "dcp")
         SAVE[saver](state, checkpoint_id=folder)
         target = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in state.items()}
         LOAD[loader](target, checkpoint_id=folder)

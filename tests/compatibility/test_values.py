@@ -24,9 +24,9 @@ from tests.support.harmless_values import ARRAYS, SCALARS, STDLIB, same
 from tests.support.hostile_files import archive
 from tests.support.ranks import run_ranks
 
-SAVE: dict[str, Any] = {"ours": dcp.save, "stock": stock.save}
-LOAD: dict[str, Any] = {"ours": dcp.load, "stock": stock.load}
-ROUTES = (("ours", "ours"), ("ours", "stock"), ("stock", "ours"))
+SAVE: dict[str, Any] = {"dcp": dcp.save, "stock": stock.save}
+LOAD: dict[str, Any] = {"dcp": dcp.load, "stock": stock.load}
+ROUTES = (("dcp", "dcp"), ("dcp", "stock"), ("stock", "dcp"))
 
 
 class Color(enum.Enum):
@@ -166,7 +166,7 @@ def test_objects_of_the_users_classes_need_trust(tmp_path: Path) -> None:
     """Objects of user classes, saved by any package, are refused by name without weights_only=False."""
     for saver, loader in ROUTES:
         for name, value in UNSAFE.items():
-            if (saver, name) == ("ours", "named tuple"):
+            if (saver, name) == ("dcp", "named tuple"):
                 continue  # saved as a tuple
             folder = tmp_path / f"{saver}-{loader}-{name}"
             SAVE[saver]({"x": value}, checkpoint_id=folder)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp
 
-PACKAGES: dict[str, Any] = {"ours": dcp, "stock": stock}
+PACKAGES: dict[str, Any] = {"dcp": dcp, "stock": stock}
 
 
 def _state() -> dict[str, Any]:

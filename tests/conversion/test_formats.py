@@ -62,12 +62,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Save a training state with one process, by dcp and by stock torch."""
     folder = tmp_path_factory.mktemp("training")
-    dcp.save(training_state(), checkpoint_id=folder / "ours", no_dist=True)
+    dcp.save(training_state(), checkpoint_id=folder / "dcp", no_dist=True)
     torch.distributed.checkpoint.save(training_state(), checkpoint_id=folder / "stock", no_dist=True)
-    return {name: folder / name for name in ("ours", "stock")}
+    return {name: folder / name for name in ("dcp", "stock")}
 
 
-@pytest.fixture(scope="module", params=["ours", "stock"])
+@pytest.fixture(scope="module", params=["dcp", "stock"])
 def sharded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Save four ranks' shards, split on all dimensions."""
     path = tmp_path_factory.mktemp("sharded") / "checkpoint"
@@ -109,7 +109,7 @@ def test_a_filtered_conversion_keeps_containers(original: Path, tmp_path: Path) 
 # -- torch.save ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("kind", ["dcp", "stock"])
 def test_a_torch_file_equals_stocks(kind: str, training: dict[str, Path], tmp_path: Path) -> None:
     """Nesting, values and bytes equal those of dcp_to_torch_save, loaded or mapped. The zip is valid, with
     storages at the offsets that torch computes."""
@@ -117,7 +117,7 @@ def test_a_torch_file_equals_stocks(kind: str, training: dict[str, Path], tmp_pa
     dcp.convert(source, target, to="torch")
     stock.dcp_to_torch_save(source, tmp_path / "stock.pt")
     expected = torch.load(tmp_path / "stock.pt", weights_only=False)
-    if kind == "ours":  # stock converts an optimizer's keys to strings; dcp stores their type
+    if kind == "dcp":  # stock converts an optimizer's keys to strings; dcp stores their type
         state = expected["optimizer"]["state"]
         expected["optimizer"]["state"] = {int(key): value for key, value in state.items()}
     assert_same(_torch(target), expected)
@@ -137,15 +137,15 @@ def test_names_and_dtypes_are_selected(training: dict[str, Path], tmp_path: Path
     source = training_state()
     given: dict[str, Any] = {"only": ["model.*", "epoch"], "exclude": "*.bias", "dtype": "bfloat16"}
     _convert(
-        training["ours"], tmp_path / "a.pt", to="torch", rename={r"^model\.(\d)": r"net.layer\1"}, **given
+        training["dcp"], tmp_path / "a.pt", to="torch", rename={r"^model\.(\d)": r"net.layer\1"}, **given
     )
     loaded = _torch(tmp_path / "a.pt")
     assert list(loaded) == ["net.layer0.weight", "net.layer1.weight", "net.layer2.weight", "epoch"]
-    stored = dcp.read(training["ours"])["model"]
+    stored = dcp.read(training["dcp"])["model"]
     for number in range(3):
         assert_same(loaded[f"net.layer{number}.weight"], stored[f"{number}.weight"].to(torch.bfloat16))
     dtypes = {"kinds.kind.float64": "float16", "kinds.*": "torch.float32"}
-    _convert(training["ours"], tmp_path / "b.pt", to="torch", only="kinds", dtype=dtypes)
+    _convert(training["dcp"], tmp_path / "b.pt", to="torch", only="kinds", dtype=dtypes)
     loaded = _torch(tmp_path / "b.pt")["kinds"]
     for name, tensor in source["kinds"].items():
         wanted = torch.float16 if name == "kind.float64" else torch.float32
@@ -170,7 +170,7 @@ def test_invalid_options_write_no_files(
 ) -> None:
     """Each invalid option raises an error with the reason, and no file is written."""
     with pytest.raises(PlanError, match=words):
-        dcp.convert(training["ours"], tmp_path / "model.pt", **{"to": "torch"} | options)
+        dcp.convert(training["dcp"], tmp_path / "model.pt", **{"to": "torch"} | options)
     assert names_in(tmp_path) == []
 
 
@@ -182,15 +182,15 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     """A value that needs a class stops the conversion with the entry's name, whichever package saved it, or
     is left out with drop_objects=True."""
     state = {"w": torch.ones(3), "custom": Custom()}
-    dcp.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     torch.save(state, tmp_path / "file.pt")
     with pytest.raises(PlanError, match=r"'custom' .*Custom.*drop_objects") as caught:
-        _convert(tmp_path / "ours", tmp_path / "model.pt", to="torch")
+        _convert(tmp_path / "dcp", tmp_path / "model.pt", to="torch")
     assert caught.value.fqns == ["custom"]
     with pytest.raises(PlanError, match="'custom'"):
         format_utils.torch_save_to_dcp(tmp_path / "file.pt", tmp_path / "folder")
     _convert(tmp_path / "file.pt", tmp_path / "rest", to="dcp", exclude="custom")
-    for source in ("ours", "file.pt"):
+    for source in ("dcp", "file.pt"):
         target = tmp_path / f"{source}-rest.pt"
         assert _convert(tmp_path / source, target, to="torch", drop_objects=True).dropped_objects == (
             "custom",
@@ -274,9 +274,9 @@ def test_a_safetensors_file_equals_the_librarys(tmp_path: Path) -> None:
 def test_shards_have_hugging_faces_layout(training: dict[str, Path], tmp_path: Path) -> None:
     """Only shards of a single tensor exceed shard_bytes; the index names the shard of each tensor."""
     target = tmp_path / "model"
-    report = _convert(training["ours"], target, to="safetensors", only="model", shard_bytes=1000)
+    report = _convert(training["dcp"], target, to="safetensors", only="model", shard_bytes=1000)
     document = json.loads((target / "model.safetensors.index.json").read_text())
-    source = dcp.read(training["ours"], only="model")["model"]
+    source = dcp.read(training["dcp"], only="model")["model"]
     assert document["metadata"]["total_size"] == sum(tensor.nbytes for tensor in source.values())
     names = sorted(path.name for path in target.glob("*.safetensors"))
     assert [f"model-{n + 1:05}-of-{len(names):05}.safetensors" for n in range(len(names))] == names
@@ -320,14 +320,14 @@ def test_a_converted_checkpoint_verifies(files: int, chunks: Any, sharded: Path,
 
 def test_a_converted_training_state_is_complete(training: dict[str, Path], tmp_path: Path) -> None:
     """Values, paths and ties are kept, and the provenance of the copy names the source."""
-    _convert(training["ours"], tmp_path / "copy", to="dcp", files=2)
-    source, copy = dcp.open_index(training["ours"]), dcp.open_index(tmp_path / "copy")
+    _convert(training["dcp"], tmp_path / "copy", to="dcp", files=2)
+    source, copy = dcp.open_index(training["dcp"]), dcp.open_index(tmp_path / "copy")
     assert copy.planner_data == source.planner_data
     assert (list(copy.fqns), list(copy.objects.fqns)) == (list(source.fqns), list(source.objects.fqns))
     large, tied = (copy.chunks(copy.position[f"kinds.{name}"])[0] for name in ("large", "tied"))
     assert copy.payload_offsets[large] == copy.payload_offsets[tied]
     assert copy.provenance["converted_from"]["save_id"] == source.provenance["save_id"]
-    _convert(training["ours"], tmp_path / "one.pt", to="torch")
+    _convert(training["dcp"], tmp_path / "one.pt", to="torch")
     _convert(tmp_path / "copy", tmp_path / "two.pt", to="torch")
     assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "two.pt").read_bytes()
 
@@ -335,11 +335,11 @@ def test_a_converted_training_state_is_complete(training: dict[str, Path], tmp_p
 def test_a_replaced_checkpoint_leaves_no_files(training: dict[str, Path], tmp_path: Path) -> None:
     """The old files are deleted after the new manifest is published, and kept without overwrite."""
     target = tmp_path / "copy"
-    _convert(training["ours"], target, to="dcp", only="model")
+    _convert(training["dcp"], target, to="dcp", only="model")
     old = {*dcp.open_index(target).files}
     with pytest.raises(CheckpointConflictError):
-        _convert(training["ours"], target, to="dcp")
-    _convert(training["ours"], target, to="dcp", overwrite=True)
+        _convert(training["dcp"], target, to="dcp")
+    _convert(training["dcp"], target, to="dcp", overwrite=True)
     files = {*dcp.open_index(target).files}
     assert {*names_in(target)} == {*files, "manifest.msgpack", ".metadata"} and not files & old
     assert command("verify", target).status == 0 and names_in(tmp_path) == ["copy"]
@@ -347,7 +347,7 @@ def test_a_replaced_checkpoint_leaves_no_files(training: dict[str, Path], tmp_pa
 
 def test_the_source_is_refused_as_target(training: dict[str, Path], tmp_path: Path) -> None:
     """A conversion does not replace the source, a file of the source, or a path other than a regular file."""
-    source = training["ours"]
+    source = training["dcp"]
     with pytest.raises(PlanError, match="both"):
         _convert(source, source, to="dcp", overwrite=True)
     os.mkfifo(tmp_path / "pipe.pt")

@@ -55,7 +55,7 @@ def _save_without_manifest(folder: Path) -> None:
 
 
 SAVES: dict[str, Callable[[Path], None]] = {
-    "ours": _save_dcp,
+    "dcp": _save_dcp,
     "bare": lambda folder: _save_dcp(folder, torch_compatible=False),
     "file per tensor": lambda folder: _save_dcp(folder, single_file_per_rank=False),
     "without manifest": _save_without_manifest,
@@ -66,7 +66,7 @@ SAVES: dict[str, Callable[[Path], None]] = {
 def test_a_lost_manifest_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A load logs a warning if the manifest of a dcp save is missing and it reads the less complete
     `.metadata`. A checkpoint of stock torch gives no warning."""
-    for kind, said in (("ours", False), ("stock", False), ("without manifest", True)):
+    for kind, said in (("dcp", False), ("stock", False), ("without manifest", True)):
         SAVES[kind](tmp_path / kind)
         caplog.clear()
         dcp.read(tmp_path / kind)
@@ -125,9 +125,9 @@ def check_tallies(kind: str, tallies: dict[str, Tally]) -> None:
     manifest, metadata, data = tallies["manifest.msgpack"], tallies[".metadata"], tallies["data"]
     assert set(manifest.loads) <= {"CorruptCheckpointError"}
     assert data.loads["CorruptCheckpointError"] > 0
-    if kind in ("ours", "file per tensor"):
+    if kind in ("dcp", "file per tensor"):
         assert set(metadata.loads) == {"loaded"}
-    if kind in ("ours", "bare", "file per tensor"):
+    if kind in ("dcp", "bare", "file per tensor"):
         assert data.unnoticed == manifest.unnoticed == metadata.unnoticed == []
     else:
         # Names and zip headers of foreign formats have no checksum. A load raises what torch's zip reader

@@ -46,11 +46,11 @@ def resealed(data: bytes) -> bytes:
 
 def seeds(folder: Path) -> dict[str, tuple[str, bytes, Callable[[bytes], bytes]]]:
     """Return by kind a file of a checkpoint, the file's bytes, and a function to apply after the damage."""
-    dcp.save(STATE, checkpoint_id=folder / "ours", no_dist=True)
+    dcp.save(STATE, checkpoint_id=folder / "dcp", no_dist=True)
     stock.save({"w": torch.ones(3), "lr": [0.1, {"a": ()}]}, checkpoint_id=folder / "stock", no_dist=True)
     torch.save(STATE, folder / "m.pt")
     save_file({"a": torch.zeros(3), "b": torch.ones(2, 2)}, folder / "m.safetensors", metadata={"k": "v"})
-    manifest = (folder / "ours" / "manifest.msgpack").read_bytes()
+    manifest = (folder / "dcp" / "manifest.msgpack").read_bytes()
     return {
         "manifest": ("manifest.msgpack", manifest, bytes),
         "sealed manifest": ("manifest.msgpack", manifest[:-4], resealed),

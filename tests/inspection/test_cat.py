@@ -19,7 +19,7 @@ from tests.command_line.cli_support import BLOCK_BYTES, data_file, flip, run, sa
 from tests.support.examples import examples
 from tests.support.sharded import grid, save_sharded, tensor_bytes
 
-FORMATS = ["ours", "stock", "sharded", "torch", "safetensors", "huggingface"]
+FORMATS = ["dcp", "stock", "sharded", "torch", "safetensors", "huggingface"]
 
 
 def taken(place: Path, name: str, index: str | None = None) -> np.ndarray:
@@ -61,8 +61,8 @@ def tensors() -> dict[str, torch.Tensor]:
 def write(root: Path, kind: str, state: dict[str, torch.Tensor]) -> Path:
     """Save ``state`` in a format, and return the checkpoint id."""
     plain = {name: tensor.contiguous().clone() for name, tensor in state.items()}
-    if kind == "ours":
-        return save_dcp(root / "ours", dict(state))
+    if kind == "dcp":
+        return save_dcp(root / "dcp", dict(state))
     if kind == "stock":
         return save_stock(root / "stock", dict(state))
     if kind == "sharded":
@@ -105,7 +105,7 @@ def test_every_tensor_is_read_from_every_format(places: dict[str, Path], kind: s
 @pytest.mark.parametrize("kind", FORMATS[1:])
 def test_figures_do_not_depend_on_the_format(places: dict[str, Path], kind: str) -> None:
     """Statistics of all formats are equal, sums up to rounding, and a diff of any two formats is empty."""
-    own, other = (run("stats", places[one], "--json").json["tensors"] for one in ("ours", kind))
+    own, other = (run("stats", places[one], "--json").json["tensors"] for one in ("dcp", kind))
     others = {tensor["fqn"]: tensor for tensor in other}
     assert len(others) == len(own)
     for tensor in own:
@@ -127,7 +127,7 @@ def test_one_changed_element_is_found_in_every_format(
     state["a"][119, 99] += 2.0
     state["turned"][39, 59] -= 1.0
     changed = write(tmp_path, kind, state)
-    for before in (places["ours"], places[kind]):
+    for before in (places["dcp"], places[kind]):
         found = {tensor["fqn"]: tensor for tensor in run("diff", before, changed, "--json").json["tensors"]}
         assert set(found) == {"a", "turned"}
         for name, size in (("a", 2.0), ("turned", 1.0)):

@@ -49,10 +49,10 @@ def test_dcp_and_stock_read_each_other(
     place = s3_root if where == "s3" else memory_url
     options = s3_server.storage_options if where == "s3" else {}
     savers: dict[str, tuple[Any, type]] = {
-        "ours": (dcp.save, dcp.FsspecWriter),
+        "dcp": (dcp.save, dcp.FsspecWriter),
         "stock": (stock_save, StockWriter),
-        "ours in stock": (stock_save, dcp.FsspecWriter),
-        "stock in ours": (dcp.save, StockWriter),
+        "dcp in stock": (stock_save, dcp.FsspecWriter),
+        "stock in dcp": (dcp.save, StockWriter),
     }
     for version, (name, (save, writer)) in enumerate(savers.items(), start=1):
         url = f"{place}/{name.replace(' ', '-')}"

@@ -79,7 +79,7 @@ def region(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
     case=cases(),
     verify=st.sampled_from(["blocks", "full", "none"]),
     scatters=st.booleans(),
-    saver=st.sampled_from(["compatible", "ours alone", "stock"]),
+    saver=st.sampled_from(["compatible", "dcp alone", "stock"]),
 )
 def test_any_box_equals_the_slice(
     case: tuple[list[torch.Tensor], list[Want]], verify: str, scatters: bool, saver: str

@@ -43,11 +43,11 @@ def wanted() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", places())
-@pytest.mark.parametrize("saver", ["ours", "stock"])
+@pytest.mark.parametrize("saver", ["dcp", "stock"])
 def test_a_flipped_byte_anywhere_in_a_payload_is_found(saver: str, make: Any, tmp_path: Path) -> None:
     """A flipped byte is found in small tensors, in blocks, and in a column of a tensor. The error names that
     tensor alone; `verify="none"` loads the data as stored."""
-    if saver == "ours":
+    if saver == "dcp":
         dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
     else:
         stock.save(state(), checkpoint_id=tmp_path, no_dist=True)

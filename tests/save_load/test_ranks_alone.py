@@ -18,17 +18,17 @@ from tests.support.ranks import run_ranks
 def save_alone_and_load(rank: int, world_size: int, path: str, saver: str) -> Any:
     """Save different data under equal names on each rank, and load."""
     state: dict[str, Any] = {"w": torch.full((5,), float(rank)), "o": rank}
-    {"ours": dcp.save, "stock": stock.save}[saver](state, checkpoint_id=path, use_collectives=False)
+    {"dcp": dcp.save, "stock": stock.save}[saver](state, checkpoint_id=path, use_collectives=False)
     wanted: dict[str, Any] = {"w": torch.zeros(5), "o": -1}
     dcp.load(wanted, checkpoint_id=path)
     return wanted["w"].tolist(), wanted["o"]
 
 
-@pytest.mark.parametrize("saver", ["ours", "stock"])
+@pytest.mark.parametrize("saver", ["dcp", "stock"])
 def test_a_rank_loads_its_own_save(tmp_path: Path, saver: str) -> None:
     """Each rank loads its own data, as with stock torch; a single process cannot choose between the ranks."""
     assert run_ranks(2, save_alone_and_load, str(tmp_path), saver) == [([r * 1.0] * 5, r) for r in (0, 1)]
-    if saver == "ours":
+    if saver == "dcp":
         with pytest.raises(ReplicaMismatchError):
             dcp.load({"w": torch.zeros(5)}, checkpoint_id=tmp_path)
 

@@ -22,8 +22,8 @@ from tests.support.parallel import RECIPES, Training
 from tests.support.ranks import run_ranks
 from tests.support.values import differences, fill, leaves, raw
 
-SAVE = {"ours": dcp.save, "stock": stock.save}
-ROUTES = (("ours", dcp.load), ("ours", stock.load), ("stock", dcp.load))
+SAVE = {"dcp": dcp.save, "stock": stock.save}
+ROUTES = (("dcp", dcp.load), ("dcp", stock.load), ("stock", dcp.load))
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 

@@ -79,9 +79,9 @@ def sharded_tensors() -> dict[str, torch.Tensor]:
     return {name: full_tensor(name, shape, dtype) for name, (shape, dtype) in SHAPES.items()}
 
 
-def save_sharded(rank: int, world_size: int, path: str, how: str = "ours") -> None:
+def save_sharded(rank: int, world_size: int, path: str, how: str = "dcp") -> None:
     """Save `sharded_tensors` with four ranks, sharded on dimension 0, 1, 2, both, and replicated; ``how`` is
-    "ours" or "stock"."""
+    "dcp" or "stock"."""
     mesh = init_device_mesh("cpu", (world_size,))
     grid = init_device_mesh("cpu", (2, 2))
     full = sharded_tensors()
@@ -97,7 +97,7 @@ def save_sharded(rank: int, world_size: int, path: str, how: str = "ours") -> No
     }
     state["both"] = distribute_tensor(full["both"], grid, [Shard(0), Shard(1)])
     state["step"] = 12
-    if how == "ours":
+    if how == "dcp":
         dcp.save(state, checkpoint_id=path)
     else:
         torch.distributed.checkpoint.save(state, checkpoint_id=path)

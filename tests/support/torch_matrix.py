@@ -42,7 +42,7 @@ SIZES = {"rows": (5, 4), "columns": (3, 6), "replicated": (4,)}
 VERSION = torch.__version__.partition("+")[0]
 PACKAGES = {"stock": "torch.distributed.checkpoint"}
 if OURS[0] <= tuple(map(int, VERSION.split(".")[:2])) <= OURS[1]:
-    PACKAGES["ours"] = "dcp"
+    PACKAGES["dcp"] = "dcp"
 
 
 def state(*, filled: bool, swapped: bool = False, sharded: bool = True) -> dict[str, Any]:
