@@ -32,7 +32,7 @@ def through(value: Any) -> Any:
     return transfer.unpack(data, transfer.map_memory(arena.fd, arena.size_bytes))
 
 
-def test_sharded_tensors_arrive_without_their_process_groups() -> None:
+def test_dtensors_reach_the_writer_without_groups() -> None:
     """A DTensor keeps its local tensor, placements and coordinate in a mesh without process groups."""
     mesh = DeviceMesh("cuda", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=2)
     spec = DTensorSpec(mesh, (Replicate(), Shard(0)), TensorMeta(torch.Size((5, 3)), (3, 1), torch.float32))

@@ -202,7 +202,7 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
 # -- torch's own names ---------------------------------------------------------------------------------------
 
 
-def test_format_utils_are_torchs(tmp_path: Path) -> None:
+def test_format_utils_match_torchs(tmp_path: Path) -> None:
     """The functions have torch's parameter names and replace existing targets. All four combinations of dcp
     and stock torch give one state dict."""
     original = tmp_path / "model.pt"

@@ -191,7 +191,7 @@ def look(scenario: Scenario, folder: Path) -> Crash:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES]
 )
-def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
+def test_a_killed_save_leaves_the_old_or_new_checkpoint(tmp_path: Path, name: str) -> None:
     """Readers, dcp and stock torch, see the whole old version up to one step and the whole new version
     afterwards. The next save commits and removes all leftovers."""
     scenario, crashes = SAVES[name], in_lab(every_crash, tmp_path, name)
@@ -293,7 +293,7 @@ def look_at_deletion(root: Path, step: str, killed: bool) -> Deletion:
     "name",
     [pytest.param(name, marks=() if name == "strays" else pytest.mark.exhaustive) for name in DELETIONS],
 )
-def test_a_deletion_killed_before_any_step_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
+def test_a_killed_deletion_leaves_all_or_nothing(tmp_path: Path, name: str) -> None:
     """The checkpoint is whole up to one step and then gone. The next run completes the deletion, or saves."""
     crashes: list[Deletion] = in_lab(every_deletion, tmp_path, name)
     assert _all_but_the_last([crash.killed for crash in crashes])
@@ -385,7 +385,7 @@ def look_at_drop(folder: Path, step: str, killed: bool, *, options: tuple[str, .
         for name in DROPS
     ],
 )
-def test_a_drop_killed_before_any_step_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
+def test_a_killed_drop_leaves_all_or_the_rest(tmp_path: Path, name: str) -> None:
     """Readers see all parts up to one step, then only the weights. A second prune, or gc, completes it."""
     crashes: list[Drop] = in_lab(every_drop, tmp_path, name)
     assert _all_but_the_last([crash.killed for crash in crashes])

@@ -99,9 +99,7 @@ def fail_at_every_operation(rank: int, world_size: int, root: Path, faulty: int,
     [(0, OLD), (1, ABSENT)]
     + [pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((0, ABSENT), (1, OLD))],
 )
-def test_an_error_of_one_rank_is_raised_on_both_and_undoes_the_save(
-    tmp_path: Path, faulty: int, old: int | str
-) -> None:
+def test_an_error_on_one_rank_undoes_the_save(tmp_path: Path, faulty: int, old: int | str) -> None:
     """Both raise StorageFullError naming the rank; the old checkpoint stays and no new file remains."""
     rows = run_ranks(2, fail_at_every_operation, tmp_path, faulty, old)[0]
     failed = 0
@@ -140,7 +138,7 @@ def _interrupted_save(rank: int, world_size: int, folder: Path, who: int) -> Any
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_an_interrupted_rank_leaves_nothing_and_the_other_raises(tmp_path: Path, who: int) -> None:
+def test_an_interrupt_on_one_rank_undoes_the_save(tmp_path: Path, who: int) -> None:
     """The interrupted rank raises KeyboardInterrupt, the other RankFailedError; no file remains."""
     results = run_ranks(2, _interrupted_save, tmp_path / "x", who)
     own, files, again = results[who]
@@ -203,7 +201,7 @@ def _failing(rank: int, world_size: int, folder: Path, version: int, phase: str,
         *OBJECT_PHASES[:-1],
     ],
 )
-def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
+def test_an_error_in_any_save_phase_fails_all_ranks(tmp_path: Path, phase: str) -> None:
     """All three raise RankFailedError with rank and cause; no file is left, and the next save works."""
     who = 0 if phase in ("publish", "global plan", "create_global_plan") else 1
     results = run_ranks(3, _failing, tmp_path / "x", NEW, phase, who)
@@ -220,7 +218,7 @@ def test_a_rank_that_fails_in_any_phase_of_a_save_fails_it_everywhere(tmp_path: 
 @pytest.mark.parametrize(
     "phase", ["state_dict", "index", "plan", "read", "create_local_plan", "commit_tensor"]
 )
-def test_a_rank_that_fails_in_any_phase_of_a_load_fails_it_everywhere(tmp_path: Path, phase: str) -> None:
+def test_an_error_in_any_load_phase_fails_all_ranks(tmp_path: Path, phase: str) -> None:
     """All three raise RankFailedError with rank and cause; the next load on the same ranks works."""
     save_version(tmp_path / "x", OLD)
     who = 0 if phase == "index" else 1

@@ -136,7 +136,7 @@ def lost(
     yield request.param[0], in_lab(every_loss, root, *request.param, timeout_seconds=800)
 
 
-def test_a_killed_rank_leaves_the_old_or_the_new_checkpoint(lost: tuple[int | str, list[Loss]]) -> None:
+def test_a_killed_rank_leaves_the_old_or_new_checkpoint(lost: tuple[int | str, list[Loss]]) -> None:
     """Readers, dcp and stock torch, see the whole old or the whole new checkpoint. The next save commits over
     leftovers. A surviving coordinator removes all files of the failed save."""
     old, losses = lost
@@ -222,9 +222,7 @@ def run_phases(root: Path, cases: list[Case], saves: bool) -> list[tuple[list[En
         pytest.param(LOADS, False, id="loads", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_rank_killed_in_any_phase_is_named_by_the_others(
-    tmp_path: Path, cases: list[Case], saves: bool
-) -> None:
+def test_survivors_name_a_rank_killed_in_any_phase(tmp_path: Path, cases: list[Case], saves: bool) -> None:
     """Both survivors name the killed rank, the old checkpoint stays, and the next save cleans up."""
     rows = in_lab(run_phases, tmp_path, cases, saves, timeout_seconds=800)
     for case, (endings, (seen, files), after) in zip(cases, rows, strict=True):

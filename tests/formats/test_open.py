@@ -38,7 +38,7 @@ def seen(folder: Path) -> tuple[str, int]:
     return dcp.open_index(folder).format, int(state["w"][0])
 
 
-def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path) -> None:
+def test_a_crash_before_metadata_leaves_the_new_checkpoint(tmp_path: Path) -> None:
     """The manifest names the `.metadata` that the save replaces, so a reader ignores the old `.metadata`."""
     stock.save({"w": torch.full((3,), 1)}, checkpoint_id=tmp_path, no_dist=True)
     old = (tmp_path / METADATA).read_bytes()
@@ -47,7 +47,7 @@ def test_a_crash_between_the_two_files_leaves_the_new_checkpoint(tmp_path: Path)
     assert seen(tmp_path) == ("dcp", 2)
 
 
-def test_damage_to_our_own_metadata_does_not_hide_the_manifest(
+def test_damaged_metadata_does_not_hide_the_manifest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A `.metadata` with a flipped bit is reported as damaged, and not taken for a save of stock torch."""

@@ -88,7 +88,7 @@ def test_transformed_entries_are_named() -> None:
         decode(metadata)
 
 
-def test_missing_place_is_corruption() -> None:
+def test_chunks_without_a_file_are_corrupt() -> None:
     """A chunk or object without a file, as after a failed writer thread, is an error with its name."""
     for key in (MetadataIndex("t", [1, 0]), MetadataIndex("o")):
         metadata = small_metadata()

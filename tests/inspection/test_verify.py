@@ -159,7 +159,7 @@ def test_a_save_of_stock_torch_over_dcp_is_found(tmp_path: Path) -> None:
     assert found == {("metadata", "manifest.msgpack"), ("stray-file", old)}
 
 
-def test_damage_in_a_stock_checkpoint_is_found_by_the_zip_checksum(tmp_path: Path) -> None:
+def test_damage_in_a_stock_checkpoint_is_found_by_crc(tmp_path: Path) -> None:
     """Damage in a stock checkpoint is found by the zip's CRCs, which stock torch does not check."""
     folder = save_stock(tmp_path / "x", {"w": torch.full((1000,), 3.25), "text": "abcdefgh" * 100})
     path = data_file(folder)

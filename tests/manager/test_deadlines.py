@@ -298,7 +298,7 @@ def _resumed(rank: int, world_size: int, root: str) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.exhaustive)])
-def test_one_ranks_notice_is_all_ranks_deadline(tmp_path: Path, mode: str) -> None:
+def test_a_notice_on_one_rank_is_for_all_ranks(tmp_path: Path, mode: str) -> None:
     """A notice on one rank is a deadline for all: the weights of all ranks are committed, and the whole
     state, for which one rank has no time, is cancelled on all ranks."""
     found = run_ranks(2, _before_a_deadline, str(tmp_path), mode)

@@ -94,7 +94,7 @@ def test_damage_counts_as_a_pin(run: Run, whole: dict[str, Any], position: int, 
 
 
 @given(data=st.binary(max_size=200))
-def test_hostile_bytes_with_a_right_checksum_count_as_a_pin(run: Run, data: bytes) -> None:
+def test_hostile_bytes_count_as_a_pin(run: Run, data: bytes) -> None:
     """Arbitrary bytes with a right checksum count as a pin, and have no other effect."""
     manager, path = run
     body = data + b"\xa5crc32\xce"

@@ -261,7 +261,7 @@ def _damaged(rank: int, world_size: int, root: str) -> str:
     return "nothing"
 
 
-def test_damage_that_rank_0_finds_is_raised_on_all_ranks(tmp_path: Path) -> None:
+def test_damage_found_by_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
     """Rank 0 alone verifies a checkpoint; with on_failure="raise" all ranks raise at the same step."""
     results = run_ranks(3, _damaged, str(tmp_path))
     assert results[0].startswith("CorruptCheckpointError ")

@@ -32,7 +32,7 @@ def kept(retention: Retention | None, states: list[StepState], now: float = NOW)
     return list(result.keep)
 
 
-def test_younger_than() -> None:
+def test_younger_than_uses_commit_times() -> None:
     """The commit time counts; an unknown or future time counts as young."""
     states = [
         StepState(1, NOW - 61),
@@ -46,7 +46,7 @@ def test_younger_than() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [2, 5, 9]), ("max", [1, 5, 9])])
-def test_best(mode: Any, expected: list[int]) -> None:
+def test_best_keeps_lowest_or_highest_values(mode: Any, expected: list[int]) -> None:
     """The lowest or highest values are kept at any age; missing, NaN and infinite values never."""
     values = {1: 9.0, 2: 1.0, 3: math.nan, 4: -math.inf, 5: 5.0, 6: math.inf}
     states = [StepState(step, NOW, {"loss": value}) for step, value in values.items()]

@@ -82,7 +82,7 @@ def test_seconds_count_from_the_last_save() -> None:
     start=st.integers(0, 200),
     restored=st.none() | st.integers(0, 200),
 )
-def test_a_multiple_that_is_passed_leads_to_one_save(
+def test_a_passed_multiple_leads_to_one_save(
     every: int, stride: int, start: int, restored: int | None
 ) -> None:
     """A multiple that the loop passes leads to one save, for any stride, begin or restored step."""

@@ -39,7 +39,7 @@ def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize(
     ("to", "name"), [("dcp", "copy"), ("torch", "model.pt"), ("safetensors", "model.safetensors")]
 )
-def test_to_s3_and_back(
+def test_conversions_to_s3_and_back(
     to: str, name: str, source: Path, expected: bytes, s3_server: S3Server, s3_root: str, tmp_path: Path
 ) -> None:
     """Conversions from disk to S3, within S3, and back give the bytes of a local conversion."""

@@ -97,7 +97,7 @@ def test_checkpoints_of_torch_before_2_4_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_plans_and_metadata_are_those_of_torch(flatten: bool) -> None:
+def test_plans_and_metadata_equal_torchs(flatten: bool) -> None:
     """Items, metadata entries and planner data equal those of torch's planner, in the same order."""
     state: dict[str, Any] = {"w": torch.zeros(2), "b": torch.ones(4, dtype=torch.bfloat16), "epoch": 7}
     if flatten:

@@ -70,7 +70,7 @@ def test_values_that_load_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_value_that_a_load_will_refuse_is_named(
+def test_values_that_loads_refuse_are_warned_of(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning names the value and the required option; without that option the load refuses it."""

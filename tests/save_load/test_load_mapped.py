@@ -218,7 +218,7 @@ def claimed(case: Case, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return local, wanted
 
 
-def test_any_map_of_any_shards(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_map_loads_any_shards(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every element of a rank's boxes follows the rule, and no other element is touched."""
 
     @examples(600, quick=12)

@@ -130,9 +130,7 @@ def full_state(rank: int, world: int, root: str, name: str) -> list[str]:
         pytest.param("fsdp2_tensor_parallel", 4, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_full_state_of_rank_0_is_saved_broadcast_and_resharded(
-    name: str, world: int, tmp_path: Path
-) -> None:
+def test_a_full_state_of_rank_0_loads_into_shards(name: str, world: int, tmp_path: Path) -> None:
     """full_state_dict and cpu_offload save, broadcast_from_rank0 sets, and sharded states load it."""
     assert run_ranks(world, full_state, str(tmp_path), name) == [[]] * world
 

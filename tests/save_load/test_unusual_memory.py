@@ -63,7 +63,7 @@ CASTS: dict[str, tuple[torch.Tensor, torch.dtype, str | None]] = {
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("verify", ["blocks", "none"])
-def test_casts_that_lose_more_than_digits_are_in_the_report(tmp_path: Path, verify: Any) -> None:
+def test_lossy_casts_are_in_the_report(tmp_path: Path, verify: Any) -> None:
     """Overflow, dropped imaginary parts and fractions are reported; rounding is not."""
     dcp.save({name: stored for name, (stored, _, _) in CASTS.items()}, checkpoint_id=tmp_path)
     state = {name: torch.zeros(stored.shape, dtype=dtype) for name, (stored, dtype, _) in CASTS.items()}
@@ -184,7 +184,7 @@ def test_more_files_than_a_process_can_open(tmp_path: Path) -> None:
     assert all(torch.equal(wanted[name], state[name]) for name in state)
 
 
-def test_an_object_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
+def test_an_object_of_false_size_takes_no_memory(tmp_path: Path) -> None:
     """Stock metadata has no file sizes, so the size of the file limits the read."""
     stock.save({"o": {1, 2, 3}}, checkpoint_id=tmp_path)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())

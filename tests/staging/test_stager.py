@@ -20,7 +20,7 @@ def finished(staged: StagedState) -> StagedState:
     return staged
 
 
-def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
+def test_one_arena_waits_for_the_previous_save() -> None:
     """Memory of an unfinished save is not overwritten; the error of the timeout suggests more arenas."""
     state = {"w": torch.ones(1000)}
     stager = DefaultStager()
@@ -42,7 +42,7 @@ def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
     stager.close()
 
 
-def test_lock_entered_after_an_overlapped_staging_waits_for_its_copies() -> None:
+def test_lock_after_overlapped_staging_waits_for_copies() -> None:
     """A change inside of lock() right after stage_local(overlap=True) is not in the copy."""
     state = {f"w{number}": torch.zeros(MIB) for number in range(4)}
     stager = DefaultStager(guard="full")
@@ -83,7 +83,7 @@ def test_a_staging_waits_until_the_lock_is_left() -> None:
     stager.close()
 
 
-def test_a_save_begun_inside_of_its_own_lock_is_an_error() -> None:
+def test_a_save_inside_its_own_lock_is_an_error() -> None:
     """A save inside of its own lock() would deadlock, so it raises and releases its memory."""
     stager = DefaultStager()
     local = collect({"w": torch.ones(3)})
@@ -93,7 +93,7 @@ def test_a_save_begun_inside_of_its_own_lock_is_an_error() -> None:
     stager.close()
 
 
-def test_a_change_while_staging_overlaps_is_an_error_that_names_the_tensor() -> None:
+def test_a_change_during_overlapped_staging_is_an_error() -> None:
     """A change without lock() during an overlapped copy fails the save, and the next staging succeeds."""
     state = {"kept": torch.zeros(5000), "changed": torch.zeros(5000), "step": torch.tensor(3)}
     stager, proceed, held = DefaultStager(arenas=2), threading.Event(), threading.Event()

@@ -85,7 +85,7 @@ def test_odd_files_are_refused_without_hanging(tmp_path: Path) -> None:
         store.delete("folder")
 
 
-def test_a_missing_root_is_empty_to_readers_and_an_error_to_writers(tmp_path: Path) -> None:
+def test_a_missing_root_fails_only_writes(tmp_path: Path) -> None:
     """Reads of a missing root find nothing; writes raise a StorageError with the path."""
     store = PosixStore(tmp_path / "missing")
     assert (store.list(), store.stat("m"), store.version("m")) == ([], None, None)
@@ -102,7 +102,7 @@ def test_a_missing_root_is_empty_to_readers_and_an_error_to_writers(tmp_path: Pa
 
 
 @pytest.mark.parametrize("blocker", ["file", "dangling"])
-def test_a_root_in_the_place_of_a_file_is_refused(tmp_path: Path, blocker: str) -> None:
+def test_a_file_in_place_of_the_root_is_refused(tmp_path: Path, blocker: str) -> None:
     """Another kind of file in place of the root, or of its parent, is a StorageError."""
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "dangling").symlink_to("nowhere/at/all")
@@ -124,7 +124,7 @@ def test_make_root_is_durable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_content_is_durable_before_its_name_and_the_name_after(tmp_path: Path, durable: bool) -> None:
+def test_content_is_synced_before_its_name(tmp_path: Path, durable: bool) -> None:
     """Content is synced before it is named, and the folder afterwards; only replacements take the lock."""
     steps = Steps()
     store = PosixStore(tmp_path, steps)

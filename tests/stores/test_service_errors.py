@@ -154,7 +154,7 @@ class _Locked(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     info = cat_file = pipe_file = ls
 
 
-def test_a_save_and_a_load_without_credentials_end_at_once() -> None:
+def test_missing_credentials_are_not_retried() -> None:
     """Missing credentials raise after one attempt of each request, whatever retry_seconds is."""
     fsspec.register_implementation("lockedcloud", _Locked, clobber=True)
     options = {"retry_seconds": 3600.0}
