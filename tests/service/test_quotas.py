@@ -367,24 +367,24 @@ def test_queued_jobs_need_rights_and_room_at_their_start(catalog: Catalog, chang
     number = client.post(f"{API}/jobs", json={"kind": "convert", "params": job}).json()["id"]
     if change == "revoked":
         assert catalog.status("DELETE", f"/keys/{made['id']}") == 200
-        said = ("ForbiddenError", "service-account:robots/key:one, who submitted the job, is now revoked")
+        expected = ("ForbiddenError", "service-account:robots/key:one, who submitted the job, is now revoked")
     elif change == "role":
         tag = {"If-Match": catalog.http.get(f"{API}/grants/{role}").headers["ETag"]}
         less = {"role": "contributor"}
         assert catalog.status("PATCH", f"/grants/{role}", json=less, headers=tag) == 200
-        said = ("ForbiddenError", "no longer has the scope 'convert' in root main")
+        expected = ("ForbiddenError", "no longer has the scope 'convert' in root main")
     elif change == "template":
         assert catalog.status("DELETE", f"/grants/{role}") == 204
         assert catalog.status("GET", f"/jobs/{number}", client) == 404
-        said = ("ForbiddenError", "may no longer read root other")
+        expected = ("ForbiddenError", "may no longer read root other")
     else:
         limit(catalog, "account", f"account#{account}", bytes_kept=0)
-        said = (
+        expected = (
             "ConflictError",
             "bytes_kept: the limit of this account is 0 B of checkpoints, and 0 B are in use",
         )
     with served_by(catalog.app.service.settings):
         until(lambda: catalog.get(f"/jobs/{number}")["finished_at"], "its end")
     ended = catalog.get(f"/jobs/{number}")
-    assert (ended["state"], ended["error"]["type"]) == ("failed", said[0])
-    assert said[1] in ended["error"]["detail"] and not catalog.place("out.pt").exists()
+    assert (ended["state"], ended["error"]["type"]) == ("failed", expected[0])
+    assert expected[1] in ended["error"]["detail"] and not catalog.place("out.pt").exists()

@@ -49,9 +49,9 @@ def ask(client: TestClient, number: int, stage: str, **more: Any) -> Any:
     return client.post(f"{API}/checkpoints/{number}/stage-requests", json={"stage": stage, **more})
 
 
-def decide(client: TestClient, request: int, what: str = "approve", **body: Any) -> int:
+def decide(client: TestClient, request: int, decision: str = "approve", **body: Any) -> int:
     """Decide a request, and return the status."""
-    return client.post(f"{API}/stage-requests/{request}/{what}", json=body).status_code
+    return client.post(f"{API}/stage-requests/{request}/{decision}", json=body).status_code
 
 
 def held(catalog: Catalog, run: int = 1) -> dict[str, int]:

@@ -85,7 +85,7 @@ def window(
     found = Window(context.new_page(), base_url)
     faults = found.faults
     page = found.page
-    page.on("console", lambda said: faults.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("request", lambda one: None if urlsplit(one.url).netloc == host else faults.append(one.url))
     try:

@@ -222,16 +222,16 @@ def let_leases_end(database: Database) -> None:
         database.transact(lambda connection, late=late: connection.execute(late))  # type: ignore[misc]
 
 
-def pids_of(folder: Path, what: str = "task ") -> list[int]:
-    """Return the ids of the processes that logged ``what``."""
-    return [int(line.split()[-1]) for line in log_lines(folder) if line.startswith(what)]
+def pids_of(folder: Path, prefix: str = "task ") -> list[int]:
+    """Return the ids of the processes that logged lines with ``prefix``."""
+    return [int(line.split()[-1]) for line in log_lines(folder) if line.startswith(prefix)]
 
 
-def until(holds: Callable[[], object], what: str) -> None:
+def until(holds: Callable[[], object], description: str) -> None:
     """Wait until ``holds`` returns a true value."""
     end = time.monotonic() + HANG_SECONDS
     while not holds():
-        assert time.monotonic() < end, f"waited in vain for: {what}"
+        assert time.monotonic() < end, f"waited in vain for: {description}"
         time.sleep(0.03)
 
 

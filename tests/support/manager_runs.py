@@ -57,11 +57,11 @@ def manager_of(root: Path | str, **options: Any) -> dcp.CheckpointManager:
     return dcp.CheckpointManager(root, **(settings | options))
 
 
-def until(condition: Callable[[], object], what: str = "what was waited for") -> None:
+def until(condition: Callable[[], object], description: str = "the awaited condition") -> None:
     """Wait until ``condition`` returns a true value; AssertionError after some minutes."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
+        assert time.monotonic() < deadline, f"{description} did not happen"
         time.sleep(0.005)
 
 

@@ -148,12 +148,12 @@ class Recording:
         seen = set()
         for end in range(len(self._log) if at_end else 0, len(self._log) + 1):
             changes, loose = self._until(end)
-            for what, lost in _losses(loose, [change.call for change in changes]):
+            for name, lost in _losses(loose, [change.call for change in changes]):
                 image = self._image(changes, lost)
                 if (key := hash(image)) not in seen:
                     seen.add(key)
                     last = changes[-1].call if changes else "nothing"
-                    yield f"cut {end} after {last}: {what}", _maker(image)
+                    yield f"cut {end} after {last}: {name}", _maker(image)
 
     def _until(self, end: int) -> tuple[list[_Change], list[int]]:
         """Return the changes before the cut, and the indices of those that no fsync has made durable."""

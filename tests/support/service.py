@@ -40,7 +40,7 @@ class ServiceError(AssertionError):
     """A process did not do its work; the message has the end of its log."""
 
 
-def wait_until(look: Callable[[], T], what: str, seconds: float = 300.0) -> T:
+def wait_until(look: Callable[[], T], description: str, seconds: float = 300.0) -> T:
     """Wait until ``look`` returns a true value, and return the value. Raises ServiceError after ``seconds``.
 
     Broken connections count as "not yet".
@@ -55,7 +55,7 @@ def wait_until(look: Callable[[], T], what: str, seconds: float = 300.0) -> T:
         except httpx.TransportError as error:
             last = error
         if time.monotonic() > give_up:
-            raise ServiceError(f"not within {seconds:g} s: {what}; last seen: {last!r}")
+            raise ServiceError(f"not within {seconds:g} s: {description}; last seen: {last!r}")
         time.sleep(0.05)
 
 

@@ -250,14 +250,14 @@ def test_a_power_cut_leaves_the_old_or_the_new_file(before: bytes | None, tmp_pa
         Recording(folder) as recording,
     ):
         client.download(1, target, overwrite=True)
-    for what, make in recording.images():
+    for name, make in recording.images():
         make(folder)
-        assert (target.read_bytes() if target.exists() else None) in (before, BYTES), what
+        assert (target.read_bytes() if target.exists() else None) in (before, BYTES), name
     images = list(recording.images(at_end=True))
     assert images
-    for what, make in images:
+    for name, make in images:
         make(folder)
-        assert target.read_bytes() == BYTES, what
+        assert target.read_bytes() == BYTES, name
 
 
 def test_empty_pages_do_not_end_a_list(connect: Connect) -> None:

@@ -175,18 +175,18 @@ def test_disconnected_clients_stop_the_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "path",
     [
         "download",
         *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("files/FILE", "tensors/data?name=w")),
     ],
 )
-def test_downloads_end_with_a_revoked_key(what: str, tmp_path: Path) -> None:
+def test_downloads_end_with_a_revoked_key(path: str, tmp_path: Path) -> None:
     """A revoked key ends its running downloads; one key may use half of the slots."""
     with ExitStack() as stack:
         site = data_site(stack, tmp_path, max_downloads=2)
         (data,) = site.save("big", {"w": torch.from_numpy(np.zeros(MANY, np.int32))}).glob("*.distcp")
-        url = f"{site.known('big')}/{what.replace('FILE', data.name)}"
+        url = f"{site.known('big')}/{path.replace('FILE', data.name)}"
         one, other, third = (site.client("read", name=name) for name in ("one", "other", "third"))
         ended = stack.enter_context(one.stream("GET", url))
         assert one.get(url).status_code == 429

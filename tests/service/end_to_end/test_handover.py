@@ -213,7 +213,7 @@ def test_handovers_need_scope_target_and_checkpoint(handing: Catalog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "state", "said"),
+    ("answer", "state", "detail"),
     [
         (401, "failed", "check the credentials"),
         ((302, {"Location": "http://169.254.169.254/"}), "failed", "answered 302"),
@@ -222,7 +222,7 @@ def test_handovers_need_scope_target_and_checkpoint(handing: Catalog) -> None:
     ],
 )
 def test_errors_and_redirects_of_a_target(
-    handing: Catalog, receiver: Receiver, answer: Any, state: str, said: str
+    handing: Catalog, receiver: Receiver, answer: Any, state: str, detail: str
 ) -> None:
     """A refused request fails the job, a temporary error is retried, and redirects are not followed."""
     number = handing.add("run/step-1")
@@ -232,7 +232,7 @@ def test_errors_and_redirects_of_a_target(
         if (made := handing.worker.claim()) is not None:
             handing.worker.complete(made, handing.worker.carry_out(made))
     shown = handing.get(f"/jobs/{job}")
-    assert said in (shown["error"] or shown["waiting"])["detail"]
+    assert detail in (shown["error"] or shown["waiting"])["detail"]
     assert (shown["error"] is None) == (state == "queued")
     assert TOKEN not in json.dumps(shown)
     assert {one.path.partition("?")[0] for one in receiver.requests} <= {
@@ -242,7 +242,7 @@ def test_errors_and_redirects_of_a_target(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "detail"),
     [
         ({"mlflow": {"url": "http://10.0.0.7:5000"}}, "features.handover.allow_private"),
         ({"mlflow": {"url": "ftp://mlflow.example.org"}}, "http(s)://"),
@@ -255,11 +255,11 @@ def test_errors_and_redirects_of_a_target(
         ({"when": [{"targets": ["wandb"]}]}, "features.handover.wandb is not configured"),
     ],
 )
-def test_invalid_settings_stop_the_start(tmp_path: Path, given: Any, said: str) -> None:
+def test_invalid_settings_stop_the_start(tmp_path: Path, given: Any, detail: str) -> None:
     """Invalid settings stop the start; the message has the setting and the remedy, and no secret."""
     with (
         pytest.raises(Exception, match=r"settings features\.handover") as caught,
         running_app(f"sqlite:///{tmp_path}/db", tmp_path, features={"handover": given}),
     ):
         pass
-    assert said in str(caught.value) and TOKEN not in str(caught.value)
+    assert detail in str(caught.value) and TOKEN not in str(caught.value)

@@ -22,28 +22,28 @@ WRITERS = ("safetensors", "dcp", "torch", "merge")
 ALL = (*READERS, *WRITERS, "delete", "purge", "prune", "scan")
 
 
-def job_params(site: JobSite, what: str) -> tuple[str, dict[str, Any]]:
+def job_params(site: JobSite, case: str) -> tuple[str, dict[str, Any]]:
     """Return kind and parameters of a job for ``run/step-5``."""
     one = site.found("main", "run/step-5")
-    to = {"target_root": "export", "target_key": f"made/{what}"}
-    if what in ("safetensors", "dcp", "torch"):
-        key = {"safetensors": "x.safetensors", "dcp": "x", "torch": "x.pt"}[what]
-        return "convert", {"checkpoint_id": one.id, "to": what, "target_root": "export", "target_key": key}
-    return what, {
+    to = {"target_root": "export", "target_key": f"made/{case}"}
+    if case in ("safetensors", "dcp", "torch"):
+        key = {"safetensors": "x.safetensors", "dcp": "x", "torch": "x.pt"}[case]
+        return "convert", {"checkpoint_id": one.id, "to": case, "target_root": "export", "target_key": key}
+    return case, {
         "diff": {"a": one.id, "b": one.id},
         "drift": {"run_id": one.run_id},
         "merge": {"sources": [one.id], "only": ["weight"], "to": "dcp", **to},
         "delete": {"checkpoint_ids": [one.id], "grace_seconds": 0},
         "scan": {"root": "main"},
-    }.get(what, {"checkpoint_id": one.id})
+    }.get(case, {"checkpoint_id": one.id})
 
 
-def submit(site: JobSite, what: str) -> int:
+def submit(site: JobSite, case: str) -> int:
     """Submit a job, after the steps that its kind requires."""
-    if what == "purge":
+    if case == "purge":
         number = site.id("main", "run/step-5")
         site.http.delete(f"/api/v1/checkpoints/{number}", params={"grace_seconds": 0}).raise_for_status()
-    kind, params = job_params(site, what)
+    kind, params = job_params(site, case)
     return site.submit(kind, **params)
 
 
@@ -62,51 +62,51 @@ def lose_every_phase(site: JobSite, number: int) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "case",
     [
         *("verify", "safetensors", "merge", "purge", "prune", "scan"),
-        *(pytest.param(what, marks=pytest.mark.exhaustive) for what in ("stats", "diff", "dcp")),
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("stats", "diff", "dcp")),
     ],
 )
 def test_jobs_take_effect_once_despite_lost_phases(
-    what: str, local: JobSite, tmp_path: Path, state: dict[str, Any]
+    case: str, local: JobSite, tmp_path: Path, state: dict[str, Any]
 ) -> None:
     """A job has its effect once, although workers die after the work of each phase and before its record."""
-    if what == "prune":
+    if case == "prune":
         shutil.rmtree(tmp_path / "main/run/step-5")
         save_apart(tmp_path / "main/run/step-5", 5)
         local.scan("main")
-    number = submit(local, what)
+    number = submit(local, case)
     lost = lose_every_phase(local, number)
     assert lost == {"plan", "task", "publish"}
     job = local.job(number)
     assert job.state == "succeeded", job.error
-    if what in ("safetensors", "dcp"):
-        check_target(local, {"safetensors": "x.safetensors", "dcp": "x"}[what], job.result)
-    elif what == "purge":
+    if case in ("safetensors", "dcp"):
+        check_target(local, {"safetensors": "x.safetensors", "dcp": "x"}[case], job.result)
+    elif case == "purge":
         assert local.found("main", "run/step-5").state == "purged"
         assert not (tmp_path / "main/run/step-5").exists()
-    elif what in ("verify", "prune"):
-        assert len(local.audited(f"checkpoint.{what}")) == 1
+    elif case in ("verify", "prune"):
+        assert len(local.audited(f"checkpoint.{case}")) == 1
 
 
 def test_job_kinds_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, state: dict[str, Any]) -> None:
     """Jobs read and write S3, leave no temporary object, and show neither bucket nor secret."""
-    options, said, read = s3_server.storage_options, [], {}
+    options, texts, read = s3_server.storage_options, [], {}
     with raw_s3(s3_server) as raw:
-        for what in ("verify", "stats", "diff", *WRITERS):
-            number = submit(on_s3, what)
-            lost = lose_every_phase(on_s3, number) if what in ("safetensors", "dcp") else set()
+        for case in ("verify", "stats", "diff", *WRITERS):
+            number = submit(on_s3, case)
+            lost = lose_every_phase(on_s3, number) if case in ("safetensors", "dcp") else set()
             on_s3.worker.drain()
             job = on_s3.job(number)
             assert job.state == "succeeded", job.error
-            said.append(json.dumps([job.result, job.params]))
-            if what in ("safetensors", "dcp", "torch"):
+            texts.append(json.dumps([job.result, job.params]))
+            if case in ("safetensors", "dcp", "torch"):
                 key = job.params["target_key"]
                 check_target(on_s3, key, job.result)
                 assert lost in (set(), {"plan", "task", "publish"})
                 assert not [name for name in raw.list(f"{s3_root}/export") if ".tmp-" in name]
-                read[what] = dcp.read(f"{s3_root}/export/{key}", storage_options=options)["weight"]
+                read[case] = dcp.read(f"{s3_root}/export/{key}", storage_options=options)["weight"]
                 made = on_s3.id("export", key)
                 on_s3.http.delete(f"/api/v1/checkpoints/{made}", params={"grace_seconds": 0})
                 assert on_s3.result("purge", checkpoint_id=made)["outcome"] == "deleted"
@@ -117,17 +117,17 @@ def test_job_kinds_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, stat
         on_s3.worker.drain()
         assert list(raw.list(f"{s3_root}/main")) == ["run/notes.txt"]
     assert all(torch.equal(value, state["weight"]) for value in read.values()) and len(read) == 3
-    assert not [text for text in said if s3_root in text or options["secret"] in text]
+    assert not [text for text in texts if s3_root in text or options["secret"] in text]
 
 
 @pytest.mark.parametrize(
-    ("what", "is_damaged"), [("verify", False), ("merge", False), *((what, True) for what in WRITERS[:2])]
+    ("case", "is_damaged"), [("verify", False), ("merge", False), *((case, True) for case in WRITERS[:2])]
 )
 def test_missing_or_damaged_data_fails_with_a_reason(
-    what: str, is_damaged: bool, local: JobSite, tmp_path: Path
+    case: str, is_damaged: bool, local: JobSite, tmp_path: Path
 ) -> None:
     """A job on missing or damaged data fails for good, writes no target and shows no path."""
-    number, folder = submit(local, what), tmp_path / "main/run/step-5"
+    number, folder = submit(local, case), tmp_path / "main/run/step-5"
     if is_damaged:
         flip_bit(folder)
     else:
@@ -144,11 +144,11 @@ def test_missing_or_damaged_data_fails_with_a_reason(
 def test_jobs_on_hidden_roots_get_404(local: JobSite) -> None:
     """A job on a checkpoint, root or run that the key may not see is refused with 404."""
     stranger = local.app.client("read", "write", "convert", "delete", roots=["export"])
-    for what in ALL:
-        kind, params = job_params(local, what)
+    for case in ALL:
+        kind, params = job_params(local, case)
         with pytest.raises(RefusedError, match="not found") as refused:
             local.submit(kind, stranger, **params)
-        assert refused.value.status == 404, what
+        assert refused.value.status == 404, case
     assert local.jobs() == []
 
 
@@ -158,8 +158,8 @@ def test_read_only_roots_refuse_changes(make_database: MakeDatabase, tmp_path: P
     roots = {"main": {"url": str(tmp_path / "main"), "readonly": True}}
     with running_jobs(make_database(), tmp_path, roots) as site:
         site.scan("main")
-        for what in ("delete", "prune", "safetensors", "merge"):
-            kind, params = job_params(site, what)
+        for case in ("delete", "prune", "safetensors", "merge"):
+            kind, params = job_params(site, case)
             given = params | ({"target_root": "main"} if "target_root" in params else {})
             with pytest.raises(RefusedError, match="read-only"):
                 site.submit(kind, **given)

@@ -46,8 +46,8 @@ def test_keys_are_created_listed_and_revoked(tmp_path: Path) -> None:
         assert left == pytest.approx(30 * 86_400, abs=300)
         run("keys create ci", status=3)  # a valid key has this name
         made = [run(f"keys create {name} --account nightly") for name in ("ci", "cd")]  # of an account
-        assert all("nightly has no role yet, so the key is refused until" in said for said in made)
-        mine = [said.split()[0] for said in made]
+        assert all("nightly has no role yet, so the key is refused until" in output for output in made)
+        mine = [output.split()[0] for output in made]
         answers = [app.base.get(f"{API}/account", headers={"Authorization": f"Bearer {one}"}) for one in mine]
         assert {one.json()["actor"] for one in answers} == {"service-account:nightly"}
         run("keys create x --account a/b", status=2)

@@ -113,8 +113,8 @@ def test_cancelling_and_retrying(catalog: Catalog) -> None:
     """Cancelling and retrying return 202 and the job, or 409 if the state does not allow them."""
     number = submit(catalog)
 
-    def ask(what: str) -> Any:
-        return catalog.http.post(f"{JOBS}/{number}/{what}")
+    def ask(action: str) -> Any:
+        return catalog.http.post(f"{JOBS}/{number}/{action}")
 
     assert ask("retry").status_code == 409
     plan(catalog, 1)
@@ -127,7 +127,7 @@ def test_cancelling_and_retrying(catalog: Catalog) -> None:
     assert (retried.status_code, retried.json()["state"]) == (202, "queued")
     catalog.work()
     assert shown(catalog, number)["state"] == "succeeded"
-    assert [ask(what).status_code for what in ("cancel", "retry")] == [409, 409]
+    assert [ask(action).status_code for action in ("cancel", "retry")] == [409, 409]
     entries = pages(catalog.http, "/audit", target=f"job:{number}")
     assert [entry["action"] for entry in entries][:2] == ["job.retry", "job.cancel"]
 

@@ -145,8 +145,8 @@ def test_rules_ignore_earlier_commits(catalog: Catalog) -> None:
     slow = Random(1)
     event.listen(catalog.app.service.database.writer, "commit", lambda _: time.sleep(slow.random() / 30))
     with ThreadPoolExecutor(6) as pool:
-        said = [pool.submit(catalog.register, f"a/step-{step}") for step in range(1, 21)]
-        while not all(one.done() for one in said):
+        registered = [pool.submit(catalog.register, f"a/step-{step}") for step in range(1, 21)]
+        while not all(one.done() for one in registered):
             list(pool.map(lambda _: catalog.regular_work(), range(2)))
     catalog.regular_work()
     assert sorted(made(catalog)) == [("verify", "rule:r")] * 20

@@ -80,7 +80,7 @@ def test_revoking_your_own_key(keyed: App, admin: Browser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "said"),
+    ("fields", "status", "message"),
     [
         ({"name": "no blanks"}, 422, "A name has"),
         ({"scope": []}, 422, "Choose at least one scope"),
@@ -92,7 +92,7 @@ def test_revoking_your_own_key(keyed: App, admin: Browser) -> None:
     ],
 )
 def test_invalid_keys_are_refused_with_the_reason(
-    keyed: App, admin: Browser, fields: dict[str, str | list[str]], status: int, said: str
+    keyed: App, admin: Browser, fields: dict[str, str | list[str]], status: int, message: str
 ) -> None:
     """An invalid key is refused with the reason and the typed values, and not created."""
     token = admin.page("/keys").form("/keys").fields["token"]
@@ -100,7 +100,7 @@ def test_invalid_keys_are_refused_with_the_reason(
     answer = admin.client.post("/keys", data=data)
     assert answer.status_code == status
     page = PageText(answer.text)
-    assert said in page.text
+    assert message in page.text
     assert page.form("/keys").fields["name"] == data["name"]
     assert len(keyed.client("admin", name="x").get("/api/v1/keys").json()["items"]) == 2
 

@@ -74,8 +74,8 @@ def test_every_page_is_guarded(app: App, keyed: App, path: str) -> None:
         answer = client.get(path, headers=HTML)
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         assert faults_of(PageText(answer.text)) == []
-        said = answer.headers["content-security-policy"].split(";")
-        policy = dict(part.strip().split(" ", 1) for part in said)
+        directives = answer.headers["content-security-policy"].split(";")
+        policy = dict(part.strip().split(" ", 1) for part in directives)
         assert policy == {
             "default-src": "'none'",
             "script-src": "'self'",

@@ -332,12 +332,12 @@ def test_s3_keys_stay_below_the_prefix(tmp_path: Path, s3_server: S3Server, s3_r
         assert say(catalog, "step-1", root_url=f"{s3_root}-beside") in (404, 422)
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_links_switched_during_requests(local: Catalog, outside: Outside, what: str) -> None:
+@pytest.mark.parametrize("replaced", ["file", "folder"])
+def test_links_switched_during_requests(local: Catalog, outside: Outside, replaced: str) -> None:
     """A link that is switched during requests never leads to an outside file."""
     number, folder = local.register("run/step-1"), local.place("run/step-1")
     (folder / "data.bin").write_bytes(b"inside")
-    if what == "folder":
+    if replaced == "folder":
         shutil.copytree(folder, local.place("run/in"))
         shutil.rmtree(folder)
         link, targets = folder, [local.place("run/in"), outside.folder]

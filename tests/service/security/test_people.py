@@ -156,9 +156,9 @@ def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, p
         mine, other = catalog.add("run/step-1"), catalog.add("run/step-2", "other")
         browser = person(catalog.app)
         client = with_key(catalog.app, own_key(browser, scope=["read", "write", "admin"][:2]))
-        who = catalog.get("/whoami", client)
-        assert who["name"] == "person:alice@example.org/key:laptop"
-        assert who["rights"] == {"main": ["read", "write"]}
+        caller = catalog.get("/whoami", client)
+        assert caller["name"] == "person:alice@example.org/key:laptop"
+        assert caller["rights"] == {"main": ["read", "write"]}
         assert seen(catalog, client) == seen(catalog, browser.client) == {"run/step-1"}
         assert client.put(f"{API}/checkpoints/{mine}/tags/good").status_code == 200
         for method, path in (("GET", ""), ("PUT", "/tags/good")):
@@ -229,10 +229,10 @@ FORGED: dict[str, Callable[[dict[str, Any], dict[str, Any]], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED)
-def test_forged_tokens_are_refused(catalog: Catalog, provider: Provider, what: str) -> None:
+@pytest.mark.parametrize("forgery", FORGED)
+def test_forged_tokens_are_refused(catalog: Catalog, provider: Provider, forgery: str) -> None:
     """A forged token gets 403, without session and account; a valid token is accepted afterwards."""
-    provider.forge = FORGED[what]
+    provider.forge = FORGED[forgery]
     browser = Browser(catalog.app.client())
     answer = sign_in(browser)
     assert answer.status_code == 403 and "set-cookie" not in answer.headers
@@ -521,14 +521,14 @@ def test_admins_manage_accounts_by_pages(catalog: Catalog, provider: Provider) -
     assert "Role granted" in group.text and seen(catalog, browser.client) == {"run/step-1", "run/step-2"}
     assert "convert" in browser.page("/account").text
     number = account_of(catalog, "alice@example.org")["id"]
-    for action, said in (
+    for action, message in (
         ("sign-out", "Signed out"),
         ("state", "Account disabled"),
         ("state", "Account enabled"),
     ):
         form = boss.page(f"/people/{number}").form(f"/people/{number}/{action}")
-        fields = {"disable": "1"} if said == "Account disabled" else {}
-        assert said in boss.submit(form, **fields).text
+        fields = {"disable": "1"} if message == "Account disabled" else {}
+        assert message in boss.submit(form, **fields).text
     revoke = next(one for one in boss.page("/people").forms if "grants" in one.action)
     assert "Role revoked" in boss.submit(revoke).text
     assert (
