@@ -85,12 +85,12 @@ def test_the_database_fails_after_the_commit(app: App, name: str) -> None:
         passed.update({"committed"} if "noted" in passed else ())
 
     listeners = [("begin", fail), ("before_cursor_execute", look), ("commit", commit)]
-    for name, listener in listeners:
-        event.listen(engine, name, listener)
+    for moment, listener in listeners:
+        event.listen(engine, moment, listener)
     first = app.base.post(f"{API}{path}", json=body, headers=KEY)
     assert "committed" in passed
-    for name, listener in listeners:
-        event.remove(engine, name, listener)
+    for moment, listener in listeners:
+        event.remove(engine, moment, listener)
     after = done(app)
     again = app.base.post(f"{API}{path}", json=body, headers=KEY)
     assert again.headers["Idempotency-Replayed"] == "true"
