@@ -359,7 +359,7 @@ _RUBBISH: dict[str, Callable[[bytes], bytes]] = {
     "zeros": lambda data: bytes(len(data)),
     "empty": lambda data: b"",
     "a torn header": lambda data: data[:20],
-    "an entry that is no msgpack": lambda data: _framed(b"\xc1") + data,
+    "an entry that is not msgpack": lambda data: _framed(b"\xc1") + data,
     "a save id that is a path": _with_another_save_id,
 }
 

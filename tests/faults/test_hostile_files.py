@@ -153,7 +153,7 @@ BOMBS: dict[str, bytes] = {
     + b"}X\x09\0\0\0_metadata"
     + _get(0)
     + b"sb.",
-    "a string many times": b"\x80\x02"
+    "a repeated string": b"\x80\x02"
     + _LARGE
     + _memo(0)
     + b"0}("
@@ -431,10 +431,10 @@ HOSTILE: dict[str, Any] = {
     "a field before": _array((1,), _structure({"a": (F8, -8)}, 8), bytes(8)),
     "a field of objects": _array((1,), _structure({"a": (np.dtype("O"), 0)}, 8), bytes(8)),
     "a field without a dtype": _array((1,), _structure({"a": (1, 0)}, 8), bytes(8)),
-    "fields that are not there": _array((1,), _structure({}, 8, names=("a",)), bytes(8)),
+    "fields that do not exist": _array((1,), _structure({}, 8, names=("a",)), bytes(8)),
     "exponential fields": _array((1,), nested_structure(40), bytes(8)),
     "a dtype of a call": dtype(_called("os.system", "false")),
-    "a dtype of much text": dtype("f8," * 100_000),
+    "a dtype of long text": dtype("f8," * 100_000),
     "a dtype of a class": dtype(_Global("builtins", "object")),
     "a unit of another type": _array(
         (1,), dtype("M8", (4, "<", None, None, None, -1, -1, 0, ({}, 1))), bytes(8)
@@ -450,15 +450,15 @@ HOSTILE: dict[str, Any] = {
     "one piece many times": _shared(500),
     "a fraction of a huge power": _called("fractions.Fraction", "1e999999999"),
     "a fraction by zero": _called("fractions.Fraction", 1, 0),
-    "a date that is none": _called("datetime.datetime", b"\x07\xea\x0d\x40\x20\x00\x00\x00\x00\x00"),
+    "an invalid date": _called("datetime.datetime", b"\x07\xea\x0d\x40\x20\x00\x00\x00\x00\x00"),
     "a zone of a class": _called("datetime.datetime", bytes(10), print),
     "a duration without end": _called("datetime.timedelta", 1 << 70, 0, 0),
     "a path of a call": _called("pathlib.PosixPath", print),
     "a factory that is called": _called("collections.defaultdict", _Global("os", "getcwd")),
-    "a range of much": _called("builtins.range", 0, 1 << 100_000, 1),
+    "a huge range": _called("builtins.range", 0, 1 << 100_000, 1),
     "one buffer many times": _buffers(500),
     "a buffer of text": _Made(_Global("_io", "BytesIO"), ("abc", 0, None)),
-    "a buffer far behind its end": _Made(_Global("_io", "BytesIO"), (b"abc", 1 << 40, None)),
+    "a buffer far beyond its end": _Made(_Global("_io", "BytesIO"), (b"abc", 1 << 40, None)),
     "a buffer with attributes": _Made(_Global("_io", "BytesIO"), (b"abc", 0, {"write": 1})),
     "a buffer without its bytes": _Made(_Global("_io", "BytesIO"), None),
     "a buffer of a call": _called("_io.BytesIO", b"abc"),

@@ -248,7 +248,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
         CheckpointFormatError,
         "not valid JSON",
     ),
-    "two of one name": (_duplicate, CheckpointFormatError, "without an index that selects one"),
+    "duplicate names": (_duplicate, CheckpointFormatError, "without an index that selects one"),
     "two models": (
         lambda folder: (
             (folder / "model.safetensors.index.json").rename(folder / "a.safetensors.index.json"),

@@ -106,9 +106,9 @@ DELETING = {"save_id": "0a", "time": 1.0, "owners": ["0a"], "newest": 1.0}
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "other kind": lambda f: f | {"kind": "dcphub.manifest"},
     "odd version": lambda f: f | {"version": [1, True]},
-    "pin is no bool": lambda f: f | {"pinned": 1},
-    "time is no float": lambda f: f | {"verified": f["verified"] | {"time": "now"}},
-    "an owner is no string": lambda f: f | {"deleting": DELETING | {"owners": [1]}},
+    "pin is not a bool": lambda f: f | {"pinned": 1},
+    "time is not a float": lambda f: f | {"verified": f["verified"] | {"time": "now"}},
+    "an owner is not a string": lambda f: f | {"deleting": DELETING | {"owners": [1]}},
     "too large": lambda f: f | {"x": "y" * (1 << 20)},
 }
 

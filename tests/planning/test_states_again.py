@@ -93,15 +93,15 @@ CHANGES: dict[str, Callable[[Model, Model, Model], Any]] = {  # take a state, it
     "ties": lambda _, model, optim: model.update(tied=torch.nn.Parameter(model["w"].detach().clone())),
     "nesting with the same flat names": lambda state, model, _: state.update({"model.b": model.pop("b")}),
     "order": lambda state, model, _: state.update(model=OrderedDict(reversed(model.items()))),
-    "a key less": lambda _, model, optim: model.pop("b"),
-    "a key more": lambda _, model, optim: model.update(c=torch.zeros(1)),
+    "a removed key": lambda _, model, optim: model.pop("b"),
+    "an added key": lambda _, model, optim: model.update(c=torch.zeros(1)),
     "a key's type": lambda _, model, optim: optim.update(state={"0": optim["state"][0]}),
     "an equal key": lambda _, model, optim: optim.update(state={False: optim["state"][0]}),
     "a tensor becomes a value": lambda _, model, optim: model.update(b=0.0),
     "a value becomes a tensor": lambda state, model, _: state.update(step=torch.tensor(7)),
     "a list is opened": lambda state, model, _: state["sizes"].__setitem__(1, {"a": 1}),
     "a list is longer": lambda _, model, optim: optim["groups"].append({"lr": 0.2}),
-    "per rank no more": lambda state, model, _: state.update(rng=state["rng"].value),
+    "no longer per rank": lambda state, model, _: state.update(rng=state["rng"].value),
 }
 
 

@@ -212,7 +212,7 @@ def parts_of(whole: torch.Tensor, *parts: tuple[int, int]) -> Any:
 
 HELD = {
     "apart": ([(0, 3), (3, 8)], []),
-    "overlap, and as many are missing": ([(0, 4), (2, 6)], ["overlap", "incomplete"]),
+    "overlap and gap of equal size": ([(0, 4), (2, 6)], ["overlap", "incomplete"]),
     "overlap": ([(0, 5), (3, 8)], ["overlap"]),
     "one within another": ([(0, 6), (2, 4)], ["overlap", "incomplete"]),
     "missing": ([(0, 3), (4, 8)], ["incomplete"]),
