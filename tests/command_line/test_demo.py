@@ -187,9 +187,9 @@ def test_stock_torch_reads_from_s3_by_environment_variables(
     place.flip_bit(f"{job}-damaged", 2)
     wanted = load_with_stock_torch(whole)
     assert len(wanted) == 2
-    by_stock, by_ours = load_damaged(place.checkpoint(f"{job}-damaged", 2))
+    by_stock, by_dcp = load_damaged(place.checkpoint(f"{job}-damaged", 2))
     assert isinstance(by_stock, dict) and len(wanted.items() - by_stock.items()) == 1
-    assert by_ours.startswith("CorruptCheckpointError")
+    assert by_dcp.startswith("CorruptCheckpointError")
 
 
 @pytest.mark.exhaustive

@@ -22,13 +22,13 @@ ROOT = Path(dcp.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint with dcp."""
     return save_dcp(tmp_path_factory.mktemp("run") / "step-00000012")
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint with stock torch."""
     return save_stock(tmp_path_factory.mktemp("run") / "step-00000013")
 
@@ -132,15 +132,15 @@ def test_ls_of_empty_and_missing_folders(tmp_path: Path) -> None:
     assert (failed.status, failed.err.count("\n"), "gopher" in failed.err) == (3, 1, True)
 
 
-def test_show_prints_provenance_and_tensors(ours: Path) -> None:
+def test_show_prints_provenance_and_tensors(by_dcp: Path) -> None:
     """The header names the writer of the checkpoint; the table has a row for each tensor."""
-    shown = run("show", ours)
+    shown = run("show", by_dcp)
     assert shown.status == 0
     header, _, table = shown.out.partition("\n\n")
     facts = {line[:10].strip(): line[12:] for line in header.splitlines()}
-    assert (facts["checkpoint"], facts["format"], facts["ranks"]) == (str(ours), "dcp", "1")
+    assert (facts["checkpoint"], facts["format"], facts["ranks"]) == (str(by_dcp), "dcp", "1")
     assert f"torch {torch.__version__}" in facts["written by"]
-    assert facts["save id"] in data_file(ours).name
+    assert facts["save id"] in data_file(by_dcp).name
     assert [phase.split()[0] for phase in facts["seconds"].split(", ")][-1] == "write"
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     assert rows["tensor"] == ["dtype", "shape", "chunks", "size", "files"]
@@ -149,7 +149,7 @@ def test_show_prints_provenance_and_tensors(ours: Path) -> None:
     assert rows["model.empty"][:2] == ["float32", "0x3"]
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("kind", ["by_dcp", "by_stock"])
 def test_show_json_has_tensors_and_objects(kind: str, request: pytest.FixtureRequest) -> None:
     """Both formats show the same tensors and values. Values without a JSON form are shown as their repr."""
     shown = run("show", request.getfixturevalue(kind), "--objects", "--json").json
@@ -162,18 +162,18 @@ def test_show_json_has_tensors_and_objects(kind: str, request: pytest.FixtureReq
     assert objects["device"]["is_plain"] is False
     assert (shown["checkpoint"]["tensors"], shown["checkpoint"]["objects"]) == (5, len(objects))
     phases = [set(phases) >= {"local_plan", "write"} for phases in shown["checkpoint"]["rank_seconds"]]
-    assert phases == ([True] if kind == "ours" else [])
+    assert phases == ([True] if kind == "by_dcp" else [])
 
 
-def test_show_tree_sums_by_module(ours: Path) -> None:
+def test_show_tree_sums_by_module(by_dcp: Path) -> None:
     """Each module has the number, elements and bytes of the tensors below."""
-    tree = run("show", ours, "--tree", "--json").json["modules"]
+    tree = run("show", by_dcp, "--tree", "--json").json["modules"]
     (model,) = tree["children"]
     elements = 300 * 70 + 64 + 64 + 0 + 1
     assert (model["name"], model["tensors"], model["elements"]) == ("model", 5, elements)
     layers = next(child for child in model["children"] if child["name"] == "layers")
     assert (layers["tensors"], layers["bytes"]) == (2, 512)
-    lines = [line.split() for line in run("show", ours, "--tree").out.splitlines()]
+    lines = [line.split() for line in run("show", by_dcp, "--tree").out.splitlines()]
     assert ["layers", "2", "128", "512", "B", "▎"] in lines
     (all_of_it,) = [line for line in lines if line[:2] == ["model", "5"]]
     assert all_of_it[-1] == 24 * "█"
@@ -249,10 +249,10 @@ for arguments in ({commands}):
 """
 
 
-def test_commands_work_without_torch(ours: Path, stock: Path) -> None:
+def test_commands_work_without_torch(by_dcp: Path, by_stock: Path) -> None:
     """Commands that inspect, compare, verify and list removals work where torch cannot be imported."""
-    commands = [f"{command} {ours}" for command in ("ls", "show --objects", "verify", "stats", "rm", "gc")]
-    commands += [f"cat {ours} model.embed", f"diff {ours} {stock}", f"digest {stock}"]
+    commands = [f"{command} {by_dcp}" for command in ("ls", "show --objects", "verify", "stats", "rm", "gc")]
+    commands += [f"cat {by_dcp} model.embed", f"diff {by_dcp} {by_stock}", f"digest {by_stock}"]
     program = WITHOUT.format(commands=", ".join(map(repr, commands)))
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -119,18 +119,18 @@ def state() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint with dcp."""
     return save_dcp(tmp_path_factory.mktemp("run") / "step-1", state())
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a checkpoint with stock torch."""
     return save_stock(tmp_path_factory.mktemp("run") / "step-1", state())
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("kind", ["by_dcp", "by_stock"])
 def test_cat_prints_as_numpy_does(kind: str, request: pytest.FixtureRequest) -> None:
     """Values are printed as by numpy, then the dtype; JSON has nested lists, or reprs if needed."""
     folder = request.getfixturevalue(kind)
@@ -147,7 +147,7 @@ def test_cat_prints_as_numpy_does(kind: str, request: pytest.FixtureRequest) -> 
     assert run("cat", folder, "model.scalar", "--json").json["values"] == 3
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("kind", ["by_dcp", "by_stock"])
 def test_cat_prints_plain_values(kind: str, request: pytest.FixtureRequest) -> None:
     """Plain values are printed as Python's repr, with control characters escaped; pickles are not decoded."""
     folder = request.getfixturevalue(kind)
@@ -168,23 +168,23 @@ def test_cat_prints_plain_values(kind: str, request: pytest.FixtureRequest) -> N
         ("model", "'model' is a prefix of 5 values, not a value: model.w, model.half, model.scalar, "),
     ],
 )
-def test_cat_suggests_similar_names(ours: Path, name: str, hint: str) -> None:
+def test_cat_suggests_similar_names(by_dcp: Path, name: str, hint: str) -> None:
     """The error for a misspelt name suggests similar names, in one line with status 3."""
-    failed = run("cat", ours, name)
+    failed = run("cat", by_dcp, name)
     assert (failed.status, failed.out, failed.err.count("\n")) == (3, "", 1)
     assert hint in failed.err
 
 
 @pytest.mark.parametrize("text", ["", "a", "1.5", "0:2;3", "::0", "1:2:3:4", "--1", "0,,1"])
-def test_an_invalid_slice_is_a_usage_error(ours: Path, text: str) -> None:
+def test_an_invalid_slice_is_a_usage_error(by_dcp: Path, text: str) -> None:
     """An invalid slice is a usage error with status 2, before the checkpoint is opened."""
-    wrong = run("cat", ours, "model.w", f"--slice={text}")
+    wrong = run("cat", by_dcp, "model.w", f"--slice={text}")
     assert wrong.status == 2 and "--slice" in wrong.err
 
 
-def test_cat_writes_npy_to_a_pipe(ours: Path, tmp_path: Path) -> None:
+def test_cat_writes_npy_to_a_pipe(by_dcp: Path, tmp_path: Path) -> None:
     """`numpy.load` reads the output, also of a slice; --json and --npy exclude each other."""
-    arguments = ("cat", str(ours), "model.w", "--slice", "5:1:-2,1:", "--npy", "-")
+    arguments = ("cat", str(by_dcp), "model.w", "--slice", "5:1:-2,1:", "--npy", "-")
     with (tmp_path / "x.npy").open("wb") as file:
         done = run_program("-m", "dcp", *arguments, stdout=file)
     assert done.returncode == 0
@@ -205,12 +205,12 @@ def test_damage_found_while_writing_keeps_the_target(tmp_path: Path) -> None:
     assert run("cat", folder, "w", "--npy", tmp_path / "no" / "folder.npy").status == 3
 
 
-def test_stats_prints_each_tensor_and_the_whole(ours: Path) -> None:
+def test_stats_prints_each_tensor_and_the_whole(by_dcp: Path) -> None:
     """stats prints figures, counts and a sparkline of each tensor, and the histogram of all."""
-    shown = run("stats", ours)
+    shown = run("stats", by_dcp)
     assert (shown.status, shown.err) == (0, "")
     summary, table, histogram = shown.out.split("\n\n")
-    assert summary.startswith(f"{ours}: 5 tensors, 2,006 values, ") and "1 NaN, 0 infinite" in summary
+    assert summary.startswith(f"{by_dcp}: 5 tensors, 2,006 values, ") and "1 NaN, 0 infinite" in summary
     assert summary.endswith("cover finite elements; nan and inf count all others")
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     header = ["dtype", "shape", "min", "max", "mean", "std", "norm", "nan", "inf", "zero", "values"]
@@ -223,18 +223,18 @@ def test_stats_prints_each_tensor_and_the_whole(ours: Path) -> None:
     assert sum(counts) == 2000 + 2 + 1 + 2
 
 
-def test_diff_prints_differences_and_exits_with_1(ours: Path, stock: Path, tmp_path: Path) -> None:
+def test_diff_prints_differences_and_exits_with_1(by_dcp: Path, by_stock: Path, tmp_path: Path) -> None:
     """Equal checkpoints have status 0; else tensors are printed with figures, and values of both sides."""
-    shown = run("diff", ours, stock)
+    shown = run("diff", by_dcp, by_stock)
     assert (shown.status, shown.err) == (0, "")
-    assert shown.out.startswith(f"{ours} and {stock}: equal (5 tensors and 3 objects equal")
+    assert shown.out.startswith(f"{by_dcp} and {by_stock}: equal (5 tensors and 3 objects equal")
     other = state()
     other["model"]["w"][3, 4:6] += 0.5
     other["model"]["half"][2] = 1.0
     other["model"]["new"] = other["model"].pop("scalar")
     other["step"] = 8
     folder = save_dcp(tmp_path / "x", other)
-    shown = run("diff", ours, folder)
+    shown = run("diff", by_dcp, folder)
     assert (shown.status, shown.err) == (1, "")
     verdict, tensors, objects = shown.out.split("\n\n")
     rows = {line.split()[0]: [cell.strip() for cell in line.split("  ")] for line in tensors.splitlines()}
@@ -244,8 +244,8 @@ def test_diff_prints_differences_and_exits_with_1(ours: Path, stock: Path, tmp_p
     assert "removed" in rows["model.scalar"] and "added" in rows["model.new"]
     assert objects.splitlines()[1].split() == ["step", "changed", "7", "8"]
     assert ": 4 tensors and 1 object differ (2 tensors and 2 objects equal, " in verdict
-    assert run("diff", ours, folder, "--rename", "x").status == 2
-    failed = run("diff", ours, tmp_path / "nothing")
+    assert run("diff", by_dcp, folder, "--rename", "x").status == 2
+    failed = run("diff", by_dcp, tmp_path / "nothing")
     assert (failed.status, failed.err.count("\n")) == (3, 1)
 
 

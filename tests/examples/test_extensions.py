@@ -130,13 +130,11 @@ def test_a_format_in_one_file(installed: dict[str, str], places: dict[str, Path]
     loaded = tmp_path / "loaded.pt"
     run(installed, "-c", _LOAD, folder, loaded)
     assert_equal(torch.load(loaded))
-    run(installed, "-m", "dcp", "convert", folder, tmp_path / "ours", "--to", "dcp")
-    convert = ("-m", "dcp", "convert", tmp_path / "ours", tmp_path / "again", "--to", "npy")
+    run(installed, "-m", "dcp", "convert", folder, tmp_path / "dcp", "--to", "dcp")
+    convert = ("-m", "dcp", "convert", tmp_path / "dcp", tmp_path / "again", "--to", "npy")
     run(installed, *convert)
     assert_equal({path.stem: torch.from_numpy(np.load(path)) for path in (tmp_path / "again").glob("*.npy")})
-    run(
-        installed, "-m", "dcp", "convert", tmp_path / "ours", tmp_path / "again", "--to", "npy", "--overwrite"
-    )
+    run(installed, "-m", "dcp", "convert", tmp_path / "dcp", tmp_path / "again", "--to", "npy", "--overwrite")
     assert "npy]" in run(installed, "-m", "dcp", "convert", "--help")
 
 

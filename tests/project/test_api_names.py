@@ -18,7 +18,7 @@ TORCH = "torch.distributed.checkpoint"
 ROOT = Path(__file__).parents[2]
 
 MODULES = sorted({path.stem for path in (ROOT / "dcp").iterdir() if find_spec(f"{TORCH}.{path.stem}")})
-OURS = frozenset(
+IMPLEMENTED = frozenset(
     {"async_save", "save", "save_state_dict", "load", "load_state_dict", "_load_state_dict"}
     | {"_load_state_dict_from_keys", "BlockingAsyncStager", "DefaultStager", "FileSystemReader"}
     | {"FileSystemWriter", "DefaultLoadPlanner", "DefaultSavePlanner", "BroadcastingTorchSaveReader"}
@@ -49,12 +49,12 @@ def named(root: str, module: str, name: str) -> object:
     return getattr(importlib.import_module(f"{root}.{module}"), name)
 
 
-def assert_accepts_all_of(ours: object, stock: object) -> None:
+def assert_accepts_all_of(product: object, stock: object) -> None:
     """Assert that dcp's callable accepts all calls of torch's; further parameters are optional keywords."""
-    assert callable(ours)
+    assert callable(product)
     assert callable(stock)
     expected = [p for p in inspect.signature(stock).parameters.values() if not p.name.startswith("_")]
-    mine = inspect.signature(ours).parameters
+    mine = inspect.signature(product).parameters
     shared = [p for p in mine.values() if p.name in {other.name for other in expected}]
     assert [p.name for p in shared] == [p.name for p in expected]
     for own, other in zip(shared, expected, strict=True):
@@ -68,28 +68,28 @@ def assert_accepts_all_of(ours: object, stock: object) -> None:
 
 def test_torchs_public_modules_exist() -> None:
     """dcp has the known public modules of torch, and exports each name that it implements."""
-    assert len(MODULES) >= 16 and {name for _, name in NAMES} >= OURS
+    assert len(MODULES) >= 16 and {name for _, name in NAMES} >= IMPLEMENTED
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_names_are_torchs_or_accept_all_its_calls(module: str, name: str) -> None:
     """A name that dcp does not implement is torch's object, for isinstance checks. Other names have torch's
     parameters in torch's order, and torch's documented methods."""
-    ours, stock = named("dcp", module, name), named(TORCH, module, name)
-    assert (ours is stock) == (name not in OURS)
-    if ours is stock:
+    product, stock = named("dcp", module, name), named(TORCH, module, name)
+    assert (product is stock) == (name not in IMPLEMENTED)
+    if product is stock:
         return
-    assert_accepts_all_of(ours, stock)
+    assert_accepts_all_of(product, stock)
     if inspect.isclass(stock):
         kinds = ("LoadPlanner", "SavePlanner")
         base = next((kind for kind in kinds if name.endswith(kind)), f"Storage{name[-6:]}")
-        assert inspect.isclass(ours)
+        assert inspect.isclass(product)
         # for stagers torch's class of the same name: a protocol with attributes supports no issubclass
         named_alike = name.endswith("Stager")
-        assert issubclass(ours, stock if named_alike else getattr(importlib.import_module(TORCH), base))
+        assert issubclass(product, stock if named_alike else getattr(importlib.import_module(TORCH), base))
         for method in () if name in OTHERWISE else dir(stock):
             if not method.startswith("_") and callable(getattr(stock, method)):
-                assert_accepts_all_of(getattr(ours, method), getattr(stock, method))
+                assert_accepts_all_of(getattr(product, method), getattr(stock, method))
 
 
 def test_everything_torch_exports_at_the_top_is_exported_by_dcp() -> None:

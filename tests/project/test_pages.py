@@ -251,9 +251,9 @@ def test_the_comparison_finds_the_flipped_bit(
     """Stock torch loads one wrong value; dcphub names the tensor."""
     monkeypatch.chdir(tmp_path)
     run_page("docs/compare/index.md", {}, 1)
-    stock, ours = capsys.readouterr().out.splitlines()
+    stock, verdict = capsys.readouterr().out.splitlines()
     assert stock == "torch.distributed.checkpoint loaded 1 wrong value"
-    assert ours.startswith("dcp ") and "tensor 'weight' is damaged" in ours
+    assert verdict.startswith("dcp ") and "tensor 'weight' is damaged" in verdict
 
 
 @pytest.mark.exhaustive

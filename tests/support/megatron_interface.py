@@ -24,7 +24,7 @@ from torch.distributed import checkpoint as stock
 
 __all__ = ["PACKAGE", "Interface", "install"]
 
-Interface = Literal["ours", "installed"]
+Interface = Literal["stand-in", "installed"]
 PACKAGE = "megatron.core.dist_checkpointing"
 
 

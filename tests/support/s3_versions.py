@@ -104,11 +104,11 @@ class Place:
 
     @property
     def _uncached(self) -> dict[str, Any]:
-        options = {key: value for key, value in self.storage_options.items() if key not in _OURS}
+        options = {key: value for key, value in self.storage_options.items() if key not in _DCP_OPTIONS}
         return {**options, "use_listings_cache": False}
 
 
-_OURS = {"part_bytes", "concurrency", "retry_seconds", "request_timeout_seconds", "conditional_writes"}
+_DCP_OPTIONS = {"part_bytes", "concurrency", "retry_seconds", "request_timeout_seconds", "conditional_writes"}
 """Options unknown to torch's file system."""
 
 _clients: dict[tuple[int, str], RawS3] = {}

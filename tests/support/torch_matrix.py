@@ -35,13 +35,13 @@ except ImportError:  # torch 2.4 and earlier
 __all__ = ["matrix", "table"]
 
 RANKS = 2
-OURS = ((2, 10), (2, 15))
+SUPPORTED = ((2, 10), (2, 15))
 """Versions supported by dcp; all others use stock torch alone."""
 
 SIZES = {"rows": (5, 4), "columns": (3, 6), "replicated": (4,)}
 VERSION = torch.__version__.partition("+")[0]
 PACKAGES = {"stock": "torch.distributed.checkpoint"}
-if OURS[0] <= tuple(map(int, VERSION.split(".")[:2])) <= OURS[1]:
+if SUPPORTED[0] <= tuple(map(int, VERSION.split(".")[:2])) <= SUPPORTED[1]:
     PACKAGES["dcp"] = "dcp"
 
 

@@ -17,7 +17,7 @@ from tests.support.batches import losses
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.megatron_interface import PACKAGE, Interface, install
 
-INTERFACES: list[Interface] = ["ours", "installed"] if find_spec("megatron") else ["ours"]
+INTERFACES: list[Interface] = ["stand-in", "installed"] if find_spec("megatron") else ["stand-in"]
 STEPS = 14
 
 
@@ -44,7 +44,7 @@ def _values(endings: list[Ending]) -> list[Any]:
     ("interface", "mode", "pp"),
     [
         (interface, mode, pp)
-        if (interface, mode, pp) == ("ours", "thread", 1)
+        if (interface, mode, pp) == ("stand-in", "thread", 1)
         else pytest.param(interface, mode, pp, marks=pytest.mark.exhaustive)
         for interface in INTERFACES
         for mode, pp in (("sync", 1), ("thread", 1), ("process", 1), ("thread", 2))

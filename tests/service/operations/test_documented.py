@@ -38,7 +38,7 @@ DEPLOY = ROOT / "deploy"
 OPERATIONS = (ROOT / "docs/how-to/run-the-service.md").read_text()
 API_PAGE = (ROOT / "docs/reference/rest-conventions.md").read_text()
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
-OURS = ("api", "worker")
+BUILT = ("api", "worker")
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,7 @@ def test_services_are_isolated_and_copied_files_exist() -> None:
     assert all((ROOT / name).exists() for name in copied)
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert copied == {line[1:] for line in lines if line.startswith("!")}
-    assert {found[service]["image"] for service in OURS} == {f"dcphub-server:{version('dcphub')}"}
+    assert {found[service]["image"] for service in BUILT} == {f"dcphub-server:{version('dcphub')}"}
     assert {*re.findall(r"dcphub-server:([\w.]+)", CONTAINERFILE)} == {version("dcphub")}
     assert all(re.search(r":\S*\d+\.\d+", line) or "PYTHON" in line for line in instructions("FROM"))
 

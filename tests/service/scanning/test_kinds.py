@@ -22,8 +22,8 @@ from tests.support.s3 import S3Server
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 FOUND = {
-    "ours/step-00000003": ("committed", "dcp", 3),
-    "ours/started": ("incomplete", "dcp", None),
+    "dcp/step-00000003": ("committed", "dcp", 3),
+    "dcp/started": ("incomplete", "dcp", None),
     "stock/global_step7": ("committed", "torch_dcp", 7),
     "files/epoch-2.pt": ("committed", "torch_save", 2),
     "files/weights.safetensors": ("committed", "safetensors", None),
@@ -36,9 +36,9 @@ FOUND = {
 
 def fill(root: Path) -> None:
     """Write checkpoints of all kinds, and other files."""
-    dcp.save({"model": WEIGHTS, "lr": 0.1}, checkpoint_id=root / "ours" / "step-00000003", no_dist=True)
-    (root / "ours" / "started").mkdir()
-    (root / "ours" / "started" / "__0_0.0000abcd.distcp").write_bytes(b"data")
+    dcp.save({"model": WEIGHTS, "lr": 0.1}, checkpoint_id=root / "dcp" / "step-00000003", no_dist=True)
+    (root / "dcp" / "started").mkdir()
+    (root / "dcp" / "started" / "__0_0.0000abcd.distcp").write_bytes(b"data")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock.save({"model": WEIGHTS}, checkpoint_id=root / "stock" / "global_step7", no_dist=True)
