@@ -83,7 +83,7 @@ def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
 @pytest.mark.parametrize(
     "kind",
     ["rank 1 alone writes", "thread", "over old ones"]
-    + [pytest.param(kind, marks=_RARE) for kind in ("one has nothing", "writes", "objects")],
+    + [pytest.param(kind, marks=_RARE) for kind in ("one rank writes nothing", "writes", "objects")],
 )
 def test_saves_to_different_ids_are_refused(tmp_path: Path, kind: str) -> None:
     """The error has both ids, also if a rank writes no file. The old checkpoint stays, the group works."""
