@@ -226,22 +226,22 @@ def test_stocks_saves_of_quantized_tensors_are_refused(dtype: torch.dtype, tmp_p
 CHANGED = "modified by an inplace operation"
 
 
-ROADS: dict[str, Any] = {
+LOADS: dict[str, Any] = {
     "columns": lambda state, path: dcp.load(state, checkpoint_id=path),
     "objects": lambda state, path: dcp.load(state, checkpoint_id=path, planner=ObjectLoadPlanner()),
     "stock": lambda state, path: stock.load(state, storage_reader=dcp.FileSystemReader(path)),
 }
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("loader", LOADS)
 @pytest.mark.parametrize("strided", [False, True])
-def test_backward_detects_a_load_after_forward(tmp_path: Path, road: str, strided: bool) -> None:
+def test_backward_detects_a_load_after_forward(tmp_path: Path, loader: str, strided: bool) -> None:
     """After a load between forward and backward, backward raises, since gradients would be wrong."""
     dcp.save({"w": torch.full((4, 3), 5.0)}, checkpoint_id=tmp_path)
     weight = torch.ones(3, 4).T if strided else torch.ones(4, 3)
     weight = torch.nn.Parameter(weight)
     loss = weight.square().sum()
-    ROADS[road]({"w": weight.detach()}, tmp_path)
+    LOADS[loader]({"w": weight.detach()}, tmp_path)
     assert weight[0, 0] == 5
     with pytest.raises(RuntimeError, match=CHANGED):
         torch.autograd.backward(loss)
@@ -253,7 +253,7 @@ def _dtensors(rank: int, world_size: int, path: str) -> list[str]:
     dcp.save({"s": distribute_tensor(full, mesh, [Shard(0)])}, checkpoint_id=path)
     caught = []
     for placement in (Shard(0), Replicate()):
-        for load in (ROADS["columns"], ROADS["objects"]):
+        for load in (LOADS["columns"], LOADS["objects"]):
             weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [placement]))
             loss = (weight * weight).sum()
             load({"s": weight.detach()}, Path(path))

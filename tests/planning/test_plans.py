@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dcp
 from dcp.errors import MissingKeyError, PlanError, ReplicaMismatchError, ShapeMismatchError
-from tests.save_load.roads import error_of
+from tests.save_load.code_paths import error_of
 from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.reading_places import boxed

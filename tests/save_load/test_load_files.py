@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp
 from dcp.errors import CheckpointConflictError, UnsafeObjectError
-from tests.save_load.roads import TakesObjects
+from tests.save_load.code_paths import TakesObjects
 from tests.support.ranks import run_ranks
 from tests.support.torch_files import as_bytes, assert_same
 

@@ -31,7 +31,7 @@ from dcp.errors import (
     UnexpectedKeyError,
 )
 from dcp.storage.stores import PosixStore
-from tests.save_load.roads import TakesObjects, error_of
+from tests.save_load.code_paths import TakesObjects, error_of
 from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.recording import RecordingStore

@@ -11,7 +11,7 @@ import torch
 
 import dcp
 from dcp.errors import PlanError
-from tests.save_load.roads import error_of
+from tests.save_load.code_paths import error_of
 from tests.save_load.test_load_mapped import assert_equal, numbered
 from tests.support.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
 from dcp.errors import CheckpointError, MissingKeyError, PlanError, ShapeMismatchError
-from tests.save_load.roads import ROADS, Part, load
+from tests.save_load.code_paths import CODE_PATHS, Part, load
 from tests.support.examples import examples
 from tests.support.rank_acts import warned
 from tests.support.ranks import run_ranks
@@ -138,11 +138,11 @@ def fresh() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_only_model_is_loaded(saved: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_only_model_is_loaded(saved: Path, code_path: str) -> None:
     """With only="model" the optimizer's state is not requested, which for a new one would create it."""
     state = fresh()
-    report = load(state, saved, road, only="model")
+    report = load(state, saved, code_path, only="model")
     assert state["model"].state["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert state["model"].given == [state["model"].state]
     assert state["model"].state["head"]["name"] == "old"
@@ -150,11 +150,11 @@ def test_only_model_is_loaded(saved: Path, road: str) -> None:
     assert (report.missing, report.unexpected) == ([], [])
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_excluded_entries_keep_their_values(saved: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_excluded_entries_keep_their_values(saved: Path, code_path: str) -> None:
     """An excluded entry keeps its value, and its object receives it with the loaded entries."""
     state = fresh()
-    load(state, saved, road, exclude=["model.head", "*.lr"])
+    load(state, saved, code_path, exclude=["model.head", "*.lr"])
     (given,) = state["model"].given
     assert given["w"].sum() == 15
     assert (given["head"]["w"].tolist(), given["head"]["name"]) == ([0, 0], "new")
@@ -176,11 +176,11 @@ def test_options_of_the_planner_and_of_the_load(saved: Path) -> None:
             dcp.load(state, checkpoint_id=saved, planner=stock.DefaultLoadPlanner(), **options)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_patterns_match_names_before_the_renaming(saved: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_patterns_match_names_before_the_renaming(saved: Path, code_path: str) -> None:
     """Patterns match the state dict's names, before they are renamed."""
     state = {"model": {"w": torch.zeros(2, 3)}, "ema": {"w": torch.zeros(2, 3)}}
-    load(state, saved, road, rename={"^ema": "model"}, only="ema")
+    load(state, saved, code_path, rename={"^ema": "model"}, only="ema")
     assert state["ema"]["w"].any() and not state["model"]["w"].any()
 
 
@@ -210,14 +210,14 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def load_per_rank(rank: int, world_size: int, path: str, roads: list[tuple[str, str]]) -> list[Any]:
+def load_per_rank(rank: int, world_size: int, path: str, code_paths: list[tuple[str, str]]) -> list[Any]:
     """Load by each code path; return the rank's own values, or the error."""
     found: list[Any] = []
-    for road, per_rank in roads:
+    for code_path, per_rank in code_paths:
         own: dict[str, Any] = {"pos": -1, "gen": torch.full((3,), -1)}
         layers = {"0": {"w": sharded(torch.zeros(7, 3), world_size), "n": 0}}
         try:
-            report = load({"layers": layers, "loader": dcp.PerRank(own)}, path, road, per_rank=per_rank)
+            report = load({"layers": layers, "loader": dcp.PerRank(own)}, path, code_path, per_rank=per_rank)
         except MissingKeyError as error:
             found.append(str(error))
             continue
@@ -229,10 +229,10 @@ KEPT = (-1, [-1, -1, -1], ["loader"])
 OWN: list[Any] = [(10 + rank, [rank] * 3, []) for rank in range(2)]
 
 
-@pytest.mark.parametrize("road", ["columns", "objects"])
-def test_values_per_rank_are_kept_on_request(of_two: str, road: str) -> None:
+@pytest.mark.parametrize("code_path", ["columns", "objects"])
+def test_values_per_rank_are_kept_on_request(of_two: str, code_path: str) -> None:
     """With per_rank="keep" other numbers of ranks keep their values; by default a rank needs an entry."""
-    ways = [(road, "keep"), (road, "exact")]
+    ways = [(code_path, "keep"), (code_path, "exact")]
     for kept, error in run_ranks(3, load_per_rank, of_two, ways):
         assert kept == KEPT
         assert "loader.rank-2.pos" in error and 'per_rank="keep"' in error
@@ -243,13 +243,13 @@ def test_values_per_rank_are_kept_on_request(of_two: str, road: str) -> None:
     assert found == [[OWN[0]], [OWN[1]], [KEPT]]
 
 
-def load_stages(rank: int, world_size: int, path: str, road: str) -> Any:
+def load_stages(rank: int, world_size: int, path: str, code_path: str) -> Any:
     """Load a rank's pipeline stage with each list of patterns."""
     found: list[Any] = []
     for only in (["stages.0", "stages.1"], ["stages.0"], ["stages.0", "stages.2"]):
         stage, more = torch.zeros(2), torch.zeros(1)
         try:
-            load({"stages": {str(rank): stage}, "more": more}, path, road, only=only)
+            load({"stages": {str(rank): stage}, "more": more}, path, code_path, only=only)
         except PlanError as error:
             found.append(str(error))
         else:
@@ -257,13 +257,13 @@ def load_stages(rank: int, world_size: int, path: str, road: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_a_pattern_needs_a_match_on_some_rank(tmp_path: Path, code_path: str) -> None:
     """A pattern needs a match on some rank, not on all; a rank may have nothing to load."""
     stages = {"0": torch.ones(2), "1": torch.ones(2)}
     dcp.save({"stages": stages, "more": torch.ones(1)}, checkpoint_id=tmp_path)
     full, none = ([1.0, 1.0], [0.0]), ([0.0, 0.0], [0.0])
-    found = run_ranks(2, load_stages, str(tmp_path), road)
+    found = run_ranks(2, load_stages, str(tmp_path), code_path)
     assert [each[:2] for each in found] == [[full, full], [full, none]]
     assert all("only='stages.2'" in error for *_, error in found)
 
@@ -277,9 +277,9 @@ def warnings_of_loads(rank: int, world_size: int, path: str) -> list[list[str]]:
     """Return the warnings of loads with and without per_rank="keep"."""
     found: list[list[str]] = []
     for options in ({"per_rank": "keep"}, {}):
-        for road in ROADS[:2]:
+        for code_path in CODE_PATHS[:2]:
             with warned() as logged:
-                load({"app": {"loader": dcp.PerRank({"position": -1})}}, path, road, **options)
+                load({"app": {"loader": dcp.PerRank({"position": -1})}}, path, code_path, **options)
             found.append(logged)
     return found
 

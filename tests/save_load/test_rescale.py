@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as stock
 
 import dcp
 from dcp.errors import CheckpointError, CorruptCheckpointError, OptionError, PlanError
-from tests.save_load.roads import TakesObjects
+from tests.save_load.code_paths import TakesObjects
 from tests.support.ranks import run_ranks
 
 MANY = 40

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import dcp
 from dcp.errors import OptionError, PlanError
 from tests.command_line.cli_support import run
-from tests.save_load.roads import error_of
+from tests.save_load.code_paths import error_of
 from tests.save_load.test_load_mapped import FUSED, apart, assert_equal, fused, numbered
 from tests.support.ranks import run_ranks
 

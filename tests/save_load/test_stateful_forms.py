@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp
-from tests.save_load.roads import TakesObjects
+from tests.save_load.code_paths import TakesObjects
 from tests.support.ranks import run_ranks
 
 
@@ -83,19 +83,19 @@ def typed(value: Any) -> Any:
     return [typed(entry) for entry in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("road", ["columns", "objects", "stock"])
-def test_an_object_gets_the_saved_state(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", ["columns", "objects", "stock"])
+def test_an_object_gets_the_saved_state(tmp_path: Path, code_path: str) -> None:
     """Any initial state becomes the saved state, by each code path of a load, and for stock torch's
     checkpoints. New containers have the saved classes as far as the checkpoint records them."""
-    planner = TakesObjects() if road == "objects" else None
+    planner = TakesObjects() if code_path == "objects" else None
     left_out = (
-        {"own of the rank", "empty dict in a dict"} if road == "stock" else set()
+        {"own of the rank", "empty dict in a dict"} if code_path == "stock" else set()
     )  # stock torch does not save these
     forms = {name: form for name, form in FORMS.items() if name not in left_out}
     saved = {name: _Holder(copy.deepcopy(after)) for name, (_, after) in forms.items()}
     fresh = {name: _Holder(copy.deepcopy(before)) for name, (before, _) in forms.items()}
     before = {name: copy.deepcopy(holder.state) for name, holder in fresh.items()}
-    (stock.save if road == "stock" else dcp.save)(saved, checkpoint_id=tmp_path)
+    (stock.save if code_path == "stock" else dcp.save)(saved, checkpoint_id=tmp_path)
     own = {name: holder.state for name, holder in fresh.items()}
     dcp.load(fresh, checkpoint_id=tmp_path, planner=planner)
     for name, (_, after) in forms.items():
@@ -127,7 +127,7 @@ def test_the_extra_state_of_a_module(tmp_path: Path) -> None:
         assert torch.equal(fresh[name].weight, module.weight)
 
 
-def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
+def _sharded(rank: int, world_size: int, path: str, code_path: str) -> list[Any]:
     """Save and load an object with sharded tensors, and with entries that are missing when it is made."""
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(24.0).reshape(4, 6)
@@ -137,13 +137,13 @@ def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
         "seen": {"a": 1, "t": tensor(7)},
         "x": tensor(3),
     }
-    save = stock.save if road == "stock" else dcp.save
-    ranks = {} if road == "stock" else {"own": dcp.PerRank({"rank": rank})}
+    save = stock.save if code_path == "stock" else dcp.save
+    ranks = {} if code_path == "stock" else {"own": dcp.PerRank({"rank": rank})}
     save({"app": _Holder(grown | {"stage": own} | ranks)}, checkpoint_id=path)
     weight = distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])
     fresh = _Holder({"weight": weight, "seen": {}, "x": None, "stage": {key: tensor(9) for key in own}})
     fresh.state |= dict.fromkeys(ranks, dcp.PerRank({}))
-    planner = TakesObjects() if road == "objects" else None
+    planner = TakesObjects() if code_path == "objects" else None
     dcp.load({"app": fresh}, checkpoint_id=path, planner=planner)
     dist.barrier()
     state = fresh.state
@@ -154,9 +154,9 @@ def _sharded(rank: int, world_size: int, path: str, road: str) -> list[Any]:
     return [typed(state["seen"]), typed(state["x"]), typed(state["stage"])]
 
 
-@pytest.mark.parametrize("road", ["columns", "objects", "stock"])
-def test_ranks_that_share_an_object(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", ["columns", "objects", "stock"])
+def test_ranks_that_share_an_object(tmp_path: Path, code_path: str) -> None:
     """A rank's entries stay its own with their sharding; entries that no rank has are loaded whole."""
-    for rank, (seen, x, stage) in enumerate(run_ranks(2, _sharded, str(tmp_path), road)):
+    for rank, (seen, x, stage) in enumerate(run_ranks(2, _sharded, str(tmp_path), code_path)):
         assert seen == typed({"a": 1, "t": tensor(7)}) and x == typed(tensor(3))
         assert stage == typed({f"layer{rank}": tensor(rank)})

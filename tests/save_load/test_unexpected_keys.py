@@ -13,7 +13,7 @@ from torch import nn
 
 import dcp
 from dcp.errors import MissingKeyError, PlanError, UnexpectedKeyError
-from tests.save_load.roads import ROADS, load
+from tests.save_load.code_paths import CODE_PATHS, load
 from tests.support.ranks import RankRaised, run_ranks
 
 
@@ -28,13 +28,13 @@ def encoder() -> dict[str, Any]:
     return {"model": {"encoder": {"w": torch.zeros(2), "b": torch.zeros(2)}}}
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_unexpected_keys_raise_with_remedies(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_unexpected_keys_raise_with_remedies(tmp_path: Path, code_path: str) -> None:
     """Unexpected keys raise before any read, and each remedy in the message loads the rest."""
     save(tmp_path)
     state = encoder()
     with pytest.raises(UnexpectedKeyError) as caught:
-        load(state, tmp_path, road)
+        load(state, tmp_path, code_path)
     message = str(caught.value)
     assert "'model.head' (2 below it, such as 'model.head.w')" in message
     assert 'unexpected="ignore"' in message and "exclude=['model.head']" in message
@@ -43,33 +43,33 @@ def test_unexpected_keys_raise_with_remedies(tmp_path: Path, road: str) -> None:
     assert isinstance(caught.value, PlanError)
     assert not state["model"]["encoder"]["w"].any()
 
-    report = load(state, tmp_path, road, unexpected="ignore")
+    report = load(state, tmp_path, code_path, unexpected="ignore")
     assert sorted(report.unexpected) == ["model.head.n", "model.head.w", "optim.m", "step"]
     assert state["model"]["encoder"]["w"].all()
     for allowed in ({"exclude": ["model.head"]}, {"only": "model.encoder"}):
         state = encoder()
-        load(state, tmp_path, road, **allowed)
+        load(state, tmp_path, code_path, **allowed)
         assert state["model"]["encoder"]["b"].all()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_one_error_names_missing_and_unexpected_keys(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_one_error_names_missing_and_unexpected_keys(tmp_path: Path, code_path: str) -> None:
     """One error names both, as in torch's load_state_dict, without permitted names and suggested ones."""
     save(tmp_path)
     state = encoder()
     state["model"]["new"] = torch.zeros(2)
     with pytest.raises(MissingKeyError, match=r"'model\.new'(.|\n)*Also, the checkpoint has.*'model\.head'"):
-        load(state, tmp_path, road)
+        load(state, tmp_path, code_path)
     state["model"]["encoder"]["w"] = torch.zeros(5)
     with pytest.raises(PlanError, match=r"'model\.new'(.|\n)*Size mismatch(.|\n)*'model\.head'"):
-        load(state, tmp_path, road)
+        load(state, tmp_path, code_path)
     for allowed in ({"unexpected": "ignore"}, {"exclude": "model.head"}):
         with pytest.raises(PlanError) as caught:
-            load(state, tmp_path, road, **allowed)
+            load(state, tmp_path, code_path, **allowed)
         assert "Also" not in str(caught.value)
     head = {"n": 0, "weight": torch.zeros(3)}
     with pytest.raises(MissingKeyError) as caught:
-        load({"model": encoder()["model"] | {"head": head}}, tmp_path, road)
+        load({"model": encoder()["model"] | {"head": head}}, tmp_path, code_path)
     assert "Did you mean 'model.head.w'" in str(caught.value) and "Also" not in str(caught.value)
 
 
@@ -117,9 +117,9 @@ class _StepsInTrainModeOnly(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("code_path", CODE_PATHS)
 @pytest.mark.parametrize("kind", ["LBFGS", "train mode"])
-def test_optimizers_that_need_a_closure_or_mode(tmp_path: Path, kind: str, road: str) -> None:
+def test_optimizers_that_need_a_closure_or_mode(tmp_path: Path, kind: str, code_path: str) -> None:
     """Optimizers that need a closure or a mode get their state, and train as the saved one."""
     makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "LBFGS": lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=4),
@@ -142,7 +142,7 @@ def test_optimizers_that_need_a_closure_or_mode(tmp_path: Path, kind: str, road:
 
     train(nets[0], saved)
     dcp.save({"net": nets[0], "optim": saved}, checkpoint_id=tmp_path)
-    load({"net": nets[1], "optim": fresh}, tmp_path, road)
+    load({"net": nets[1], "optim": fresh}, tmp_path, code_path)
     assert repr(fresh.state_dict()) == repr(saved.state_dict())
     for net, optimizer in zip(nets, (saved, fresh), strict=True):
         train(net, optimizer)
@@ -167,22 +167,22 @@ def test_an_option_of_the_planner_or_the_call(tmp_path: Path) -> None:
         assert all(tensor.tolist() == [1, 1] for tensor in state["model"]["encoder"].values())
 
 
-def _stages(rank: int, world_size: int, path: str, road: str) -> list[str]:
+def _stages(rank: int, world_size: int, path: str, code_path: str) -> list[str]:
     full = {f"layer{number}": {"w": torch.full((2,), float(number))} for number in range(world_size)}
     dcp.save({"model": full, "more": {"x": 1, "y": 2}}, checkpoint_id=path)
     own: dict[str, Any] = {"model": {f"layer{rank}": {"w": torch.zeros(2)}}}
-    load(own, Path(path), road)  # each stage takes its layer
+    load(own, Path(path), code_path)  # each stage takes its layer
     assert own["model"][f"layer{rank}"]["w"].tolist() == [rank, rank]
     other: dict[str, Any] = {"more": {"x": 0}} if rank == 0 else {}
     other |= {"model": {"layer0": {"w": torch.zeros(2)}}}
-    load(other, Path(path), road)
+    load(other, Path(path), code_path)
     return []
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_a_key_that_any_rank_takes_is_expected(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("code_path", CODE_PATHS)
+def test_a_key_that_any_rank_takes_is_expected(tmp_path: Path, code_path: str) -> None:
     """A key is expected if any rank takes it, as in a pipeline; otherwise all ranks raise."""
-    for result in run_ranks(2, _stages, str(tmp_path), road, failures=True):
+    for result in run_ranks(2, _stages, str(tmp_path), code_path, failures=True):
         assert isinstance(result, RankRaised)
         assert result.type_name == "UnexpectedKeyError"
         assert "'model.layer1'" in result.message and "'more.y'" in result.message

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as stock
 
 import dcp
 
-__all__ = ["ROADS", "Part", "TakesObjects", "error_of", "load"]
+__all__ = ["CODE_PATHS", "Part", "TakesObjects", "error_of", "load"]
 
-ROADS = ["columns", "objects", "foreign reader"]
+CODE_PATHS = ["columns", "objects", "foreign reader"]
 
 
 class TakesObjects(dcp.DefaultLoadPlanner):
@@ -23,11 +23,11 @@ class TakesObjects(dcp.DefaultLoadPlanner):
         super().commit_tensor(read_item, tensor)
 
 
-def load(state: dict[str, Any], path: Any, road: str = "columns", **options: Any) -> dcp.LoadReport:
+def load(state: dict[str, Any], path: Any, code_path: str = "columns", **options: Any) -> dcp.LoadReport:
     """Load with `dcp.load` by one of its code paths."""
-    if road == "objects":
+    if code_path == "objects":
         options["planner"] = TakesObjects()
-    if road == "foreign reader":
+    if code_path == "foreign reader":
         options["storage_reader"] = stock.FileSystemReader(path)
     else:
         options["checkpoint_id"] = path
