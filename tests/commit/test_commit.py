@@ -152,14 +152,14 @@ def test_replaced_files_stay_until_the_manifest_is_durable(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("faults", "is_left", "said"),
+    ("faults", "is_left", "message"),
     [
         ((), False, "was removed"),
         ((Fault("delete", name=METADATA, error=_eio()),), True, "stock torch loads the previous one"),
     ],
 )
 def test_a_failed_metadata_write_removes_the_old_metadata(
-    tmp_path: Path, faults: tuple[Any, ...], is_left: bool, said: str
+    tmp_path: Path, faults: tuple[Any, ...], is_left: bool, message: str
 ) -> None:
     """Stock torch would load an old `.metadata`, so it is removed, or the error warns; the commit loads."""
     inner = PosixStore(tmp_path)
@@ -168,7 +168,7 @@ def test_a_failed_metadata_write_removes_the_old_metadata(
     away = Fault("publish", name=METADATA, error=StorageError("the storage is away"))
     with pytest.raises(StorageError, match="the storage is away") as raised:
         _save(FaultInjectingStore(inner, away, *faults), 2)
-    assert raised.value.committed and said in str(raised.value)
+    assert raised.value.committed and message in str(raised.value)
     assert (inner.stat(METADATA) is not None) == is_left
     assert not is_left or inner.read(METADATA, limit_bytes=1 << 20) == stale
     assert _value(inner) == 2

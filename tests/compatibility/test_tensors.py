@@ -197,9 +197,9 @@ def _quantized(dtype: torch.dtype, scale: float = 0.1) -> torch.Tensor:
 def test_saves_of_quantized_tensors_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     """The error says how to keep the values, and no file is written."""
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 0])
-    said = r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
+    message = r"'q'.*scale and a zero point.*int_repr\(\).*dequantize"
     for one in (_quantized(dtype), torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, dtype)):
-        with pytest.raises(dcp.errors.PlanError, match=said):
+        with pytest.raises(dcp.errors.PlanError, match=message):
             dcp.save({"q": one}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(dcp.CheckpointNotFoundError):
         dcp.load({}, checkpoint_id=tmp_path / "c", no_dist=True)

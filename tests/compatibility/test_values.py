@@ -309,13 +309,13 @@ def by_rank(rank: int, world: int, root: str) -> list[Any]:
     stock.load(other, checkpoint_id=root)
     equal = same(target["loader"].value, state(rank)["loader"].value)
     dcp.save({"v": Level.LOW if rank else 1}, checkpoint_id=f"{root}/equal")
-    said = []
+    refused = []
     for value in (rank, Level.LOW if rank else Level.HIGH):
         try:
             dcp.save({"seed": value}, checkpoint_id=f"{root}/differing")
         except dcp.errors.ReplicaMismatchError as error:
-            said.append("'seed'" in str(error) and "PerRank" in str(error))
-    return [target["position"].value, target["shared"], equal, other["position"][f"rank-{rank}"], said]
+            refused.append("'seed'" in str(error) and "PerRank" in str(error))
+    return [target["position"].value, target["shared"], equal, other["position"][f"rank-{rank}"], refused]
 
 
 def test_state_that_differs_by_rank_is_kept_by_rank(tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ SAVES: dict[str, Callable[[Path], None]] = {
 def test_a_lost_manifest_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A load logs a warning if the manifest of a dcp save is missing and it reads the less complete
     `.metadata`. A checkpoint of stock torch gives no warning."""
-    for kind, said in (("dcp", False), ("stock", False), ("without manifest", True)):
+    for kind, is_warned in (("dcp", False), ("stock", False), ("without manifest", True)):
         SAVES[kind](tmp_path / kind)
         caplog.clear()
         dcp.read(tmp_path / kind)
-        assert (f"{tmp_path / kind / 'manifest.msgpack'} is missing" in caplog.text) == said, kind
+        assert (f"{tmp_path / kind / 'manifest.msgpack'} is missing" in caplog.text) == is_warned, kind
 
 
 @dataclass

@@ -30,7 +30,7 @@ _MS_REC_PRIVATE = 0x4000 | 1 << 18
 Seen = tuple[int | str, int | str, dict[str, int], int]
 
 
-def own_disk(folder: Path) -> bool:
+def small_disk(folder: Path) -> bool:
     """Mount a small file system on ``folder``, for this process only. Return False without permission."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None):
@@ -63,7 +63,7 @@ def look(folder: Path, *, large: int = 0) -> Seen:
 
 
 def _large_save_on_a_small_disk(root: Path, before: bool, options: dict[str, Any]) -> Any:
-    if not own_disk(root / "disk"):
+    if not small_disk(root / "disk"):
         return _limited(root, before, 1 << 20)
     folder = root / "disk" / "x"
     if before:

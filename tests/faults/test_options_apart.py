@@ -132,5 +132,5 @@ def _metrics_apart(rank: int, world_size: int, root: Path) -> list[str]:
 
 def test_metrics_that_differ_by_rank_are_warned_of_once(tmp_path: Path) -> None:
     """The values of rank 0 are stored, and its log has the values of each rank."""
-    (said,), other = run_ranks(2, _metrics_apart, tmp_path)
-    assert "metrics['loss']" in said and "rank 0: 0.0; rank 1: 0.25" in said and other == []
+    (warning,), other = run_ranks(2, _metrics_apart, tmp_path)
+    assert "metrics['loss']" in warning and "rank 0: 0.0; rank 1: 0.25" in warning and other == []

@@ -133,16 +133,16 @@ def test_stocks_saves_without_collectives_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "said"),
+    ("kind", "error", "message"),
     [
         ("differ", ReplicaMismatchError, "ranks 0 and 1 saved 'same' independently"),
         ("shapes", CheckpointFormatError, r"'same' is .* in the part of rank 0, but .* rank 1,"),
     ],
 )
-def test_contradictory_saves_are_not_merged(tmp_path: Path, kind: str, error: Any, said: str) -> None:
+def test_contradictory_saves_are_not_merged(tmp_path: Path, kind: str, error: Any, message: str) -> None:
     """Different data of two ranks under one name is an error; no rank's data is dropped silently."""
     run_ranks(2, save_alone, str(tmp_path), kind)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         dcp.open_index(tmp_path)
 
 

@@ -23,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def said(place: Path) -> str:
+def message_for(place: Path) -> str:
     """Return the message of the error of `dcp.open_index`."""
     with pytest.raises(dcp.CheckpointNotFoundError) as caught:
         dcp.open_index(place)
@@ -33,15 +33,15 @@ def said(place: Path) -> str:
 
 def test_the_error_lists_steps_below_a_run(runs: Path) -> None:
     """Committed steps below are listed, the newest first."""
-    assert f"{runs}/a holds no checkpoint: " in said(runs / "a")
-    assert said(runs / "a").endswith("\nCheckpoints below it: step-10, step-9, step-2.")
-    assert "\nFolders below it: files, b, a" in said(runs)
+    assert f"{runs}/a holds no checkpoint: " in message_for(runs / "a")
+    assert message_for(runs / "a").endswith("\nCheckpoints below it: step-10, step-9, step-2.")
+    assert "\nFolders below it: files, b, a" in message_for(runs)
 
 
 def test_the_error_lists_names_beside_a_missing_path(runs: Path) -> None:
     """Similar names beside a missing path are listed, or else all names of the nearest existing folder."""
-    assert said(runs / "b/step-7") == (
+    assert message_for(runs / "b/step-7") == (
         f"{runs}/b/step-7 holds no checkpoint: it does not exist.\n{runs}/b has step-1."
     )
-    assert f"{runs}/c does not exist.\n{runs} has " in said(runs / "c/step-1")
-    assert f"{runs} has files" in said(runs / "fils")
+    assert f"{runs}/c does not exist.\n{runs} has " in message_for(runs / "c/step-1")
+    assert f"{runs} has files" in message_for(runs / "fils")

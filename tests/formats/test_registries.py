@@ -44,8 +44,8 @@ def with_broken_packages(folder: Path, code: str) -> tuple[str, str, bool]:
     """Return the errors of opening an index and a store, and whether the built-in formats can be written."""
     install(folder, "bad", "dcphub.formats", "bad", code)
     install(folder, "worse", "dcphub.stores", "bad", code)
-    said = error_of(lambda: dcp.open_index(folder)), error_of(lambda: open_store("bad://x"))
-    return *said, all(target_named(name)[1].name == name for name in ("dcp", "torch", "safetensors"))
+    errors = error_of(lambda: dcp.open_index(folder)), error_of(lambda: open_store("bad://x"))
+    return *errors, all(target_named(name)[1].name == name for name in ("dcp", "torch", "safetensors"))
 
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('no')", "import sys; sys.exit(3)", "x =", "OBJECT = 5"])

@@ -69,21 +69,21 @@ def test_the_exception_of_the_loop_is_raised(tmp_path: Path, on_failure: Any) ->
     assert m.failures == 1
 
 
-def _save_in_fork(manager: dcp.CheckpointManager, said: Path) -> None:
+def _save_in_fork(manager: dcp.CheckpointManager, report: Path) -> None:
     try:
         with manager:
             manager.save(2, state_at(2))
     except dcp.CheckpointError as error:
-        said.write_text(f"{error} {manager.all_steps()} {manager.wait()}")
+        report.write_text(f"{error} {manager.all_steps()} {manager.wait()}")
 
 
-def _fork_while_saving(root: str, said: Path) -> tuple[int | None, list[int]]:
+def _fork_while_saving(root: str, report: Path) -> tuple[int | None, list[int]]:
     """Use a manager in a fork while the parent saves; return the fork's exit code, and the saved steps."""
     gate = Gate()
     manager = dcp.CheckpointManager(root, writer=writer_with(gate))
     manager.save(1, state_at(1))
     gate.wait_until_reached()
-    child = multiprocessing.get_context("fork").Process(target=_save_in_fork, args=(manager, said))
+    child = multiprocessing.get_context("fork").Process(target=_save_in_fork, args=(manager, report))
     child.start()
     child.join(120)
     ended = child.exitcode
@@ -95,9 +95,9 @@ def _fork_while_saving(root: str, said: Path) -> tuple[int | None, list[int]]:
 
 def test_a_forked_child_neither_saves_nor_waits(tmp_path: Path) -> None:
     """A fork, as a data loader's worker, must not wait at exit for threads that only the parent has."""
-    said = tmp_path / "said"
-    assert in_lab(_fork_while_saving, str(tmp_path / "run"), said) == (0, [1])
-    assert "also in a forked child" in said.read_text() and said.read_text().endswith("[] True")
+    report = tmp_path / "report"
+    assert in_lab(_fork_while_saving, str(tmp_path / "run"), report) == (0, [1])
+    assert "also in a forked child" in report.read_text() and report.read_text().endswith("[] True")
 
 
 # -- SIGTERM -------------------------------------------------------------------------------------------------

@@ -352,7 +352,7 @@ def _one_is_mistaken(
     if rank == 1 and mistake == "writer":
         options = options | {"writer": _no_writer_of_1}
     manager = manager_of(root, retries=0, **options)
-    said = []
+    endings = []
     for step in (1, 2, 3):
         given: dict[str, Any] = {"step": step, "state_dict": state_at(step, rank)}
         if step == at and rank == 1:
@@ -363,11 +363,11 @@ def _one_is_mistaken(
         try:
             future = manager.save(**given)
             assert future is None or future.result()
-            said.append("fine")
+            endings.append("fine")
         except (dcp.CheckpointError, TypeError, ValueError) as error:
-            said.append(str(error))
+            endings.append(str(error))
     manager.close()
-    return said
+    return endings
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_a_wrong_argument_on_one_rank_fails_all_ranks(
     """A wrong argument on one rank fails the save on all ranks at once with the reason, where the other ranks
     would wait. Nothing is left of the save, and the next step is saved."""
     found = run_ranks(2, _one_is_mistaken, str(tmp_path), mistake, at, options, stops)
-    other, own = (said.pop(at - 1) for said in found)
+    other, own = (ending.pop(at - 1) for ending in found)
     assert own != "fine" and own.split(": ")[-1][:30] in other and "rank 1" in other
     assert found == [["fine", "fine"]] * 2
     assert mistake == "other step" or "rank" not in own

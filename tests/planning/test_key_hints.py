@@ -34,8 +34,8 @@ def hint(folder: Path, wanted: list[str], stored: list[str], **options: Any) -> 
 )
 def test_the_right_name_is_suggested_for_a_key(name: str, meant: str, tmp_path: Path) -> None:
     """A misspelled part anywhere, or another prefix, is suggested; allow_partial_load is not."""
-    said = hint(tmp_path, [name, "step"], [*LAYERS, "step"])
-    assert f"Did you mean {meant!r}" in said and "allow_partial_load" not in said
+    message = hint(tmp_path, [name, "step"], [*LAYERS, "step"])
+    assert f"Did you mean {meant!r}" in message and "allow_partial_load" not in message
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_the_right_name_is_suggested_for_a_key(name: str, meant: str, tmp_path: 
 def test_the_suggested_rename_works_as_pasted(wanted: str, stored: str, tmp_path: Path) -> None:
     """For wrappers on one side and for other prefixes the suggested rename= works when pasted."""
     missing, unused = ([form.format(name) for name in LAYERS] for form in (wanted, stored))
-    said = hint(tmp_path, missing, unused)
-    rules = re.search(r"The checkpoint has them all under other names: pass rename=(\{.*\})", said)
-    assert rules is not None, said
+    message = hint(tmp_path, missing, unused)
+    rules = re.search(r"The checkpoint has them all under other names: pass rename=(\{.*\})", message)
+    assert rules is not None, message
     state = {name: torch.ones(1) for name in missing}
     dcp.load(state, checkpoint_id=tmp_path, rename=eval(rules[1]), no_dist=True)
     assert not any(tensor.item() for tensor in state.values())
@@ -68,15 +68,15 @@ def test_names_with_the_same_shape_come_first(tmp_path: Path) -> None:
     }
     dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
 
-    def said(*wanted: str, shape: tuple[int, ...] = (4, 4)) -> str:
+    def message_for(*wanted: str, shape: tuple[int, ...] = (4, 4)) -> str:
         with pytest.raises(dcp.MissingKeyError) as caught:
             dcp.load({name: torch.zeros(shape) for name in wanted}, checkpoint_id=tmp_path, no_dist=True)
         return str(caught.value)
 
-    assert "Did you mean 'decoder.up.weight'?" in said("encode.up.weight")
-    assert "'encoder.up.weight' (saved (1, 4), current (3,))" in said("encode.up.weight", shape=(3,))
-    assert 'pass rename={"^": "decoder."}.' in said("up.weight", "down.weight")
-    odd = said("up.weight", "down.weight", shape=(3,))
+    assert "Did you mean 'decoder.up.weight'?" in message_for("encode.up.weight")
+    assert "'encoder.up.weight' (saved (1, 4), current (3,))" in message_for("encode.up.weight", shape=(3,))
+    assert 'pass rename={"^": "decoder."}.' in message_for("up.weight", "down.weight")
+    odd = message_for("up.weight", "down.weight", shape=(3,))
     assert (
         'pass rename={"^": "encoder."}. With another shape:' in odd and "(saved (1, 4), current (3,))" in odd
     )
@@ -84,8 +84,8 @@ def test_names_with_the_same_shape_come_first(tmp_path: Path) -> None:
 
 def test_with_rename_given_a_rule_is_suggested(tmp_path: Path) -> None:
     """With rename= given the suggestion is a rule to add to it."""
-    said = hint(tmp_path, [f"module.{name}" for name in LAYERS], LAYERS, rename={"^nothing": ""})
-    assert 'add {r"^module\\.": ""} to rename' in said
+    message = hint(tmp_path, [f"module.{name}" for name in LAYERS], LAYERS, rename={"^nothing": ""})
+    assert 'add {r"^module\\.": ""} to rename' in message
 
 
 def test_without_similar_names_stored_names_are_listed(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def test_values_that_loads_refuse_are_warned_of(
     """One warning names the value and the required option; without that option the load refuses it."""
     with caplog.at_level(logging.WARNING):
         dcp.save({"x": FOREIGN[name]}, checkpoint_id=tmp_path / "c")
-    (said,) = warnings_of(caplog)
-    assert "'x" in said
+    (warning,) = warnings_of(caplog)
+    assert "'x" in warning
     target: dict[str, Any] = {"x": {"deep": None} if isinstance(FOREIGN[name], dict) else None}
     with pytest.raises(dcp.errors.UnsafeObjectError):
         dcp.load(target, checkpoint_id=tmp_path / "c")
@@ -90,9 +90,9 @@ def test_async_save_warns_at_once(kind: str, tmp_path: Path, caplog: pytest.LogC
     state = {"w": torch.ones(2), "mode": Mode.FAST, "a": np.ones(2)}
     with caplog.at_level(logging.WARNING):
         future = dcp.async_save(state, checkpoint_id=tmp_path / "c", async_checkpointer_type=chosen)
-        said = warnings_of(caplog)
+        warned = warnings_of(caplog)
     future.result(120)
-    assert len(said) == 1 and "'mode'" in said[0] and "Mode" in said[0] and "'a'" not in said[0]
+    assert len(warned) == 1 and "'mode'" in warned[0] and "Mode" in warned[0] and "'a'" not in warned[0]
 
 
 class _ByItems(dcp.DefaultSavePlanner):
@@ -110,5 +110,5 @@ def test_a_save_by_another_planner_warns(
     state = {"w": torch.ones(2), "mode": {"now": Mode.FAST}, "a": np.ones(2)}
     with caplog.at_level(logging.WARNING):
         dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner())
-    (said,) = warnings_of(caplog)
-    assert "'mode.now'" in said and "'a'" not in said and "1 saved values" in said
+    (warning,) = warnings_of(caplog)
+    assert "'mode.now'" in warning and "'a'" not in warning and "1 saved values" in warning

@@ -83,7 +83,7 @@ def numbered(*shape: int, first: int = 0) -> torch.Tensor:
     return torch.arange(first + 1, first + math.prod(shape) + 1, dtype=torch.float32).view(shape)
 
 
-def apart() -> dict[str, torch.Tensor]:
+def separate() -> dict[str, torch.Tensor]:
     """Return a model with separate parts."""
     state = {
         "0.q.weight": numbered(GROUPS * QUERIES * HEAD, WIDTH),
@@ -100,7 +100,7 @@ def apart() -> dict[str, torch.Tensor]:
 
 def fused() -> dict[str, torch.Tensor]:
     """Return the same model with fused parts, made in memory."""
-    own = apart()
+    own = separate()
     queries, keys = (own[f"0.{name}.weight"].view(GROUPS, -1, 2, HEAD // 2, WIDTH) for name in "qk")
     both = torch.cat([queries, keys], dim=1).transpose(2, 3)
     return {
@@ -128,8 +128,8 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Return a checkpoint of the separate parts."""
-    dcp.save(apart(), checkpoint_id=tmp_path / "apart", no_dist=True)
-    return tmp_path / "apart"
+    dcp.save(separate(), checkpoint_id=tmp_path / "separate", no_dist=True)
+    return tmp_path / "separate"
 
 
 def test_a_mapped_load_equals_conversion_then_load(saved: Path, tmp_path: Path) -> None:
@@ -137,16 +137,16 @@ def test_a_mapped_load_equals_conversion_then_load(saved: Path, tmp_path: Path) 
     state = like(fused())
     report = dcp.load(state, checkpoint_id=saved, map=FUSED, no_dist=True)
     assert_equal(state, fused())
-    assert report.bytes_needed == sum(tensor.nbytes for tensor in apart().values())
+    assert report.bytes_needed == sum(tensor.nbytes for tensor in separate().values())
     assert report.unexpected == []
     dcp.convert(saved, tmp_path / "converted", to="dcp", map=FUSED)
     converted = like(fused())
     dcp.load(converted, checkpoint_id=tmp_path / "converted", no_dist=True)
     assert_equal(converted, state)
-    back = like(apart())
+    back = like(separate())
     inverse = dcp.weight_map(FUSED, inverse=True, vocab=13, hidden=24)
     dcp.load(back, checkpoint_id=tmp_path / "converted", map=inverse, no_dist=True)
-    assert_equal(back, apart())
+    assert_equal(back, separate())
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def load_sharded(rank: int, world_size: int, path: str, kind: str) -> tuple[int,
 @pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.exhaustive), "fsdp and tp"])
 def test_a_mapped_load_of_a_sharded_model(saved: Path, kind: str) -> None:
     """With FSDP2, alone or over tensor parallelism, each rank needs its own bytes, except padding."""
-    results, stored = run_ranks(4, load_sharded, str(saved), kind), sum(t.nbytes for t in apart().values())
+    results, stored = run_ranks(4, load_sharded, str(saved), kind), sum(t.nbytes for t in separate().values())
     padding = 3 * WIDTH * 4
     assert all(local - padding <= needed <= local for needed, local in results)
     assert sum(needed for needed, _ in results) >= stored
@@ -353,7 +353,7 @@ def test_no_tensor_gets_the_name_of_another_entry(other: object, tmp_path: Path)
 def test_tensors_without_a_rule_keep_their_names(tmp_path: Path) -> None:
     """Tensors without a rule keep their names; one beside mapped tensors must be requested or allowed."""
     more = {"0.q.bias": numbered(4), "opt.q": numbered(3), "step": 7}
-    dcp.save(apart() | more, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(separate() | more, checkpoint_id=tmp_path, no_dist=True)
     state = like(fused())
     with pytest.raises(
         UnexpectedKeyError, match=r"'0\.q\.bias'.*to the state dict, and the map a rule\."
@@ -414,7 +414,7 @@ def test_every_rank_raises_for_an_invalid_map(saved: Path) -> None:
 
 def test_moments_of_an_optimizer_are_mapped(tmp_path: Path) -> None:
     """Moments of an optimizer are mapped like the weights by rules with their names."""
-    own = {name: tensor for name, tensor in apart().items() if name.startswith(("0.q", "0.k"))}
+    own = {name: tensor for name, tensor in separate().items() if name.startswith(("0.q", "0.k"))}
     state = {"model": own, "optim": {"state": {name: {"exp_avg": t * 2} for name, t in own.items()}}}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     axes = {"q": "(groups queries two half) width", "k": "(groups key two half) width"}

@@ -111,8 +111,8 @@ def test_exit_after_an_abandoned_save_is_immediate(tmp_path: Path) -> None:
     ranks = [Program("-c", _LEAVING, str(n), store, root, finalizes=n == 0, **pipes) for n in range(2)]
     try:
         output, _ = ranks[0].communicate(timeout=120)
-        said = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 logs
-        assert (said, ranks[0].returncode) == (["gave up"], 0)
+        printed = [line for line in output.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 logs
+        assert (printed, ranks[0].returncode) == (["gave up"], 0)
     finally:
         ranks[0].kill()
         ranks[1].communicate()

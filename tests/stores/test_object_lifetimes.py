@@ -34,7 +34,7 @@ def _open_others(server: Any, url: str) -> None:
         _store(server, url, token).list()
 
 
-def _comes_true(condition: Callable[[], bool]) -> bool:
+def _becomes_true(condition: Callable[[], bool]) -> bool:
     """Wait for a condition that the event loop or the garbage collector may delay."""
     deadline = time.monotonic() + _HANG_SECONDS
     while not condition():
@@ -64,8 +64,8 @@ def test_old_credentials_leave_no_connections(s3_proxy: Any, s3_root: str) -> No
     assert threads
     del first, handle
     _open_others(s3_proxy, s3_root)
-    assert _comes_true(lambda: 0 < _connections(s3_proxy) <= _FEW)
-    assert _comes_true(lambda: threads[-1] not in threading.enumerate())
+    assert _becomes_true(lambda: 0 < _connections(s3_proxy) <= _FEW)
+    assert _becomes_true(lambda: threads[-1] not in threading.enumerate())
 
 
 def test_stores_in_use_stay_open(s3_server: Any, s3_root: str) -> None:
