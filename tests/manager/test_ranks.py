@@ -29,7 +29,7 @@ from tests.support.manager_runs import (
     writer_with,
 )
 from tests.support.rank_acts import warned
-from tests.support.ranks import all_are_here, run_ranks
+from tests.support.ranks import run_ranks, wait_for_all_ranks
 
 
 def ranked_state(step: int, rank: int) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _group_after_manager(rank: int, world_size: int, root: str) -> list[str]:
     os.environ["WORLD_SIZE"] = str(world_size)
     store = torch.distributed.PrefixStore("again", group)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    all_are_here(store, rank, world_size)
+    wait_for_all_ranks(store, rank, world_size)
     try:
         early.save(1, state_at(1, rank))
     except dcp.CheckpointError as error:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.forking import forkserver_context
-from tests.support.ranks import RankRaised, all_are_here
+from tests.support.ranks import RankRaised, wait_for_all_ranks
 
 T = TypeVar("T")
 
@@ -253,7 +253,7 @@ def _member(rank: int, path: str, group: Group) -> Any:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=group.world_size, timeout=timedelta(seconds=240)
     )
-    all_are_here(store, rank, group.world_size)
+    wait_for_all_ranks(store, rank, group.world_size)
     return group.function(rank, group.world_size, *group.args)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from tests.support.forking import forkserver_context
 
-__all__ = ["RankDied", "RankRaised", "Ranks", "all_are_here", "run_ranks"]
+__all__ = ["RankDied", "RankRaised", "Ranks", "run_ranks", "wait_for_all_ranks"]
 
 _MOST_THREADS: Final = 32
 """Limit of threads in a process of the pool.
@@ -48,7 +48,7 @@ class RankDied:
     exit_code: int | None
 
 
-def all_are_here(store: Any, rank: int, world_size: int) -> None:
+def wait_for_all_ranks(store: Any, rank: int, world_size: int) -> None:
     """Wait until all ranks have connected: a rank that ends earlier would prevent others from connecting."""
     store.set(f"here/{rank}", "1")
     store.wait([f"here/{other}" for other in range(world_size)], timedelta(seconds=240))
@@ -78,7 +78,7 @@ def _serve(connection: Connection, number: int) -> None:
                     world_size=world_size,
                     timeout=timedelta(seconds=timeout_seconds),
                 )
-                all_are_here(store, rank, world_size)
+                wait_for_all_ranks(store, rank, world_size)
             connection.send(function(rank, world_size, *args))
         except BaseException as error:  # noqa: BLE001 - reported to the test
             facts = {

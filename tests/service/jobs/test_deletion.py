@@ -190,7 +190,7 @@ def lean(make_database: MakeDatabase, tmp_path: Path, run: Path) -> Iterator[Job
         yield made
 
 
-def there(run: Path) -> list[str]:
+def parts_left(run: Path) -> list[str]:
     """Return the remaining parts of each step, and check that stock torch sees the same parts."""
     found = [present_parts(run / f"step-{step}", step) for step in STEPS]
     assert [stock_sees(run / f"step-{step}", step) for step in STEPS] == found
@@ -208,7 +208,7 @@ def test_a_job_drops_the_optimizer(lean: JobSite, run: Path, step: int) -> None:
     before = lean.found("main", f"run/step-{step}")
     result = lean.result("prune", checkpoint_id=before.id)
     assert (result["outcome"], result["parts"][0]["name"]) == ("dropped", "optimizer")
-    assert there(run)[step - 1] == "weights"
+    assert parts_left(run)[step - 1] == "weights"
     assert lean.result("verify", checkpoint_id=before.id)["outcome"] == "good"
     after = lean.found("main", f"run/step-{step}")
     assert (after.id, after.state, after.step) == (before.id, "committed", step)
@@ -231,7 +231,7 @@ def test_held_checkpoints_are_not_pruned(lean: JobSite, run: Path) -> None:
             lean.submit("prune", checkpoint_id=number)
     save_apart(run / "step-4", 4)  # not the checkpoint that the catalog knows
     assert lean.do("prune", checkpoint_id=numbers(lean)[3]).state == "failed"
-    assert there(run) == ["whole"] * 4
+    assert parts_left(run) == ["whole"] * 4
 
 
 @pytest.mark.parametrize("hold", ["pin", "alias"])
@@ -249,7 +249,7 @@ def test_a_late_pin_or_alias_stops_a_prune(lean: JobSite, run: Path, hold: str) 
     lean.worker.drain()
     found = lean.job(job)
     assert found.state == "failed" and "cannot be dropped" in str(found.error)
-    assert there(run) == ["whole"] * 4
+    assert parts_left(run) == ["whole"] * 4
 
 
 def test_policies_prune_the_optimizer(lean: JobSite, run: Path) -> None:
@@ -262,7 +262,7 @@ def test_policies_prune_the_optimizer(lean: JobSite, run: Path) -> None:
         assert (result["kept"], result["deleted"], result["dropped"]) == (4, 0, 2)
         assert result["dropped_bytes"] > 2 * 4 * 3000 * 4
         # formats count separately: the stock checkpoint is the newest of its format
-        assert there(run) == (["weights", "weights", "whole", "whole"] if is_real else ["whole"] * 4)
+        assert parts_left(run) == (["weights", "weights", "whole", "whole"] if is_real else ["whole"] * 4)
         made = lean.jobs(kind="prune")
         assert sorted(job["checkpoint_id"] for job in made) == (numbers(lean)[:2] if is_real else [])
     assert {job["created_by"] for job in made} == {"retention:lean"}

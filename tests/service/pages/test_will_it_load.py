@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(saved: Path, app: App, tmp_path: Path) -> App:
+def site(saved: Path, app: App, tmp_path: Path) -> App:
     """Start the application without keys over both checkpoints."""
     shutil.copytree(saved, tmp_path / "main", dirs_exist_ok=True)
     scan(app)
@@ -80,15 +80,15 @@ def shapes(**changes: Any) -> dict[str, Any]:
     return {name: one for name, one in {**state, **changes}.items() if one is not None}
 
 
-def test_states_with_other_names_get_a_rename(here: App, tmp_path: Path) -> None:
+def test_states_with_other_names_get_a_rename(site: App, tmp_path: Path) -> None:
     """A state with other names gets a rename, and code that loads the checkpoint."""
-    page = pasted(here, "run/step-1", json.dumps(shapes()))
+    page = pasted(site, "run/step-1", json.dumps(shapes()))
     assert "Yes, with a rename." in page.text and "4 of 4 names match" in page.text
     code = page.text.partition("In Python")[2].partition("Choose a state")[0]
     assert "rename={'^': 'model.'}" in code
-    place = number(here, "run/step-1")
+    place = number(site, "run/step-1")
     body = {"tensors": [{"fqn": name, "shape": one["shape"]} for name, one in shapes().items()]}
-    answer = here.base.post(f"/api/v1/checkpoints/{place}/will-it-load", json=body).json()
+    answer = site.base.post(f"/api/v1/checkpoints/{place}/will-it-load", json=body).json()
     assert (answer["answer"], answer["rename"]) == ("rename", {"^": "model."})
     assert answer["plain"]["counts"]["missing"] == 4 and answer["renamed"]["counts"]["missing"] == 0
     target = model()
@@ -97,7 +97,7 @@ def test_states_with_other_names_get_a_rename(here: App, tmp_path: Path) -> None
     assert torch.equal(target.state_dict()["0.weight"], stored["0.weight"])
 
 
-def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
+def test_through_a_weight_map(site: App, tmp_path: Path) -> None:
     """A weight map is applied first: missing names are listed, and the code loads."""
     name = "model.layers.0.mlp.experts.{}.gate_proj.weight"
     experts = {name.format(n): torch.full((3, 2), n + 1.0) for n in (0, 1)}
@@ -106,11 +106,11 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
     dcp.save({name.format(1): torch.ones(3, 2)}, checkpoint_id=tmp_path / "main/hf/step-2", no_dist=True)
     for step in ("step-1", "step-2"):
         (tmp_path / "main/hf" / step / "config.json").write_text('{"num_experts": 2}')
-    scan(here)
+    scan(site)
     stacked = "layers.0.moe.routed_experts.inner_experts.w1_EFD"
     state = {"norm.weight": [4], stacked: [2, 3, 2], "lm_head.weight": [5, 4]}
-    path = f"/checkpoints/{number(here, 'hf/step-1')}/will-it-load"
-    browser = Browser(here.client())
+    path = f"/checkpoints/{number(site, 'hf/step-1')}/will-it-load"
+    browser = Browser(site.client())
     (form,) = [form for form in browser.page(path).forms if form.action == path and form.method == "post"]
     chosen = {"map": "qwen3:hf-to-titan", "below": "model"}
     page = PageText(browser.submit(form, text=json.dumps(state), **chosen).text)
@@ -119,7 +119,7 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
     assert "lm_head.weight" in page.text.partition("Missing 1")[2]
     del state["lm_head.weight"]
     body = {"tensors": [{"fqn": name, "shape": shape} for name, shape in state.items()]}
-    answer = here.base.post(f"/api/v1{path}", params=chosen, json=body).json()
+    answer = site.base.post(f"/api/v1{path}", params=chosen, json=body).json()
     assert answer["answer"] == "yes"
     assert "map=dcp.weight_map('qwen3:hf-to-titan', below='model')" in answer["code"]
     found = {name: torch.zeros(shape) for name, shape in state.items()}
@@ -131,28 +131,28 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
         ({"map": "x" * 300}, "256 characters"),
         ({**chosen, "below": "x" * 1025}, "1024 characters"),
     ):
-        problem = here.base.post(f"/api/v1{path}", params=wrong, json=body)
+        problem = site.base.post(f"/api/v1{path}", params=wrong, json=body)
         assert (problem.status_code, detail in problem.json()["detail"]) == (422, True), problem.text
         refused = browser.submit(form, text=json.dumps(state), **wrong)
         assert refused.status_code == 422
-    at = here.base.get(f"/api/v1{path}", params={"state_of": path.split("/")[2], **chosen}).json()
+    at = site.base.get(f"/api/v1{path}", params={"state_of": path.split("/")[2], **chosen}).json()
     assert {one["fqn"] for one in at["plain"]["problems"] if one["kind"] == "missing"} == {
         "model.model.norm.weight",
         *(f"model.{one}" for one in experts),
     }
-    other = number(here, "hf/step-2")
-    problem = here.base.get(f"/api/v1/checkpoints/{other}/will-it-load?state_of=1&map=qwen3:hf-to-titan")
+    other = number(site, "hf/step-2")
+    problem = site.base.get(f"/api/v1/checkpoints/{other}/will-it-load?state_of=1&map=qwen3:hf-to-titan")
     assert problem.status_code == 422 and "expert 0 is missing" in problem.json()["detail"]
     refused = browser.get(f"/checkpoints/{other}/will-it-load?state_of=1&map=qwen3:hf-to-titan")
     assert refused.status_code == 422 and "expert 0 is missing" in PageText(refused.text).text
     assert browser.get(f"{path}?state_of=1&map=&below=").status_code == 200
     (tmp_path / "main/hf/step-1/config.json").write_text("{")
-    problem = here.base.get(f"/api/v1{path}?state_of=1&map=qwen3:hf-to-titan")
+    problem = site.base.get(f"/api/v1{path}?state_of=1&map=qwen3:hf-to-titan")
     assert problem.status_code == 422 and "config.json of main:hf/step-1" in problem.json()["detail"]
     assert str(tmp_path) not in problem.text
 
 
-def test_all_mismatches_are_listed(here: App) -> None:
+def test_all_mismatches_are_listed(site: App) -> None:
     """Missing and unexpected names, and other shapes and dtypes, are listed with both sides."""
     given = shapes(
         **{
@@ -162,7 +162,7 @@ def test_all_mismatches_are_listed(here: App) -> None:
             f"new.{HOSTILE}": [5],
         }
     )
-    page = pasted(here, "bare/step-1", json.dumps(given))
+    page = pasted(site, "bare/step-1", json.dumps(given))
     assert "No." in page.text and "1 of 4 names match" in page.text
     for kind, name, facts in (
         ("Missing 1", f"new.{HOSTILE}".replace("\u202e", "\\u202e"), ""),
@@ -172,15 +172,15 @@ def test_all_mismatches_are_listed(here: App) -> None:
     ):
         section = page.text.partition(kind)[2]
         assert name in section and facts in section, kind
-    cast = pasted(here, "bare/step-1", json.dumps(shapes(**{"0.weight": {"dtype": "F16", "shape": [3, 4]}})))
+    cast = pasted(site, "bare/step-1", json.dumps(shapes(**{"0.weight": {"dtype": "F16", "shape": [3, 4]}})))
     assert "Yes, with a cast." in cast.text and 'dtype="cast"' in cast.text
-    assert "Yes, as it is." in pasted(here, "bare/step-1", json.dumps(shapes())).text
+    assert "Yes, as it is." in pasted(site, "bare/step-1", json.dumps(shapes())).text
 
 
-def test_another_checkpoint(here: App) -> None:
+def test_another_checkpoint(site: App) -> None:
     """Another checkpoint is chosen by its id in the URL, with JSON."""
-    one, two = number(here, "bare/step-1"), number(here, "run/step-1")
-    browser = Browser(here.client())
+    one, two = number(site, "bare/step-1"), number(site, "run/step-1")
+    browser = Browser(site.client())
     path = f"/checkpoints/{two}/will-it-load"
     assert path in browser.page(f"/checkpoints/{two}").links
     assert any(
@@ -189,12 +189,12 @@ def test_another_checkpoint(here: App) -> None:
     page = browser.page(f"{path}?state_of={one}")
     assert "No." in page.text and "It finds 4 of 5 missing names." in page.text
     (twin,) = [given["href"] for _, given in page.elements if given.get("class") == "twin"]
-    answer = here.base.get(twin).json()
+    answer = site.base.get(twin).json()
     assert answer["renamed"]["counts"]["missing"] == 1 and answer["wanted"] == 5
     assert "Yes, as it is." in browser.page(f"{path}?state_of={two}").text
     assert browser.get(f"{path}?state_of=99").status_code == 404
     assert browser.get(f"{path}?shapes_job=99").status_code == 404
-    assert here.base.get(f"/api/v1{path}").status_code == 422
+    assert site.base.get(f"/api/v1{path}").status_code == 422
 
 
 HOSTILE_TEXTS = [
@@ -206,38 +206,38 @@ HOSTILE_TEXTS = [
 ]
 
 
-def test_hostile_text_is_refused(here: App) -> None:
+def test_hostile_text_is_refused(site: App) -> None:
     """Invalid text gets 422 and is shown as text."""
     for text in HOSTILE_TEXTS:
-        page = pasted(here, "run/step-1", text, status=422)
+        page = pasted(site, "run/step-1", text, status=422)
         assert page.text and not [
             1 for name, given in page.elements if name == "script" and "src" not in given
         ]
 
 
-def test_accepted_forms_of_a_state(here: App) -> None:
+def test_accepted_forms_of_a_state(site: App) -> None:
     """Output of dcp show --json, safetensors headers and indexes, and plain shapes are accepted."""
     shown = [{"fqn": name, **one} for name, one in shapes().items()]
     short = {"torch.float32": "F32", "float32": "F32"}
     header = {name: {"dtype": short[one["dtype"]], "shape": one["shape"]} for name, one in shapes().items()}
     for document in (shapes(), {"checkpoint": {}, "tensors": shown}, header):
-        assert "Yes, as it is." in pasted(here, "bare/step-1", json.dumps(document)).text
+        assert "Yes, as it is." in pasted(site, "bare/step-1", json.dumps(document)).text
     index = {"metadata": {}, "weight_map": dict.fromkeys(shapes(), "1.safetensors")}
-    assert "4 of 4 names match" in pasted(here, "bare/step-1", json.dumps(index)).text
+    assert "4 of 4 names match" in pasted(site, "bare/step-1", json.dumps(index)).text
 
 
 # -- models of Hugging Face ----------------------------------------------------------------------------------
 
 
-def test_a_pasted_config_becomes_a_job(here: App) -> None:
+def test_a_pasted_config_becomes_a_job(site: App) -> None:
     """A pasted config becomes a job that the page follows; results before its end get 409."""
-    two = number(here, "run/step-1")
-    page = pasted(here, "run/step-1", json.dumps(CONFIG))
+    two = number(site, "run/step-1")
+    page = pasted(site, "run/step-1", json.dumps(CONFIG))
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in page.elements)
-    assert here.base.get("/api/v1/jobs/1").json()["params"]["config"] == CONFIG
-    assert here.base.get(f"/api/v1/checkpoints/{two}/will-it-load?shapes_job=1").status_code == 409
+    assert site.base.get("/api/v1/jobs/1").json()["params"]["config"] == CONFIG
+    assert site.base.get(f"/api/v1/checkpoints/{two}/will-it-load?shapes_job=1").status_code == 409
     large = {**CONFIG, "id2label": {str(n): "x" * 50 for n in range(2000)}}
-    assert "65,536 characters at most" in pasted(here, "run/step-1", json.dumps(large), status=422).text
+    assert "65,536 characters at most" in pasted(site, "run/step-1", json.dumps(large), status=422).text
 
 
 def _made(**changes: Any) -> dict[str, Any]:
@@ -293,16 +293,16 @@ def test_models_are_built_without_weights_and_foreign_code(tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_model_of_a_config_from_end_to_end(here: App, tmp_path: Path) -> None:
+def test_a_model_of_a_config_from_end_to_end(site: App, tmp_path: Path) -> None:
     """A job runs the real program on a config, and the page shows its result."""
-    pasted(here, "run/step-1", json.dumps({**CONFIG, "hidden_size": "nonsense"}))
-    pasted(here, "run/step-1", json.dumps(CONFIG))
-    Catalog(here, tmp_path).work()
-    one, two = (here.base.get(f"/api/v1/jobs/{n}").json() for n in (1, 2))
+    pasted(site, "run/step-1", json.dumps({**CONFIG, "hidden_size": "nonsense"}))
+    pasted(site, "run/step-1", json.dumps(CONFIG))
+    Catalog(site, tmp_path).work()
+    one, two = (site.base.get(f"/api/v1/jobs/{n}").json() for n in (1, 2))
     assert (one["state"], two["state"]) == ("failed", "succeeded")
     assert "cannot create the model" in one["error"]["detail"]
     assert two["result"]["tensor_count"] == 12
-    browser = Browser(here.client())
-    path = f"/checkpoints/{number(here, 'run/step-1')}/will-it-load"
+    browser = Browser(site.client())
+    path = f"/checkpoints/{number(site, 'run/step-1')}/will-it-load"
     assert "No." in browser.page(f"{path}?shapes_job=2").text
     assert "cannot create the model" in browser.page(f"{path}?shapes_job=1").text

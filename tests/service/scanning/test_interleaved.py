@@ -19,7 +19,7 @@ from sqlalchemy import Engine, event
 import dcp
 from tests.support.catalog import API, Catalog
 from tests.support.catalog_roots import write_manifest
-from tests.support.lost_places import PLACES, put_back
+from tests.support.lost_roots import PLACES, put_back
 from tests.support.statements import most_rows_inserted, statements_to
 
 

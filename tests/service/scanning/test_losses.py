@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.catalog import API, Catalog
-from tests.support.lost_places import PLACES, is_a_link_elsewhere, is_emptied, is_removed, put_back
+from tests.support.lost_roots import PLACES, is_a_link_elsewhere, is_emptied, is_removed, put_back
 
 
 def root_of(catalog: Catalog) -> Any:

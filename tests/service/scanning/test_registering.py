@@ -15,7 +15,7 @@ from tests.support.databases import MakeDatabase
 from tests.support.s3 import S3Server
 
 
-def say(catalog: Catalog, key: str, **more: Any) -> Any:
+def register(catalog: Catalog, key: str, **more: Any) -> Any:
     """Register a checkpoint, and return the response."""
     place = {} if "root_url" in more else {"root": "main"}
     return catalog.http.post(f"{API}/checkpoints", json={"key": key, **place, **more})
@@ -24,20 +24,20 @@ def say(catalog: Catalog, key: str, **more: Any) -> Any:
 def test_a_registration_is_read_by_the_server(catalog: Catalog) -> None:
     """The manifest has precedence; a given step fills a missing one, tags and metrics are added."""
     catalog.save("run/last", save_id="a", user={"metrics": {"loss": 2.0}})
-    answer = say(catalog, "run/last", step=7, tags=["t"], metrics={"acc": 0.5}, save_id="b")
+    answer = register(catalog, "run/last", step=7, tags=["t"], metrics={"acc": 0.5}, save_id="b")
     assert (answer.status_code, answer.json()["is_new"], answer.json()["save_id"]) == (201, True, "a")
     detail = catalog.http.get(answer.headers["Location"]).json()
     assert (detail["step"], detail["bytes"], detail["format"]) == (7, 192, "dcp")
     assert (detail["metrics"], detail["tags"]) == ({"loss": 2.0, "acc": 0.5}, ["t"])
     catalog.save("run/step-1", user={"step": 5})
-    say(catalog, "run/step-1", step=9)
+    register(catalog, "run/step-1", step=9)
     assert catalog.rows()["run/step-1"]["step"] == 5
 
 
 def test_repeated_registrations_leave_one_row(catalog: Catalog) -> None:
     """Registering twice, or scanning after a registration, leaves the same unchanged row."""
     catalog.save("run/step-1", seconds=None)
-    first, again = say(catalog, "run/step-1"), say(catalog, "run/step-1")
+    first, again = register(catalog, "run/step-1"), register(catalog, "run/step-1")
     assert (first.status_code, again.status_code) == (201, 200)
     assert first.headers["Location"] == again.headers["Location"]
     before = catalog.rows()["run/step-1"]
@@ -48,25 +48,25 @@ def test_repeated_registrations_leave_one_row(catalog: Catalog) -> None:
 
 def test_uncommitted_data_is_not_registered(catalog: Catalog) -> None:
     """A missing checkpoint gets 404, and data without a commit 409, until the commit."""
-    assert say(catalog, "run/step-1").status_code == 404
+    assert register(catalog, "run/step-1").status_code == 404
     folder = catalog.place("run/step-1")
     folder.mkdir(parents=True)
     (folder / "__0_0.0000abcd.distcp").write_bytes(b"x")
-    assert say(catalog, "run/step-1").status_code == 409
+    assert register(catalog, "run/step-1").status_code == 409
     assert catalog.rows() == {}
     catalog.save("run/step-1")
-    assert say(catalog, "run/step-1").status_code == 201
+    assert register(catalog, "run/step-1").status_code == 201
 
 
 def test_reported_deletions_are_checked(catalog: Catalog) -> None:
     """A reported deletion is checked: present files stay, missing files vanish, unknown keys are accepted."""
     catalog.add("run/step-1")
-    assert say(catalog, "run/step-1", deleted=True).json()["is_present"]
+    assert register(catalog, "run/step-1", deleted=True).json()["is_present"]
     assert catalog.states() == {"run/step-1": "committed"}
     shutil.rmtree(catalog.place("run/step-1"))
-    assert not say(catalog, "run/step-1", deleted=True).json()["is_present"]
+    assert not register(catalog, "run/step-1", deleted=True).json()["is_present"]
     assert catalog.states() == {"run/step-1": "vanished"}
-    assert say(catalog, "run/step-2", deleted=True).json()["id"] is None
+    assert register(catalog, "run/step-2", deleted=True).json()["id"] is None
 
 
 def test_urls_belong_to_the_innermost_root(
@@ -89,11 +89,11 @@ def test_urls_belong_to_the_innermost_root(
             (f"{main}/inner/run", "step-1", ("inner", "run/step-1")),
             *((f"{s}://{bucket}/runs/a", "step-1", ("bucket", "a/step-1")) for s in ("s3", "s3a", "S3")),
         ):
-            answer = say(catalog, key, root_url=url)
+            answer = register(catalog, key, root_url=url)
             assert answer.is_success, answer.text
             assert (answer.json()["root"], answer.json()["key"]) == found
         for url in (f"s3://{bucket}/runs-of-others", f"s3://{bucket}", f"s3://{bucket.split('/')[0]}"):
-            assert say(catalog, "step-1", root_url=url).status_code == 404, url
+            assert register(catalog, "step-1", root_url=url).status_code == 404, url
 
 
 def test_urls_outside_of_all_roots_are_refused(catalog: Catalog) -> None:
@@ -101,7 +101,7 @@ def test_urls_outside_of_all_roots_are_refused(catalog: Catalog) -> None:
     catalog.save("run/step-1")
     main = str(catalog.place("")).rstrip("/")
     for url in ("/etc", "s3://bucket", "relative", "", f"{main}x/run", "file://["):
-        assert say(catalog, "step-1", root_url=url).status_code in (404, 422), url
+        assert register(catalog, "step-1", root_url=url).status_code in (404, 422), url
     for wrong in ({"root": "main", "root_url": main}, {}, {"root": "main", "metrics": {"a b": 1}}):
         assert catalog.status("POST", "/checkpoints", json={"key": "run/step-1", **wrong}) == 422, wrong
     stranger = catalog.app.client("write", roots=["other"])

@@ -99,7 +99,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
         yield catalog
 
 
-def say(catalog: Catalog, key: str, **place: Any) -> int:
+def register(catalog: Catalog, key: str, **place: Any) -> int:
     """Register a checkpoint, and return the status."""
     body = json.dumps({"key": key, **(place or {"root": "main"})})
     return catalog.status("POST", "/checkpoints", content=body, headers={"Content-Type": "application/json"})
@@ -108,7 +108,7 @@ def say(catalog: Catalog, key: str, **place: Any) -> int:
 @pytest.mark.parametrize("key", BAD_KEYS)
 def test_unsafe_keys_are_refused(empty: Catalog, key: str) -> None:
     """Unsafe keys get 422 as a checkpoint, below a URL, as a folder to scan and as a target."""
-    assert say(empty, key) == say(empty, key, root_url=str(empty.place(""))) == 422
+    assert register(empty, key) == register(empty, key, root_url=str(empty.place(""))) == 422
     for kind, params in (
         ("scan", {"root": "main", "below": key}),
         ("convert", {"checkpoint_id": 1, "to": "dcp", "target_root": "main", "target_key": key}),
@@ -123,7 +123,7 @@ def test_safe_keys_are_exact_names(local: Catalog) -> None:
     """A safe key means the folder of this exact name, and is decoded nowhere."""
     for number, key in enumerate(GOOD_KEYS):
         local.save(key, save_id=f"{number:08x}")
-        assert say(local, key) == 201, key
+        assert register(local, key) == 201, key
         assert local.get("/checkpoints/lookup", root="main", key=key)["save_id"] == f"{number:08x}"
 
 
@@ -136,7 +136,7 @@ def test_safe_keys_are_exact_names(local: Catalog) -> None:
 )
 def test_accepted_keys_stay_inside(empty: Catalog, key: str) -> None:
     """An accepted key stays below the root, also after normalizing and repeated URL decoding."""
-    if say(empty, key) == 422:
+    if register(empty, key) == 422:
         return
     for _ in range(10):
         joined = os.path.normpath(f"/root/{key}")
@@ -172,12 +172,12 @@ def test_links_out_of_the_root_are_refused(linked: Catalog) -> None:
         assert "outside" not in answer.json()["detail"].replace(key, "")
     main = linked.place("")
     for url in (f"{main}/../outside", str(linked.folder / "outside"), f"file://{linked.folder}/outside"):
-        assert say(linked, "step-9", root_url=url) in (404, 422), url
+        assert register(linked, "step-9", root_url=url) in (404, 422), url
     linked.scan()
     for below in ("folder", "up", "folder/step-9", "up/outside"):
         linked.do("scan", root="main", below=below)
     assert [*linked.states()] == ["run/step-1"]
-    assert say(linked, "run/latest") == 201
+    assert register(linked, "run/latest") == 201
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_names_inside_of_checkpoints(
         assert SECRET not in answer.content, path
         if make not in (_names_an_absolute_file, _bin_weight_map):  # the checkpoint itself has the path
             assert str(outside.folder) not in answer.text, path
-    say(local, "run/step-1")
+    register(local, "run/step-1")
     for kind, params in (
         ("verify", {"checkpoint_id": number}),
         ("delete", {"checkpoint_ids": [number], "grace_seconds": 0}),
@@ -327,9 +327,9 @@ def test_s3_keys_stay_below_the_prefix(tmp_path: Path, s3_server: S3Server, s3_r
         assert [*catalog.states()] == ["step-1"]
         assert catalog.get("/checkpoints/1/tensors")["items"][0]["shape"] == [3]
         for key in ("../step-1", "x/../../step-1", "-beside/../step-1"):
-            assert say(catalog, key) == 422
-        assert say(catalog, f"{s3_root.rpartition('/')[2]}-beside/step-1") == 404
-        assert say(catalog, "step-1", root_url=f"{s3_root}-beside") in (404, 422)
+            assert register(catalog, key) == 422
+        assert register(catalog, f"{s3_root.rpartition('/')[2]}-beside/step-1") == 404
+        assert register(catalog, "step-1", root_url=f"{s3_root}-beside") in (404, 422)
 
 
 @pytest.mark.parametrize("replaced", ["file", "folder"])
