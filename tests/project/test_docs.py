@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,11 @@ def test_modules_and_pages_named_by_a_page_exist(page: Path) -> None:
     missing += [name for name in FOLDER.findall(text) if not (ROOT / name).is_dir()]
     missing += [name for name in LINK.findall(text) if not (page.parent / name).is_file()]
     assert not missing
+
+
+def test_the_description_on_a_package_index_stands_alone() -> None:
+    """No picture and no link, which would be relative; the example is the README's."""
+    readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]["text"]
+    assert "](" not in readme
+    example = re.compile(r"^```python\n.*?^```", re.MULTILINE | re.DOTALL)
+    assert example.findall(readme) == example.findall((ROOT / "README.md").read_text())
