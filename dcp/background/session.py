@@ -161,7 +161,7 @@ class AsyncSession:
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         order = refused_save(RefusedWriter(error), self._options_of(options or SaveOptions()), self._serial)
-        self._hand_over(order, StagedState.failed(error), SaveFuture("a place that was refused"))
+        self._hand_over(order, StagedState.failed(error), SaveFuture("an invalid checkpoint_id"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
         """Return ``options`` with callbacks that cannot fail the save."""

@@ -81,7 +81,7 @@ def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[f
     if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
         raise OptionError(f"{what} must be a list of numbers, not {given!r}")
     if len(given) != count:
-        raise OptionError(f"weights: got {len(given)} numbers for {count} {of}; pass one for each")
+        raise OptionError(f"{what}: got {len(given)} numbers for {count} {of}; pass one for each")
     found = [_number(weight) for weight in given]
     wrong = [
         f"number {at} is {repr(given[at - 1])[:_MAX_TOLD]}" for at, one in enumerate(found, 1) if one is None

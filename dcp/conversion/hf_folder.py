@@ -135,7 +135,10 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
     large = [path for path, _, info in found if info.size_bytes > _MAX_FILE_BYTES]
     total = sum(info.size_bytes for *_, info in found)
     if large or total > _MAX_BYTES or len(found) > _MAX_FILES:
-        shown = f"{len(found)} files with {total} bytes besides the weights, above the limit"
+        shown = (
+            f"it has {len(found)} files with {total} bytes besides the weights; the limits are {_MAX_FILES} "
+            f"files and {_MAX_BYTES} bytes"
+        )
         if large:
             shown = f"larger than {_MAX_FILE_BYTES} bytes: {', '.join(large[:10])}"
         raise OptionError(f"hf: {store.url} cannot be a template: {shown}", path=store.url)
