@@ -16,7 +16,7 @@ import dcp
 from dcp.errors import OptionError, PlanError
 from tests.command_line.cli_support import run
 from tests.save_load.code_paths import error_of
-from tests.save_load.test_load_mapped import FUSED, apart, assert_equal, fused, numbered
+from tests.save_load.test_load_mapped import FUSED, assert_equal, fused, numbered, separate
 from tests.support.ranks import run_ranks
 
 SPLIT = dcp.weight_map(FUSED, inverse=True, vocab=13, hidden=24)
@@ -36,18 +36,18 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_a_mapped_save_equals_save_then_conversion(tmp_path: Path) -> None:
     """A mapped save fuses and pads, or splits and cuts, and stock torch reads the result."""
-    dcp.save(apart(), checkpoint_id=tmp_path / "fused", map=FUSED, no_dist=True)
+    dcp.save(separate(), checkpoint_id=tmp_path / "fused", map=FUSED, no_dist=True)
     assert read(tmp_path / "fused").keys() == fused().keys()
     assert_equal(read(tmp_path / "fused"), fused())
     dcp.save(fused(), checkpoint_id=tmp_path / "apart", map=SPLIT, no_dist=True)
-    assert read(tmp_path / "apart").keys() == apart().keys()
-    assert_equal(read(tmp_path / "apart"), apart())
-    state = {name: torch.zeros_like(tensor) for name, tensor in apart().items()}
+    assert read(tmp_path / "apart").keys() == separate().keys()
+    assert_equal(read(tmp_path / "apart"), separate())
+    state = {name: torch.zeros_like(tensor) for name, tensor in separate().items()}
     dcp.load(state, checkpoint_id=tmp_path / "fused", map=SPLIT)
     assert dcp.prove(state, tmp_path / "fused", map=FUSED).ok
     kinds = {found.kind for found in dcp.prove(state, tmp_path / "fused").findings}
     assert kinds == {"missing", "unexpected", "shape"}
-    dcp.save(apart(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save(separate(), checkpoint_id=tmp_path / "plain", no_dist=True)
     dcp.convert(tmp_path / "plain", tmp_path / "converted", to="dcp", map={**FUSED, "name": "fuse"})
     names = {"fused": "given", "apart": "the weight map (inverse)", "plain": None, "converted": "fuse"}
     maps = {name: dcp.open_index(tmp_path / name).provenance.get("map") for name in names}
@@ -67,10 +67,10 @@ def save_sharded(rank: int, world_size: int, path: str, how: str) -> None:
     }
     state: dict[str, Any] = {
         name: distribute_tensor(tensor, mesh, placements.get(name, [Shard(0), Replicate()]))
-        for name, tensor in apart().items()
+        for name, tensor in separate().items()
         if name != "norm.weight"
     }
-    state |= {"norm.weight": apart()["norm.weight"], "step": 7, "opt": {"groups": [{"lr": 0.5}]}}
+    state |= {"norm.weight": separate()["norm.weight"], "step": 7, "opt": {"groups": [{"lr": 0.5}]}}
     if how == "save":
         dcp.save(state, storage_writer=dcp.FileSystemWriter(path, digests=True), map=FUSED)
         proof = dcp.prove(state, path, map=FUSED)
@@ -120,15 +120,15 @@ def test_tied_copies_are_stored_once(tmp_path: Path) -> None:
 
 def save_half_of_the_experts(rank: int, world_size: int, path: str) -> str:
     """Save half of the experts on each rank, which the map stacks; return the error."""
-    names = [name for name in apart() if name.startswith("experts")]
-    own = {name: apart()[name] for name in names[rank::world_size]}
+    names = [name for name in separate() if name.startswith("experts")]
+    own = {name: separate()[name] for name in names[rank::world_size]}
     return error_of(lambda: dcp.save(own, checkpoint_id=path, map=FUSED))
 
 
 def test_invalid_mapped_saves_raise_before_a_write(tmp_path: Path) -> None:
     """Keys without a rule, parts of other ranks, too many boxes and foreign writers raise before a write."""
     with pytest.raises(PlanError, match="no rule matches 'more'"):
-        dcp.save(apart() | {"more": torch.ones(2)}, checkpoint_id=tmp_path / "c", map=FUSED, no_dist=True)
+        dcp.save(separate() | {"more": torch.ones(2)}, checkpoint_id=tmp_path / "c", map=FUSED, no_dist=True)
     for text in run_ranks(2, save_half_of_the_experts, str(tmp_path / "c")):
         assert "expert 1 is missing" in text or "expert 0 is missing" in text
     apart_ = {"rules": [{"from": {"x": "a b", "z": "a d"}, "to": {"y": "(a (b + d))"}}]}
