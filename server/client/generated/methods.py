@@ -435,7 +435,7 @@ class Methods:
     def create_quota(
         self, kind: str, subject: str, limits: Mapping[str, Any], *, note: str | None = None
     ) -> Call[models.Quota]:
-        """Store limits for an account, a key or a root. They hold at once, in all processes."""
+        """Store limits for an account, a key or a root. They apply immediately, in all processes."""
         path = "/quotas"
         return Call(
             "POST",
@@ -453,7 +453,7 @@ class Methods:
 
     @Operation
     def delete_quota(self, quota_id: int, *, etag: str | None = None) -> Call[None]:
-        """Delete a quota: the defaults hold again."""
+        """Delete a quota: the defaults apply again."""
         return Call("DELETE", f"/quotas/{quota_id}", nothing, etag=etag)
 
     @Operation
@@ -680,8 +680,7 @@ class Methods:
     def run_tensor_bytes(
         self, run_id: int, *, only: str | Sequence[str] | None = None, below_step: int | None = None
     ) -> Call[models.TensorBytes]:
-        """Return the bytes of tensors in the checkpoints of a run, by their names; of optimizers by
-        default."""
+        """Return the bytes of selected tensors in the checkpoints of a run; default: optimizer states."""
         path = f"/runs/{run_id}/tensor-bytes"
         return Call("GET", path, one(models.TensorBytes), query(only=only, below_step=below_step))
 
@@ -823,6 +822,6 @@ class Methods:
 
     @Operation
     def whoami(self) -> Call[models.Whoami]:
-        """Return the name, the scopes and the roots of the key; without keys every caller is `local`, and
-        may all."""
+        """Return name, scopes and roots of the key. Without keys, every caller is `local` and has all
+        rights."""
         return Call("GET", "/whoami", one(models.Whoami))
