@@ -163,7 +163,7 @@ def test_different_keys_of_ranks_are_kept(tmp_path: Path) -> None:
     """All ranks' keys are kept; keys of different types with one name are an error on all ranks."""
     results = run_ranks(2, keys_of_ranks, str(tmp_path))
     for rank, result in enumerate(results):
-        assert "'0' below 'x' is a key of type str on one rank and int on another" in result["clash"]
+        assert "the key '0' below 'x' is of type str on one rank and int on another" in result["clash"]
         assert result["own"] == {rank: rank}
     for name in ("together", "apart"):
         found = read_all(checkpoint_id=tmp_path / name)

@@ -182,5 +182,5 @@ def test_a_model_of_another_type_is_warned_of(caplog: pytest.LogCaptureFixture) 
     weight_map("llama:hf-to-titan").inverse.beside({"model_type": "gemma2"}).beside({"model_type": "x"})
     weight_map("llama:hf-to-titan", {"model_type": "qwen3"}, heads=4)
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 2 and "for models of the type llama or mistral" in warnings[0]
+    assert len(warnings) == 2 and "for models of type llama or mistral" in warnings[0]
     assert "'gemma2'" in warnings[0] and "'qwen3'" in warnings[1]

@@ -87,7 +87,7 @@ def test_invalid_ids_are_refused_at_once(use: str, kind: str) -> None:
 
 
 LONG = [(use, "x" * 300, "too long") for use in ("save", "load", "index", "target")]
-UNUSABLE = [("save", "/proc/x", "/proc/x cannot be made"), ("manager", __file__, "is not a folder")]
+UNUSABLE = [("save", "/proc/x", "/proc/x cannot be created"), ("manager", __file__, "is not a folder")]
 
 
 @pytest.mark.parametrize(("use", "name", "words"), LONG + UNUSABLE)
