@@ -135,7 +135,7 @@ def test_invalid_mapped_saves_raise_before_a_write(tmp_path: Path) -> None:
     state = {"x": torch.ones(5000, 1), "z": torch.ones(5000, 1)}
     with pytest.raises(PlanError, match="would be 5000 boxes of 'y'"):
         dcp.save(state, checkpoint_id=tmp_path / "c", map=apart_, no_dist=True)
-    with pytest.raises(OptionError, match="map needs a planner"):
+    with pytest.raises(OptionError, match="map= requires"):
         writer = stock.FileSystemWriter(tmp_path / "c")
         dcp.save({}, storage_writer=writer, map=FUSED, no_dist=True)
     assert not (tmp_path / "c").exists()
