@@ -36,15 +36,12 @@ _MAX_LINES = 4
 
 
 class RankFailedError(CheckpointError, CheckpointException):
-    """Ranks failed in a step of a save or load.
+    """Ranks failed in a step of a save or load; ``step`` names the step.
 
-    Attributes:
-        failures: For each failed rank, its exception and traceback summary, as in torch.
-        ranks: Failed ranks.
-        step: Name of the step.
-
-    The first failure is the ``__cause__``, or the ``__context__`` if `dcp.calls.plain_errors` shortened the
-    traceback.
+    If all failures have one class of `dcp.errors`, the exception has it too: see there for the remedy.
+    ``failures`` has the exception and traceback summary of each failed rank, as in torch; ``ranks`` lists the
+    failed ranks. The first failure is the ``__cause__``, or the ``__context__`` if `dcp.calls.plain_errors`
+    shortened the traceback.
     """
 
     _cause: type[BaseException] = CheckpointError
