@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from dcp.server.core.settings import RootSettings, Settings
 from dcp.server.features import features
+from dcp.server.features.stages.stage_settings import StageRule, StagesSettings
 from tools.reference.markdown import code, paragraphs, table
 
 __all__ = ["settings"]
@@ -25,6 +26,10 @@ Settings come from flags, then the environment, then the file `dcp-server.toml`;
 service](../../how-to/run-the-service.md#settings). The variable of a setting is `DCP_SERVER_` and its name
 in capitals, with `__` between levels. Lists and tables in variables are JSON.
 """
+NAMED: Final[dict[type[BaseModel], dict[str, BaseModel]]] = {
+    StageRule: {"production": StagesSettings().rule("production")}
+}
+"""Entries of tables by name whose defaults differ from those of their model."""
 
 
 def settings() -> str:
@@ -65,7 +70,7 @@ def _table(model: type[BaseModel], prefix: str) -> str:
         (
             code(name),
             _type(field.annotation),
-            _default(field),
+            "; ".join(filter(None, [_default(field), *_named_defaults(model, name)])),
             code(f"{prefix}{name.upper()}"),
             field.description or "",
         )
@@ -101,6 +106,12 @@ def _default(field: FieldInfo) -> str:
     if value is PydanticUndefined or isinstance(value, BaseModel):
         return ""
     return _shown(value)
+
+
+def _named_defaults(model: type[BaseModel], name: str) -> Iterator[str]:
+    for entry, other in NAMED.get(model, {}).items():
+        if getattr(other, name) != model.model_fields[name].default:
+            yield f"{code(getattr(other, name))} for {code(entry)}"
 
 
 def _shown(value: Any) -> str:
