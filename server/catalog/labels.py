@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from sqlalchemy import Connection, Row, Select, delete, insert, select, text, update
 
@@ -31,6 +31,7 @@ from dcp.server.database.engine import insert_or_update
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, tags
 from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.declaring import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,12 @@ class Alias:
     """A name that moves between checkpoints of a run. ``is_protected``: only admins move the alias."""
 
     run_id: int
-    name: str
+    name: Annotated[str, Shown("Name of the alias, such as best.")]
     checkpoint_id: int
-    is_protected: bool
+    is_protected: Annotated[bool, Shown("Only admins move the alias.")]
     updated_at: datetime
-    updated_by: str | None
-    etag: str
+    updated_by: Annotated[str | None, Shown("Account or key of the last change.")]
+    etag: Annotated[str, Shown("For If-Match.")]
 
 
 MAX_LABELS: Final = 256

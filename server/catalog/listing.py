@@ -39,10 +39,10 @@ FacetName = Literal["state", "verification", "format", "pinned", "root", "run", 
 class FacetValue:
     """A value of a filter with its number of checkpoints. ``root`` and ``run_id`` describe a run."""
 
-    value: str
-    count: int
-    root: str | None = None
-    run_id: int | None = None
+    value: Annotated[str, Shown("Value of the filter.")]
+    count: Annotated[int, Shown("Checkpoints with this value.")]
+    root: Annotated[str | None, Shown("Of a run: name of its root.")] = None
+    run_id: Annotated[int | None, Shown("Of a run: its `id`.")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Facet:
 class CheckpointFacets:
     """The number of listed checkpoints (``count``), and the numbers for other values of each filter."""
 
-    count: int
+    count: Annotated[int, Shown("Number of listed checkpoints.")]
     is_cut: Annotated[bool, Shown("Always false: all checkpoints are counted.")]
     facets: tuple[Facet, ...]
 

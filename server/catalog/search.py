@@ -45,12 +45,16 @@ class SearchHit:
     text: Annotated[str, Shown("The matching name.")]
     rank: Annotated[int, Shown("0: equal; 1: prefix; 2: start of a word; 3: elsewhere.")]
     root: str | None = None
-    run: str | None = None
+    run: Annotated[str | None, Shown("Key of the run.")] = None
     run_id: int | None = None
-    checkpoint_id: int | None = None
-    key: str | None = None
+    checkpoint_id: Annotated[int | None, Shown("The matching checkpoint, or the newest with the tensor.")] = (
+        None
+    )
+    key: Annotated[str | None, Shown("Key of the checkpoint.")] = None
     step: int | None = None
-    count: int = 1
+    count: Annotated[
+        int, Shown("Checkpoints with the tag, or tensors whose names differ only by numbers.")
+    ] = 1
     href: Annotated[str | None, Shown("The page of the object.", may_be_absent=True)] = None
 
 

@@ -46,10 +46,10 @@ EntryKind = Literal["tensor", "object"]
 class Tensor:
     """A tensor, or another value (``kind`` "object", without dtype and shape)."""
 
-    fqn: str
-    kind: Annotated[str, OneOf(EntryKind)]
-    dtype: str | None
-    shape: tuple[int, ...] | None
+    fqn: Annotated[str, Shown("Name of the entry; nested keys are joined by dots.")]
+    kind: Annotated[str, OneOf(EntryKind), Shown("object: a value other than a tensor.")]
+    dtype: Annotated[str | None, Shown("null: a value other than a tensor.")]
+    shape: Annotated[tuple[int, ...] | None, Shown("null: a value other than a tensor.")]
     bytes: int
 
 
@@ -57,10 +57,10 @@ class Tensor:
 class TreeNode:
     """Sums of all entries below one name; ``entry`` if the name itself is an entry."""
 
-    name: str
-    tensors: int
-    objects: int
-    bytes: int
+    name: Annotated[str, Shown("Prefix of the names below this node.")]
+    tensors: Annotated[int, Shown("Number of tensors below.")]
+    objects: Annotated[int, Shown("Number of other values below.")]
+    bytes: Annotated[int, Shown("Size of all entries below.")]
     entry: Annotated[Tensor | None, Shown("Set if the name itself is a tensor or a value.")] = None
 
     @property

@@ -29,11 +29,11 @@ class BinValues:
     """Aggregates of the values in a bin; ``last`` belongs to the highest step."""
 
     name: Annotated[str, Shown("bytes, save_seconds, or the name of a metric.")]
-    count: int
+    count: Annotated[int, Shown("Checkpoints with this value.")]
     min: float
     max: float
     mean: float
-    last: float
+    last: Annotated[float, Shown("Value of the highest step.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,18 @@ class TimelineBin:
     checkpoint_id: Annotated[int, Shown("The last committed checkpoint, or else the last.")]
     first_step: int
     last_step: int
-    first_at: datetime
+    first_at: Annotated[datetime, Shown("Commit time of the oldest checkpoint.")]
     last_at: Annotated[datetime, Shown("Commit time of the newest checkpoint.")]
-    count: int
+    count: Annotated[int, Shown("Checkpoints in all states.")]
     states: Annotated[Mapping[str, int], Shown("Checkpoints by state.")]
     verifications: Annotated[Mapping[str, int], Shown("Committed checkpoints by verification.")]
-    pinned: int
-    aliases: tuple[str, ...]
-    bytes: BinValues | None
-    save_seconds: BinValues | None
-    metrics: tuple[BinValues, ...]
+    pinned: Annotated[int, Shown("Number of pinned checkpoints.")]
+    aliases: Annotated[tuple[str, ...], Shown("Aliases of the checkpoints.")]
+    bytes: Annotated[BinValues | None, Shown("Sizes of committed checkpoints.")]
+    save_seconds: Annotated[
+        BinValues | None, Shown("Seconds of saves with timings: the slowest rank of each phase.")
+    ]
+    metrics: Annotated[tuple[BinValues, ...], Shown("Values of committed checkpoints, by metric.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class SeriesPoint:
     first_step: int
     last_step: int
     last_at: Annotated[datetime, Shown("Commit time of the newest checkpoint.")]
-    count: int
+    count: Annotated[int, Shown("Number of neighbouring checkpoints.")]
     min: float
     max: float
     mean: float

@@ -29,10 +29,10 @@ class Problem(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field(examples=["/problems/not-found"])
-    title: str
-    status: int
-    detail: str
+    type: str = Field(examples=["/problems/not-found"], description="Path of the kind of problem.")
+    title: str = Field(description="Meaning of the status.")
+    status: int = Field(description="Status of the answer.")
+    detail: str = Field(description="What is wrong, and the remedy.")
     instance: str | None = Field(default=None, description="The requested path.")
     request_id: str | None = Field(
         default=None, description="The id of the request in the log of the service."

@@ -37,12 +37,12 @@ def _distinct(values: list[T]) -> list[T]:
 class NewKey(Request):
     """Name, scopes, and roots of a new key; without ``roots``, all roots."""
 
-    name: Name
+    name: Name = Field(description="Name of the key in the audit log.")
     scopes: Annotated[
         list[Scope],
         AfterValidator(_distinct),
         Field(min_length=1, max_length=5, json_schema_extra={"uniqueItems": True}),
-    ] = Field(default_factory=lambda: list[Scope](["read"]))
+    ] = Field(default_factory=lambda: list[Scope](["read"]), description="Scopes of the key; default: read.")
     roots: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=63)]],
@@ -50,8 +50,10 @@ class NewKey(Request):
             Field(min_length=1, max_length=1000, json_schema_extra={"uniqueItems": True}),
         ]
         | None
-    ) = None
-    expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
+    ) = Field(default=None, description="Roots in which the key works; null: all.")
+    expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = Field(
+        default=None, description="Lifetime of the key; null: no expiry."
+    )
     account_id: (
         Annotated[int, Field(ge=1, le=MAX_ID, description="Service account of the key; default: none.")]
         | None

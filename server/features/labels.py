@@ -40,7 +40,9 @@ _CHANGE: Final = (404, 409, 412)
 class MetricsChange(Request):
     """Metrics by name; null removes a metric, other metrics stay."""
 
-    metrics: Annotated[dict[Name, Finite | None], Field(min_length=1, max_length=256)]
+    metrics: Annotated[dict[Name, Finite | None], Field(min_length=1, max_length=256)] = Field(
+        description="Values by name; null removes a metric."
+    )
 
 
 TagPath = Annotated[NamePath, Field(description="Name of the tag.")]
@@ -50,8 +52,10 @@ AliasPath = Annotated[NamePath, Field(description="Name of the alias.")]
 class AliasChange(Request):
     """Checkpoint of the run for the alias; ``is_protected`` needs the scope admin."""
 
-    checkpoint_id: Id
-    is_protected: bool | None = None
+    checkpoint_id: Id = Field(description="Checkpoint of the run to which the alias points.")
+    is_protected: bool | None = Field(
+        default=None, description="True: only admins move the alias; null: no change."
+    )
 
 
 @feature.put(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)

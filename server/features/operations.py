@@ -38,7 +38,7 @@ class Ready(Answer):
     """Readiness. `checks` maps each check to "ok" or its problem."""
 
     status: Literal["ok", "unavailable"]
-    checks: dict[str, str]
+    checks: dict[str, str] = Field(description="Result by check: ok, or the problem.")
 
 
 class Welcome(Answer):
@@ -46,10 +46,10 @@ class Welcome(Answer):
 
     service: Literal["dcphub"] = "dcphub"
     version: str
-    api: str
+    api: str = Field(description="Path of the API.")
     docs: Annotated[str, Field(description="Interactive API documentation.")]
-    openapi: str
-    ready: str
+    openapi: str = Field(description="Path of the OpenAPI document.")
+    ready: str = Field(description="Path of the readiness check.")
 
 
 @router.get("/", tags=["health"])

@@ -34,7 +34,7 @@ class RootCheck:
     """State of a root's storage: reachable, and identical to the known location."""
 
     root: str
-    is_ok: bool
+    is_ok: Annotated[bool, Shown("The storage is reachable and is the known one.")]
     detail: Annotated[str | None, Shown("Problem, or null.")]
 
 

@@ -23,9 +23,14 @@ class AuditEntry:
     actor: Annotated[str, Shown(examples=("key:ci", "system"))]
     action: Annotated[str, Shown(examples=("checkpoint.state",))]
     target: Annotated[str, Shown(examples=("checkpoint:12",))]
-    detail: Mapping[str, Any] | None
-    request_id: str | None
-    address: str | None
+    detail: Annotated[
+        Mapping[str, Any] | None, Shown("Members that depend on the action, such as old and new values.")
+    ]
+    request_id: Annotated[
+        str | None,
+        Shown("X-Request-Id of the request; null: the change was made by a job or the command line."),
+    ]
+    address: Annotated[str | None, Shown("IP address of the client.")]
     root: Annotated[str | None, Shown("The root of the target; null: none or several.")]
 
 
@@ -36,12 +41,12 @@ class ApiKey:
 
     id: int
     name: str
-    prefix: str
-    scopes: Annotated[tuple[str, ...], OneOf(Scope)]
-    roots: tuple[str, ...] | None
+    prefix: Annotated[str, Shown("Beginning of the secret, to recognize the key in logs.")]
+    scopes: Annotated[tuple[str, ...], OneOf(Scope), Shown("Granted scopes, without implied ones.")]
+    roots: Annotated[tuple[str, ...] | None, Shown("Roots in which the key works; null: all.")]
     created_at: datetime
-    expires_at: datetime | None
-    revoked_at: datetime | None
+    expires_at: Annotated[datetime | None, Shown("null: never.")]
+    revoked_at: Annotated[datetime | None, Shown("null: not revoked.")]
     used_at: Annotated[datetime | None, Shown("Exact to about a minute.")]
     account_id: Annotated[
         int | None, Shown("The account of the key; its rights bound the rights of the key.")

@@ -40,8 +40,8 @@ class JobFailure:
     ``is_environment``: a machine, network or storage failed, not the job or its data.
     """
 
-    type: str
-    detail: str
+    type: Annotated[str, Shown("Class of the exception.")]
+    detail: Annotated[str, Shown("Message for the user, with the remedy.")]
     is_retryable: _IsRetryable = True
     is_environment: _IsEnvironment = False
     task: _FailedTask = None
@@ -54,8 +54,8 @@ class JobWaiting:
     ``since`` is the time of the first of ``count`` consecutive failures.
     """
 
-    type: str
-    detail: str
+    type: Annotated[str, Shown("Class of the exception.")]
+    detail: Annotated[str, Shown("Message for the user, with the remedy.")]
     since: Annotated[datetime, Shown("The time of the first consecutive failure.")]
     next_attempt_at: Annotated[datetime, Shown("A manual retry runs the job earlier.")]
     count: Annotated[int, Shown("The number of consecutive failures.")]
@@ -69,23 +69,31 @@ class Job:
     """A job. ``is_ending``: cancelled or failed, with tasks still stopping."""
 
     id: int
-    kind: str
-    state: Annotated[str, OneOf(JobState)]
-    params: Mapping[str, Any]
-    created_by: str
+    kind: Annotated[str, Shown("Kind of the job, such as convert.")]
+    state: Annotated[
+        str,
+        OneOf(JobState),
+        Shown("planning: tasks are being made. publishing: the result is being put in place."),
+    ]
+    params: Annotated[Mapping[str, Any], Shown("Parameters of the kind.")]
+    created_by: Annotated[str, Shown("Account or key, such as key:ci.")]
     created_at: datetime
-    is_ending: bool = False
-    priority: int = 0
-    root: str | None = None
-    checkpoint_id: int | None = None
+    is_ending: Annotated[
+        bool, Shown("True if the job was cancelled or failed, and tasks are still stopping.")
+    ] = False
+    priority: Annotated[int, Shown("Jobs with a higher priority run first.")] = 0
+    root: Annotated[str | None, Shown("Root in which the job reads or writes; null: none or several.")] = None
+    checkpoint_id: Annotated[int | None, Shown("Checkpoint of the job; null: none or several.")] = None
     started_at: datetime | None = None
     finished_at: datetime | None = None
     not_before: Annotated[datetime | None, Shown("The time of the next attempt.")] = None
     cancel_requested_at: datetime | None = None
     attempt: Annotated[int, Shown("Failed attempts of the present phase.")] = 0
-    max_attempts: int = 0
-    progress: JobProgress | None = None
-    result: Mapping[str, Any] | None = None
+    max_attempts: Annotated[int, Shown("Number of failed attempts after which the job fails.")] = 0
+    progress: Annotated[JobProgress | None, Shown("null before the tasks are known.")] = None
+    result: Annotated[
+        Mapping[str, Any] | None, Shown("Result of a job that succeeded; members depend on the kind.")
+    ] = None
     is_result_whole: Annotated[
         bool,
         Shown(
@@ -93,8 +101,11 @@ class Job:
             may_be_absent=True,
         ),
     ] = True
-    error: JobFailure | None = None
-    waiting: Annotated[JobWaiting | None, Shown(may_be_absent=True)] = None
+    error: Annotated[JobFailure | None, Shown("Failure of a job that failed.")] = None
+    waiting: Annotated[
+        JobWaiting | None,
+        Shown("Failure after which the job waits for its next attempt.", may_be_absent=True),
+    ] = None
     is_unserved: Annotated[
         bool,
         Shown("True if the job has not ended and no running worker supports its kind.", may_be_absent=True),
@@ -114,13 +125,13 @@ class Job:
 class JobTask:
     """One task of a job."""
 
-    number: int
+    number: Annotated[int, Shown("Number of the task in its job.")]
     state: Annotated[str, OneOf(TaskState)]
-    attempt: int
-    done_bytes: int
-    weight_bytes: int
-    not_before: datetime | None = None
-    error: JobFailure | None = None
+    attempt: Annotated[int, Shown("Failed attempts.")]
+    done_bytes: Annotated[int, Shown("Bytes read or written so far.")]
+    weight_bytes: Annotated[int, Shown("Bytes that the whole task reads or writes.")]
+    not_before: Annotated[datetime | None, Shown("Time of the next attempt.")] = None
+    error: Annotated[JobFailure | None, Shown("Last failure.")] = None
     id: Annotated[int, Hidden()] = 0
     job_id: Annotated[int, Hidden()] = 0
     payload: Annotated[Mapping[str, Any], Hidden()] = field(default_factory=dict)  # set for claimed tasks
@@ -141,11 +152,11 @@ class JobEvent:
 class JobLogLine:
     """An event of a job as a sentence."""
 
-    id: int
+    id: Annotated[int, Shown("Increases with time.")]
     at: datetime
-    kind: str
-    text: str
-    data: Mapping[str, Any]
+    kind: Annotated[str, Shown("Kind of the event, such as state.")]
+    text: Annotated[str, Shown("The event as a sentence.")]
+    data: Annotated[Mapping[str, Any], Shown("Members that depend on the kind.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,5 +171,5 @@ class JobThroughput:
     seconds: Annotated[
         float | None, Shown("Time from the start of the tasks to now or to the end of the job.")
     ]
-    bytes_per_second: float | None
+    bytes_per_second: Annotated[float | None, Shown("Mean rate since the start of the tasks.")]
     seconds_left: Annotated[float | None, Shown("Estimate at this rate; null once the job has ended.")]

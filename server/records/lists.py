@@ -22,7 +22,9 @@ class Page(Generic[T]):
     """A page of a list. ``next_cursor`` requests the next page and is None after the last."""
 
     items: tuple[T, ...]
-    next_cursor: str | None
+    next_cursor: Annotated[
+        str | None, Shown("`cursor` of the request for the next page; null: this is the last page.")
+    ]
 
 
 _WHY = "Reasons for missing entries, such as an unfinished first scan or a failed last scan of a root."
@@ -33,5 +35,7 @@ class NotedPage(Generic[T]):
     """A page of a list with ``notes``: reasons for missing entries."""
 
     items: tuple[T, ...]
-    next_cursor: str | None
+    next_cursor: Annotated[
+        str | None, Shown("`cursor` of the request for the next page; null: this is the last page.")
+    ]
     notes: Annotated[tuple[str, ...], Shown(_WHY, may_be_absent=True)] = ()

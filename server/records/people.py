@@ -18,7 +18,7 @@ class Account:
     """A person who signs in, or a service account, which uses only keys."""
 
     id: int
-    kind: Annotated[str, OneOf(AccountKind)]
+    kind: Annotated[str, OneOf(AccountKind), Shown("person: signs in. service: uses only keys.")]
     name: Annotated[str, Shown("Unique among accounts of the kind, and never changed.")]
     actor: Annotated[str, Shown("The name in the audit log.", examples=("person:alice@example.org",))]
     title: Annotated[str, Shown("The full name from the provider, or the description of a service account.")]
@@ -39,9 +39,13 @@ class Grant:
     account_id: Annotated[int | None, Shown("null: the grant is for a group.")]
     account: Annotated[str | None, Shown("The account's name in the audit log.")]
     group: Annotated[str | None, Shown("null: the grant is for an account.")]
-    role: Annotated[str, OneOf(Role)]
+    role: Annotated[
+        str,
+        OneOf(Role),
+        Shown("viewer: read. contributor: also write. operator: also convert and delete. admin: all scopes."),
+    ]
     root: Annotated[str | None, Shown("null: all.")]
-    created_by: str
+    created_by: Annotated[str, Shown("Account or key that granted the role.")]
     created_at: datetime
     updated_at: datetime
     etag: Annotated[str, Shown("For If-Match.")]

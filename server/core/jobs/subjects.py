@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
+from pydantic import Field
 from sqlalchemy import Connection, select
 
 from dcp.server.catalog.details import get_checkpoint
@@ -203,7 +204,7 @@ P = TypeVar("P", bound=Parameters)
 class CheckpointParams(Parameters):
     """Parameters with one checkpoint."""
 
-    checkpoint_id: CheckpointId
+    checkpoint_id: CheckpointId = Field(description="The `id` of the checkpoint.")
 
 
 class SimpleKind(Kind[P]):

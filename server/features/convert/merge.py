@@ -39,15 +39,31 @@ class MergeParams(TargetParams):
     applies to all sources and excludes adapters.
     """
 
-    sources: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = ()
-    run_id: CheckpointId | None = None
-    last: Annotated[int, Field(ge=1, le=64)] | None = None
-    weights: _Weights | None = None
-    formula: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    adapters: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = ()
-    adapter_weights: _Weights | None = None
-    accumulate: Literal["float32", "float64"] = "float32"
+    sources: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = Field(
+        default=(), description="The `id`s of the checkpoints to add."
+    )
+    run_id: CheckpointId | None = Field(default=None, description="Run whose newest steps are the sources.")
+    last: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        default=None, description="Number of steps of `run_id`."
+    )
+    weights: _Weights | None = Field(
+        default=None, description="Weights of the sources, in order; default: the mean."
+    )
+    formula: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
+        default=None,
+        description="Replaces `weights`, such as A + 0.4 * (B - C), where A is the first source.",
+    )
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Decay of an exponential moving average: the k-th newest source weighs `decay**k`.",
+    )
+    adapters: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = Field(
+        default=(), description="The `id`s of LoRA adapters to add."
+    )
+    adapter_weights: _Weights | None = Field(
+        default=None, description="Weights of the adapters, multiplied with their own scales; default: 1."
+    )
+    accumulate: Literal["float32", "float64"] = Field(default="float32", description="Dtype of the sum.")
 
     @model_validator(mode="after")
     def _window(self) -> Self:

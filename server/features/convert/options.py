@@ -87,27 +87,54 @@ class ConvertOptions(Parameters):
     ``from_pretrained`` needs besides weights, like ``hf`` and ``hf_also`` of `dcp.convert`.
     """
 
-    to: TargetFormat
-    target_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
-    only: Globs | None = None
-    exclude: Globs | None = None
+    to: TargetFormat = Field(description="Format of the target.")
+    target_root: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None, description="Root of the target; default: the root of the source."
+    )
+    only: Globs | None = Field(default=None, description="Globs of names to convert; default: all.")
+    exclude: Globs | None = Field(default=None, description="Globs of names to leave out.")
     rename: (
         Annotated[dict[PlainText, Annotated[str, Field(max_length=1024)]], Field(max_length=64)] | None
-    ) = None
-    map: PlainText | MapData | None = None
-    inverse: bool = False
-    below: PlainText | None = None
-    config: MapData | None = None
-    sizes: Annotated[dict[PlainText, Size], Field(max_length=64)] | None = None
-    dtype: PlainText | Annotated[dict[PlainText, PlainText], Field(max_length=256)] | None = None
-    shard_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
-    files: Annotated[int, Field(ge=1, le=4096)] = 1
-    chunks: Literal["keep", "split"] = "keep"
-    drop_objects: bool = False
-    hf_key: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    hf_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
-    hf_also: Globs | None = None
-    tags: Annotated[tuple[Name, ...], Field(max_length=32, strict=False)] = ()
+    ) = Field(
+        default=None,
+        description="Regular expressions and replacements, from names of the source to names of the target.",
+    )
+    map: PlainText | MapData | None = Field(
+        default=None, description="Name of a ready weight map, or its data."
+    )
+    inverse: bool = Field(default=False, description="Reverse the map.")
+    below: PlainText | None = Field(default=None, description="Prefix of the names in the source of the map.")
+    config: MapData | None = Field(
+        default=None,
+        description="Content of the model's `config.json` for the map; default: the file beside the source.",
+    )
+    sizes: Annotated[dict[PlainText, Size], Field(max_length=64)] | None = Field(
+        default=None, description="Numbers of the map by name, such as the number of heads."
+    )
+    dtype: PlainText | Annotated[dict[PlainText, PlainText], Field(max_length=256)] | None = Field(
+        default=None, description="Dtype of floating-point tensors, or dtypes by glob of names."
+    )
+    shard_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = Field(
+        default=None, description="Maximum size of a file of shards."
+    )
+    files: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=1, description="Number of data files of a DCP target."
+    )
+    chunks: Literal["keep", "split"] = Field(
+        default="keep",
+        description="keep: as in the source. split: each tensor is divided over all files of a DCP target.",
+    )
+    drop_objects: bool = Field(default=False, description="Leave out values that the format cannot store.")
+    hf_key: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="Folder with the files that `from_pretrained` needs beside weights."
+    )
+    hf_root: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None, description="Root of `hf_key`; default: the root of the source."
+    )
+    hf_also: Globs | None = Field(default=None, description="Globs of further files of `hf_key` to copy.")
+    tags: Annotated[tuple[Name, ...], Field(max_length=32, strict=False)] = Field(
+        default=(), description="Tags of the target."
+    )
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -174,7 +201,9 @@ class TargetParams(ConvertOptions, ABC):
     for a single file of "safetensors". A key without a suffix is a folder, of shards for "safetensors".
     """
 
-    target_key: Annotated[str, Field(min_length=1, max_length=1024)]
+    target_key: Annotated[str, Field(min_length=1, max_length=1024)] = Field(
+        description="Path of the target in its root; the suffix selects a single file or a folder."
+    )
 
     @property
     @abstractmethod
@@ -194,7 +223,7 @@ class TargetParams(ConvertOptions, ABC):
 class ConvertParams(TargetParams):
     """Checkpoint of the catalog, and its conversion."""
 
-    checkpoint_id: CheckpointId
+    checkpoint_id: CheckpointId = Field(description="The `id` of the source.")
 
     @property
     def source_ids(self) -> Sequence[int]:

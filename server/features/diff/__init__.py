@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
+from pydantic import Field
+
 from dcp.server.catalog.structures import TensorType
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
@@ -39,7 +41,7 @@ class ValueDistance:
     """Differences between the values of a tensor. ``relative_l2``: L2 norm of the differences, divided by the
     norm of the earlier tensor."""
 
-    elements: int
+    elements: Annotated[int, Shown("Elements of the tensor.")]
     differing: Annotated[int, Shown("Changed elements.")]
     nonfinite: Annotated[int, Shown("Of these, NaN or infinite on a side.")]
     max_abs: Annotated[
@@ -64,9 +66,13 @@ class DifferingTensor:
     by the job."""
 
     fqn: str
-    kind: Annotated[str, OneOf(DifferenceKind)]
-    before: TensorType | None
-    after: TensorType | None
+    kind: Annotated[
+        str,
+        OneOf(DifferenceKind),
+        Shown("undecided: checksums cannot decide; a job diff compares the values."),
+    ]
+    before: Annotated[TensorType | None, Shown("In the earlier checkpoint; null: added.")]
+    after: Annotated[TensorType | None, Shown("In the later checkpoint; null: removed.")]
     values: Annotated[ValueDistance | None, Shown("Differences found by the job.", may_be_absent=True)] = None
 
 
@@ -85,15 +91,21 @@ class Diff:
     """Differences. `counts` cover all tensors, `tensors` is a page of the requested tensors, `objects` has
     the first 500 of ``object_count``."""
 
-    a: int
-    b: int
-    basis: Annotated[str, OneOf(Basis)]
-    counts: Mapping[str, int]
-    equal_tensors: int
-    equal_objects: int
+    a: Annotated[int, Shown("The `id` of the earlier checkpoint.")]
+    b: Annotated[int, Shown("The `id` of the later checkpoint.")]
+    basis: Annotated[
+        str,
+        OneOf(Basis),
+        Shown(
+            "values: compared by a job. checksums: by the manifests. structure: by names, shapes and dtypes."
+        ),
+    ]
+    counts: Annotated[Mapping[str, int], Shown("Differing tensors by kind.")]
+    equal_tensors: Annotated[int, Shown("Number of equal tensors.")]
+    equal_objects: Annotated[int, Shown("Number of equal values.")]
     object_count: Annotated[int, Shown("Number of differing values.")]
-    tensors: tuple[DifferingTensor, ...]
-    objects: tuple[DifferingObject, ...]
+    tensors: Annotated[tuple[DifferingTensor, ...], Shown("Differing tensors of this page.")]
+    objects: Annotated[tuple[DifferingObject, ...], Shown("The first 500 differing values.")]
     next_cursor: str | None
     matching: Annotated[int | None, Shown("Requested tensors that differ.", may_be_absent=True)] = None
     job_id: Annotated[int | None, Shown("Job of the comparison.", may_be_absent=True)] = None
@@ -107,11 +119,11 @@ _MAX_TEXT: Final = 200
 class DiffParams(Parameters):
     """Compare ``b`` with the earlier ``a``; without ``values`` no payload is read."""
 
-    a: CheckpointId
-    b: CheckpointId
-    values: bool = True
-    only: Globs | None = None
-    exclude: Globs | None = None
+    a: CheckpointId = Field(description="The `id` of the earlier checkpoint.")
+    b: CheckpointId = Field(description="The `id` of the later checkpoint.")
+    values: bool = Field(default=True, description="Compare values, not only structure and checksums.")
+    only: Globs | None = Field(default=None, description="Globs of names to compare; default: all.")
+    exclude: Globs | None = Field(default=None, description="Globs of names to leave out.")
 
 
 class DiffKind(SimpleKind[DiffParams]):

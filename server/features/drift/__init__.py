@@ -37,12 +37,16 @@ class DriftParams(Parameters):
     ``format`` (default: the format of the last step)."""
 
     run_id: Id
-    min_step: Step | None = None
-    max_step: Step | None = None
-    points: Annotated[int, Field(ge=2, le=200)] = 50
-    format: Annotated[str, Field(min_length=1, max_length=32)] | None = None
-    only: Globs | None = None
-    exclude: Globs | None = None
+    min_step: Step | None = Field(default=None, description="Lowest step, inclusive.")
+    max_step: Step | None = Field(default=None, description="Highest step, inclusive.")
+    points: Annotated[int, Field(ge=2, le=200)] = Field(
+        default=50, description="Maximum number of steps, evenly spaced."
+    )
+    format: Annotated[str, Field(min_length=1, max_length=32)] | None = Field(
+        default=None, description="Format of the checkpoints; default: the format of the last step."
+    )
+    only: Globs | None = Field(default=None, description="Globs of names to compare; default: all.")
+    exclude: Globs | None = Field(default=None, description="Globs of names to leave out.")
 
 
 class DriftKind(Kind[DriftParams]):

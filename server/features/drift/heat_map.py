@@ -30,14 +30,14 @@ class DriftStep:
     """Two neighbouring steps: checkpoint ``b`` at ``step``, and ``a`` at ``from_step``. ``added`` and
     ``removed`` count tensors. ``problem``: the reason why they could not be compared."""
 
-    a: int
-    b: int
-    from_step: int | None
-    step: int | None
-    problem: str | None
-    added: int = 0
-    removed: int = 0
-    bytes_read: int = 0
+    a: Annotated[int, Shown("The `id` of the earlier checkpoint.")]
+    b: Annotated[int, Shown("The `id` of the later checkpoint.")]
+    from_step: Annotated[int | None, Shown("Step of `a`.")]
+    step: Annotated[int | None, Shown("Step of `b`.")]
+    problem: Annotated[str | None, Shown("Reason why the steps could not be compared; null: none.")]
+    added: Annotated[int, Shown("Tensors only in `b`.")] = 0
+    removed: Annotated[int, Shown("Tensors only in `a`.")] = 0
+    bytes_read: Annotated[int, Shown("Bytes read for the comparison.")] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,12 @@ class DriftLayer:
     unchanged tensors.
     """
 
-    name: str
-    relative_l2: tuple[float | None, ...]
-    changed: tuple[float | None, ...]
-    nonfinite: tuple[int | None, ...]
+    name: Annotated[str, Shown("Name of the layer, or of the first of several.")]
+    relative_l2: Annotated[
+        tuple[float | None, ...], Shown("By step: relative L2 change; null: no finite elements.")
+    ]
+    changed: Annotated[tuple[float | None, ...], Shown("By step: share of changed elements, from 0 to 1.")]
+    nonfinite: Annotated[tuple[int | None, ...], Shown("By step: number of NaN or infinite elements.")]
     layers: Annotated[int, Shown("Adjacent layers merged into this row.", may_be_absent=True)] = 1
 
 
@@ -64,9 +66,9 @@ class RunDrift:
     run_id: int
     job_id: int
     created_at: datetime
-    steps: tuple[DriftStep, ...]
-    layers: tuple[DriftLayer, ...]
-    layer_count: int
+    steps: Annotated[tuple[DriftStep, ...], Shown("Neighbouring steps, the columns of `layers`.")]
+    layers: Annotated[tuple[DriftLayer, ...], Shown("At most 512 rows.")]
+    layer_count: Annotated[int, Shown("Number of layers in all rows.")]
 
 
 @feature.get("/runs/{run_id}/drift", tag="runs")

@@ -34,11 +34,11 @@ class Handover:
     name: Annotated[str | None, Shown("Of the registered model, or of the artifact.")] = None
     version: Annotated[str | None, Shown("Null before a synchronization.")] = None
     link: Annotated[str | None, Shown("Page at the target.")] = None
-    handed_over_at: datetime | None = None
+    handed_over_at: Annotated[datetime | None, Shown("null: not handed over yet.")] = None
     is_marked_deleted: Annotated[bool, Shown("The target marks the checkpoint as deleted.")] = False
-    job_id: int | None = None
+    job_id: Annotated[int | None, Shown("The last job.")] = None
     error: Annotated[str | None, Shown("Error of the last job, if failed or waiting for a retry.")] = None
-    next_attempt_at: datetime | None = None
+    next_attempt_at: Annotated[datetime | None, Shown("Time of the retry; null: none.")] = None
 
 
 class HandoverRequest(Request):

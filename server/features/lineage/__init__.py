@@ -42,10 +42,10 @@ class LineageNode:
 class LineageEdge:
     """``child_id`` was made of ``parent_id``."""
 
-    child_id: int
-    parent_id: int
+    child_id: Annotated[int, Shown("The result.")]
+    parent_id: Annotated[int, Shown("The source.")]
     kind: Annotated[str, Shown(examples=("converted_from", "merged_from", "resumed_from"))]
-    job_id: int | None
+    job_id: Annotated[int | None, Shown("Job that made the result; null: training.")]
     created_at: datetime
     map: Annotated[str | None, Shown("Weight map of the job.")] = None
 
@@ -55,7 +55,9 @@ class Lineage:
     """Ancestors and descendants, nearest first; ``is_cut``: more exist. ``also_in``: checkpoints with the
     same tensors under the same names, by digest."""
 
-    nodes: tuple[LineageNode, ...]
+    nodes: Annotated[
+        tuple[LineageNode, ...], Shown("Ancestors, the checkpoint itself, and descendants; nearest first.")
+    ]
     edges: tuple[LineageEdge, ...]
     is_cut: Annotated[bool, Shown("More exist than shown.")]
     also_in: Annotated[

@@ -16,14 +16,14 @@ class Note:
     id: int
     root: str
     run_id: int
-    run: str
+    run: Annotated[str, Shown("Key of the run.")]
     checkpoint_id: Annotated[int | None, Shown("null: the note is on the run as a whole.")]
-    checkpoint_key: str | None
+    checkpoint_key: Annotated[str | None, Shown("null: the note is on the run.")]
     text: Annotated[str, Shown("Markdown: CommonMark with tables and strikethrough.")]
     author: Annotated[str, Shown(examples=("key:alice",))]
     created_at: datetime
     edited_at: Annotated[datetime | None, Shown("null: never edited.")]
-    edited_by: str | None
+    edited_by: Annotated[str | None, Shown("null: never edited.")]
     version: int
     etag: Annotated[str, Shown("For If-Match.")]
 

@@ -46,14 +46,14 @@ RootName = Annotated[str, StringConstraints(min_length=1, max_length=63)]
 class NewAccount(Request):
     """Service account for programs, which use its keys. New accounts have no rights before a grant."""
 
-    name: AccountName
+    name: AccountName = Field(description="Unique name of the service account.")
     title: Annotated[Text, Field(max_length=256, description="Its purpose.")] = ""
 
 
 class AccountChange(Request):
     """The fields to change."""
 
-    is_disabled: bool | None = None
+    is_disabled: bool | None = Field(default=None, description="True: sessions and keys stop working.")
     title: Annotated[str, StringConstraints(max_length=256)] | None = Field(
         default=None, description="Of a service account."
     )
@@ -62,9 +62,14 @@ class AccountChange(Request):
 class NewGrant(Request):
     """Role for an account or group, in one root or in all."""
 
-    account_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    group: Group | None = None
-    role: Role
+    account_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = Field(
+        default=None, description="Account that gets the role; otherwise `group` is required."
+    )
+    group: Group | None = Field(default=None, description="Group whose members get the role.")
+    role: Role = Field(
+        description="viewer: read. contributor: also write. operator: also convert and delete. "
+        "admin: all scopes."
+    )
     root: RootName | None = Field(default=None, description="null: all.")
 
 

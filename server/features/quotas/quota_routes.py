@@ -85,7 +85,7 @@ class Quota:
         ),
     ]
     limits: Annotated[Mapping[str, Any], Shown("By name; null: no limit; absent: the default.")]
-    note: str
+    note: Annotated[str, Shown("Text for admins.")]
     created_at: datetime
     updated_at: datetime
     etag: Annotated[str, Shown("For If-Match.")]
@@ -135,16 +135,20 @@ class NewQuota(Request):
     """Limits of an account, key, or root."""
 
     kind: SubjectKind
-    subject: Annotated[Text, Field(min_length=1, max_length=192, examples=["main"])]
+    subject: Annotated[Text, Field(min_length=1, max_length=192, examples=["main"])] = Field(
+        description="Account: account#3, or key#3 for a key without an account. Key: id. Root: name."
+    )
     limits: QuotaLimits
-    note: Text = ""
+    note: Text = Field(default="", description="Text for admins.")
 
 
 class QuotaChange(Request):
     """Fields to change; ``limits`` replaces all stored limits."""
 
-    limits: QuotaLimits = QuotaLimits()
-    note: Text = ""
+    limits: QuotaLimits = Field(
+        default=QuotaLimits(), description="All limits to store; absent limits follow the defaults."
+    )
+    note: Text = Field(default="", description="Text for admins.")
 
 
 # -- the resource --------------------------------------------------------------------------------------------

@@ -62,7 +62,9 @@ class LimitUse:
             "Each process of the API counts its own requests; `used` is the count of the answering process."
         ),
     ] = False
-    level: Annotated[str, OneOf(Level)] = "ok"
+    level: Annotated[
+        str, OneOf(Level), Shown("State of the use: within the limit, near it, or above it.")
+    ] = "ok"
 
     @property
     def title(self) -> str:
@@ -84,9 +86,9 @@ class SubjectUse:
     kind: Annotated[str, OneOf(SubjectKind)]
     subject: Annotated[str, Shown("As in a quota: account#3 or key#3; the id of a key; the name of a root.")]
     label: Annotated[str, Shown("The name of the account or key.")]
-    quota_id: int | None
+    quota_id: Annotated[int | None, Shown("Stored limits, in place of the defaults; null: none.")]
     limits: tuple[LimitUse, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: Annotated[tuple[str, ...], Shown("Sentences about limits that are nearly or fully used.")] = ()
 
     def of(self, limit: str) -> LimitUse:
         """Return the use of a limit."""

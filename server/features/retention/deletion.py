@@ -122,8 +122,12 @@ def restore(connection: Connection, checkpoint_id: int, change: Change) -> Check
 class DeleteParams(Parameters):
     """Committed checkpoints of one root, and their grace period; None: the configured period."""
 
-    checkpoint_ids: Annotated[tuple[CheckpointId, ...], Field(min_length=1, max_length=1000, strict=False)]
-    grace_seconds: Annotated[float, Field(ge=0, le=10 * 366 * 86_400.0)] | None = None
+    checkpoint_ids: Annotated[
+        tuple[CheckpointId, ...], Field(min_length=1, max_length=1000, strict=False)
+    ] = Field(description="Committed checkpoints of one root.")
+    grace_seconds: Annotated[float, Field(ge=0, le=10 * 366 * 86_400.0)] | None = Field(
+        default=None, description="Time in which the checkpoints can be restored; null: as configured."
+    )
 
 
 class DeleteKind(Kind[DeleteParams]):
@@ -187,7 +191,7 @@ class PruneParams(Parameters):
     other data, to free all bytes of the parts."""
 
     checkpoint_id: CheckpointId
-    parts: Globs = ("optimizer",)
+    parts: Globs = Field(default=("optimizer",), description="Globs of names to drop, or optimizer.")
     rewrite: Annotated[bool, Field(description="Rewrite files that also contain other data.")] = True
 
 

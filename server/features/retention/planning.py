@@ -42,7 +42,7 @@ class RetentionDecision:
     key: str
     step: int | None
     bytes: int
-    reasons: tuple[str, ...]
+    reasons: Annotated[tuple[str, ...], Shown("Reasons to keep the checkpoint; empty: it is deleted.")]
     drops: Annotated[tuple[str, ...], Shown("Parts to drop, for example optimizer.", may_be_absent=True)] = ()
     dropped_bytes: Annotated[int, Shown("Of their tensors.", may_be_absent=True)] = 0
 
@@ -55,10 +55,10 @@ class RetentionPreview:
     """
 
     run_id: int
-    run: str
-    kept: int
-    deleted: int
-    deleted_bytes: int
+    run: Annotated[str, Shown("Key of the run.")]
+    kept: Annotated[int, Shown("Number of kept checkpoints.")]
+    deleted: Annotated[int, Shown("Number of checkpoints to delete.")]
+    deleted_bytes: Annotated[int, Shown("Size of the checkpoints to delete.")]
     checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; deletions first.")]
     unjudged: Annotated[
         tuple[str, ...], Shown("Rules by a metric that no checkpoint has; such rules keep all checkpoints.")
@@ -71,10 +71,10 @@ class RetentionPreview:
 class RetentionTotals:
     """A preview of a policy for all runs together."""
 
-    runs: int
-    kept: int
-    kept_bytes: int
-    deleted: int
+    runs: Annotated[int, Shown("Number of matching runs.")]
+    kept: Annotated[int, Shown("Number of kept checkpoints.")]
+    kept_bytes: Annotated[int, Shown("Size of the kept checkpoints.")]
+    deleted: Annotated[int, Shown("Number of checkpoints to delete.")]
     deleted_bytes: Annotated[int, Shown("Freed once the grace is over.")]
     unjudged_runs: Annotated[int, Shown("Runs with a rule by an unknown metric.")]
     is_cut: Annotated[bool, Shown("Always false: all runs are counted.")]
@@ -90,7 +90,7 @@ class TensorBytes:
     """
 
     run_id: int
-    checkpoints: int
+    checkpoints: Annotated[int, Shown("Number of committed checkpoints.")]
     held: Annotated[int, Shown("Of them, pinned or named by an alias; their bytes are not counted.")]
     tensors: Annotated[int, Shown("Matching tensors in all checkpoints.")]
     bytes: Annotated[int, Shown("Of these tensors.")]

@@ -83,10 +83,10 @@ class RetentionPolicy:
     id: int
     name: str
     root: str
-    run_glob: str
-    keep: Mapping[str, Any]
-    grace_seconds: float
-    interval_seconds: float
+    run_glob: Annotated[str, Shown("Glob for the keys of the runs.")]
+    keep: Annotated[Mapping[str, Any], Shown("As in the request.")]
+    grace_seconds: Annotated[float, Shown("Time in which a deleted checkpoint can be restored.")]
+    interval_seconds: Annotated[float, Shown("Time between two applications of the policy.")]
     is_enabled: bool
     version: int
     created: datetime
@@ -135,9 +135,9 @@ _Glob = Annotated[
 class KeepBest(Request):
     """The ``count`` best steps by a metric."""
 
-    metric: Name
-    count: _Count = 1
-    mode: Literal["min", "max"] = "min"
+    metric: Name = Field(description="Name of the metric.")
+    count: _Count = Field(default=1, description="Number of best steps to keep.")
+    mode: Literal["min", "max"] = Field(default="min", description="min: lower values are better.")
 
 
 class KeepPart(Request):
@@ -145,8 +145,12 @@ class KeepPart(Request):
 
     last: _Count | None = Field(default=None, description="The newest n.")
     every_steps: _Count | None = Field(default=None, description="Multiples of this step.")
-    best: list[KeepBest] | None = Field(default=None, min_length=1, max_length=16)
-    younger_than_seconds: Annotated[Finite, Field(gt=0)] | None = None
+    best: list[KeepBest] | None = Field(
+        default=None, min_length=1, max_length=16, description="The best steps by a metric."
+    )
+    younger_than_seconds: Annotated[Finite, Field(gt=0)] | None = Field(
+        default=None, description="Steps committed within this time."
+    )
 
 
 class Keep(KeepPart):
@@ -173,18 +177,18 @@ class Keep(KeepPart):
 class PreviewRequest(Request):
     """A policy to preview."""
 
-    root: _RootName
+    root: _RootName = Field(description="Name of the root.")
     run_glob: _Glob = "*"
-    keep: Keep
+    keep: Keep = Field(description="Steps to keep.")
 
 
 class PolicyRequest(PreviewRequest):
     """A new policy."""
 
-    name: Name
+    name: Name = Field(description="Unique name of the policy.")
     grace_seconds: _Grace | None = Field(default=None, description="None: as the service is configured.")
     interval_seconds: _Interval = 3600.0
-    is_enabled: bool = True
+    is_enabled: bool = Field(default=True, description="False: stored, but not applied.")
 
 
 class PolicyChange(Request):
@@ -193,8 +197,10 @@ class PolicyChange(Request):
     name: Name | None = None
     run_glob: _Glob | None = None
     keep: Keep | None = None
-    grace_seconds: _Grace | None = None
-    interval_seconds: _Interval | None = None
+    grace_seconds: _Grace | None = Field(
+        default=None, description="Time in which a deleted checkpoint can be restored."
+    )
+    interval_seconds: _Interval | None = Field(default=None, description="Time between two applications.")
     is_enabled: bool | None = None
 
 
@@ -217,8 +223,8 @@ _COUNTED: Final = ("runs", "kept", "deleted", "bytes", "dropped", "dropped_bytes
 class RetentionParams(Parameters):
     """The policy; a dry run deletes nothing."""
 
-    policy_id: CheckpointId
-    dry_run: bool = False
+    policy_id: CheckpointId = Field(description="The `id` of the policy.")
+    dry_run: bool = Field(default=False, description="Count only; delete nothing.")
 
 
 class RetentionKind(Kind[RetentionParams]):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from pydantic import Field
 from sqlalchemy import Connection, Select, exists, select
 
 from dcp.server.catalog import audit
@@ -66,7 +67,7 @@ class PurgeParams(Parameters):
     """Deleted checkpoint; without ``now``, its grace period must be over."""
 
     checkpoint_id: CheckpointId
-    now: bool = False
+    now: bool = Field(default=False, description="Do not wait for the end of the grace period.")
 
 
 class PurgeKind(Kind[PurgeParams]):

@@ -92,9 +92,9 @@ class Rule:
 
     id: int
     name: str
-    event: str
-    condition: Mapping[str, Any]
-    actions: tuple[Mapping[str, Any], ...]
+    event: Annotated[str, Shown("Event that starts the jobs.")]
+    condition: Annotated[Mapping[str, Any], Shown("As in the request.")]
+    actions: Annotated[tuple[Mapping[str, Any], ...], Shown("As in the request.")]
     is_enabled: bool
     version: int
     created: datetime
@@ -125,13 +125,17 @@ class Condition(Parameters):
     ``every_steps``: the step is a multiple.
     """
 
-    root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
-    run: PlainText | None = None
-    tag: Name | None = None
-    formats: Annotated[tuple[SourceFormat, ...], Field(min_length=1, max_length=4, strict=False)] | None = (
-        None
+    root: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None, description="Name of a root; null: any."
     )
-    every_steps: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = None
+    run: PlainText | None = Field(default=None, description="Glob for the key of the run.")
+    tag: Name | None = Field(default=None, description="The checkpoint has this tag, or gets it later.")
+    formats: Annotated[tuple[SourceFormat, ...], Field(min_length=1, max_length=4, strict=False)] | None = (
+        Field(default=(None), description="Formats; any of them matches.")
+    )
+    every_steps: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = Field(
+        default=None, description="Only steps that are multiples of this number."
+    )
 
 
 class VerifyAction(Parameters):
@@ -151,7 +155,9 @@ class ConvertAction(ConvertOptions):
     without suffix), ``{step}``, ``{root}``, and ``{id}``. Results of conversions are not converted again."""
 
     kind: Literal["convert"]
-    target_key: Annotated[str, Field(min_length=1, max_length=1024)]
+    target_key: Annotated[str, Field(min_length=1, max_length=1024)] = Field(
+        description="Path of the target, with `{run}`, `{name}`, `{stem}`, `{step}`, `{root}` and `{id}`."
+    )
 
     @model_validator(mode="after")
     def _expands(self) -> Self:

@@ -39,8 +39,8 @@ class ComparedRun:
 
     run: Run
     newest_id: Annotated[int | None, Shown("Newest committed checkpoint, the source of the facts.")]
-    metric: RunMetric | None
-    series: Series | None
+    metric: Annotated[RunMetric | None, Shown("null: the run has no such metric.")]
+    series: Annotated[Series | None, Shown("null: the run has no such metric.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class ComparedFact:
     """A fact or a member of the metadata, with the value of each run; None where a run has none."""
 
     name: str
-    is_metadata: bool
-    values: tuple[str | None, ...]
+    is_metadata: Annotated[bool, Shown("True: a member of the metadata. False: a fact of the catalog.")]
+    values: Annotated[tuple[str | None, ...], Shown("By run, in their order; null: none.")]
     differs: Annotated[bool, Shown("The runs have different values.")]
 
 

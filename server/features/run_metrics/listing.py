@@ -66,9 +66,9 @@ class RunMetric:
 
     name: str
     count: Annotated[int, Shown("Checkpoints with a finite value.")]
-    last: MetricPlace
-    min: MetricPlace
-    max: MetricPlace
+    last: Annotated[MetricPlace, Shown("Value of the highest step.")]
+    min: Annotated[MetricPlace, Shown("Lowest value.")]
+    max: Annotated[MetricPlace, Shown("Highest value.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class RunSummary:
     """Run with the requested metric, if present, and requested members of metadata."""
 
     run: Run
-    metric: RunMetric | None
+    metric: Annotated[RunMetric | None, Shown("The requested metric; null: the run has no such metric.")]
     metadata: Annotated[
         Mapping[str, str], Shown("Members in `show`, of the newest checkpoint; nested names joined by dots.")
     ]

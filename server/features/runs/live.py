@@ -44,7 +44,14 @@ class RunActivity:
     """
 
     run_id: int
-    state: Annotated[str, OneOf(Activity)]
+    state: Annotated[
+        str,
+        OneOf(Activity),
+        Shown(
+            "training: the next checkpoint is expected. stalled: overdue. ended: long overdue. "
+            "unknown: fewer than three checkpoints."
+        ),
+    ]
     last_at: Annotated[datetime | None, Shown("When the newest checkpoint was committed.")]
     interval_seconds: Annotated[float | None, Shown("Median between the newest checkpoints.")]
     expected_at: Annotated[

@@ -44,9 +44,15 @@ class ScanParams(Parameters):
     root. Set after a manual check; needs the scope delete.
     """
 
-    root: Annotated[str, Field(min_length=1, max_length=63)]
-    below: Annotated[str, Field(max_length=1024)] = ""
-    accept_lost: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    root: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Name of the root.")
+    below: Annotated[str, Field(max_length=1024)] = Field(
+        default="", description="Folder of the root to scan; empty: the whole root."
+    )
+    accept_lost: Annotated[int, Field(ge=0, le=MAX_ID)] = Field(
+        default=0,
+        description="Accept that up to this many checkpoints are gone, after a manual check; needs the "
+        "scope delete.",
+    )
 
 
 class ScanKind(Kind[ScanParams]):

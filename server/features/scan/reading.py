@@ -296,14 +296,26 @@ class Registration(Request):
         }
     )
 
-    root: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
-    root_url: Annotated[Text, StringConstraints(min_length=1)] | None = None
-    key: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-    step: Step | None = None
-    save_id: Annotated[Text, StringConstraints(min_length=1, max_length=64)] | None = None
-    tags: Annotated[list[Name], Field(max_length=MAX_LABELS)] = Field(default_factory=list)
-    metrics: Annotated[dict[Name, Finite], Field(max_length=MAX_LABELS)] = Field(default_factory=dict)
-    deleted: bool = False
+    root: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = Field(
+        default=None, description="Name of the root."
+    )
+    root_url: Annotated[Text, StringConstraints(min_length=1)] | None = Field(
+        default=None, description="URL of the folder that contains the key, instead of `root`."
+    )
+    key: Annotated[str, StringConstraints(min_length=1, max_length=1024)] = Field(
+        description="Path of the checkpoint in the root or below `root_url`."
+    )
+    step: Step | None = Field(default=None, description="Training step.")
+    save_id: Annotated[Text, StringConstraints(min_length=1, max_length=64)] | None = Field(
+        default=None, description="Unique id of the save, to detect a replaced checkpoint."
+    )
+    tags: Annotated[list[Name], Field(max_length=MAX_LABELS)] = Field(
+        default_factory=list, description="Tags to add."
+    )
+    metrics: Annotated[dict[Name, Finite], Field(max_length=MAX_LABELS)] = Field(
+        default_factory=dict, description="Metrics by name, to set."
+    )
+    deleted: bool = Field(default=False, description="True: the trainer has deleted the checkpoint.")
 
     @model_validator(mode="after")
     def _placed(self) -> Self:

@@ -43,10 +43,10 @@ feature: Final = Feature(
 class Chunk:
     """Box of a tensor, and the file with its bytes."""
 
-    rank: int | None
+    rank: Annotated[int | None, Shown("Rank in the name of the file; null: none.")]
     file: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Annotated[tuple[int, ...], Shown("Start of the box in the tensor, by dimension.")]
+    sizes: Annotated[tuple[int, ...], Shown("Lengths of the box, by dimension.")]
     bytes: int
     file_offset: Annotated[int | None, Shown("Position of the first byte in the file; null: unknown.")] = None
 
@@ -58,7 +58,7 @@ class ShardedTensor:
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    chunk_count: int
+    chunk_count: Annotated[int, Shown("Number of boxes.")]
     chunks: Annotated[tuple[Chunk, ...], Shown("The first 4,096 of them.")]
 
 
@@ -68,12 +68,12 @@ class StoredChunk:
 
     fqn: str
     dtype: str
-    rank: int | None
+    rank: Annotated[int | None, Shown("Rank in the name of the file; null: none.")]
     file: str
     file_offset: Annotated[int, Shown("Position of the first byte in the file.")]
     bytes: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Annotated[tuple[int, ...], Shown("Start of the box in the tensor, by dimension.")]
+    sizes: Annotated[tuple[int, ...], Shown("Lengths of the box, by dimension.")]
     copies: Annotated[int | None, Shown("Copies of this box; null: too many chunks to compare.")]
 
 
@@ -82,23 +82,23 @@ class RankShare:
     """Files of a rank; ``rank`` None: files without a rank in their names."""
 
     rank: Annotated[int | None, Shown("null: files without a rank in their names.")]
-    files: int
-    file_bytes: int | None
-    chunks: int
-    tensors: int
-    tensor_bytes: int
+    files: Annotated[int, Shown("Number of files.")]
+    file_bytes: Annotated[int | None, Shown("Size of the files; null: unknown.")]
+    chunks: Annotated[int, Shown("Number of boxes of tensors.")]
+    tensors: Annotated[int, Shown("Number of tensors with a box here.")]
+    tensor_bytes: Annotated[int, Shown("Bytes of the boxes.")]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMapRow:
     """Files of adjacent ranks. ``rank`` None: files without a rank in their names."""
 
-    first_rank: int | None
-    last_rank: int | None
+    first_rank: Annotated[int | None, Shown("null: files without a rank in their names.")]
+    last_rank: Annotated[int | None, Shown("null: files without a rank in their names.")]
     file: Annotated[str, Shown("The first of them.")]
-    files: int
+    files: Annotated[int, Shown("Number of files.")]
     file_bytes: Annotated[int | None, Shown("null: not known.")]
-    tensor_bytes: int
+    tensor_bytes: Annotated[int, Shown("Bytes of tensors.")]
     largest_rank_bytes: Annotated[int, Shown("Largest bytes of a rank.")]
     replicated_bytes: Annotated[int, Shown("Bytes of tensors stored more than once.")]
     chunks: Annotated[int, Shown("Of tensors, in them.")]
@@ -112,25 +112,25 @@ class ShardMap:
     indexes of its name in ``names`` and its dtype in ``dtypes``.
     """
 
-    rank_count: int
+    rank_count: Annotated[int, Shown("Number of ranks with files.")]
     file_count: int
-    begin: int
-    end: int
-    bin_bytes: int
-    bins: int
+    begin: Annotated[int, Shown("First byte of the range in each file.")]
+    end: Annotated[int, Shown("End of the range, exclusive.")]
+    bin_bytes: Annotated[int, Shown("Bytes of a bin.")]
+    bins: Annotated[int, Shown("Number of bins.")]
     largest_rank: Annotated[int | None, Shown("Rank with the most bytes of tensors.")]
-    largest_rank_bytes: int
-    mean_rank_bytes: float
+    largest_rank_bytes: Annotated[int, Shown("Bytes of tensors of the largest rank.")]
+    mean_rank_bytes: Annotated[float, Shown("Mean bytes of tensors of a rank.")]
     rows: tuple[ShardMapRow, ...]
-    names: tuple[str, ...]
+    names: Annotated[tuple[str, ...], Shown("Names of tensors, for `cell_names`.")]
     name_bytes: Annotated[tuple[int, ...], Shown("By name: bytes stored by all ranks.")]
     name_layers: Annotated[tuple[int | None, ...], Shown("By name: number of the layer, if any.")]
     is_replicated: Annotated[tuple[bool, ...], Shown("By name: stored more than once.")]
-    dtypes: tuple[str, ...]
-    cell_rows: tuple[int, ...]
-    cell_bins: tuple[int, ...]
-    cell_bytes: tuple[int, ...]
-    cell_chunks: tuple[int, ...]
+    dtypes: Annotated[tuple[str, ...], Shown("Dtypes, for `cell_dtypes`.")]
+    cell_rows: Annotated[tuple[int, ...], Shown("By cell that has bytes: index in `rows`.")]
+    cell_bins: Annotated[tuple[int, ...], Shown("By cell: number of the bin.")]
+    cell_bytes: Annotated[tuple[int, ...], Shown("By cell: bytes of tensors.")]
+    cell_chunks: Annotated[tuple[int, ...], Shown("By cell: number of boxes.")]
     cell_names: Annotated[tuple[int, ...], Shown("Places in names: the tensor with the most bytes.")]
     cell_dtypes: Annotated[tuple[int, ...], Shown("Index in dtypes of the tensor.")]
 
@@ -146,9 +146,9 @@ class SavePhase:
     within: Annotated[str | None, Shown("Enclosing phase.")]
     is_blocking: Annotated[bool, Shown("Training waited for the phase.")]
     ranks: Annotated[int, Shown("That recorded it.")]
-    min_seconds: float
+    min_seconds: Annotated[float, Shown("Time of the fastest rank.")]
     median_seconds: float
-    max_seconds: float
+    max_seconds: Annotated[float, Shown("Time of the slowest rank.")]
     slowest_rank: int
 
 
@@ -170,11 +170,11 @@ class SavePhases:
     ``blocking_seconds`` and ``background_seconds`` are of the slowest rank in each phase.
     """
 
-    rank_count: int
+    rank_count: Annotated[int, Shown("Ranks with recorded timings.")]
     phases: tuple[SavePhase, ...]
     rows: tuple[PhaseRow, ...]
-    blocking_seconds: float
-    background_seconds: float
+    blocking_seconds: Annotated[float, Shown("Sum of the slowest ranks in phases that training waited for.")]
+    background_seconds: Annotated[float, Shown("Sum of the slowest ranks in the other phases.")]
     assemble_seconds: Annotated[float | None, Shown("Of the coordinator, for the index.")]
 
 

@@ -34,12 +34,16 @@ class Stage:
 
     name: str
     approvals: Annotated[int, Shown("Approvals required for a promotion.")]
-    request_scope: Annotated[str, OneOf(Scope)]
+    request_scope: Annotated[
+        str, OneOf(Scope), Shown("Scope that may request a promotion, unless requesters are named.")
+    ]
     requesters: Annotated[tuple[str, ...], Shown("Allowed requesters; empty: all callers with the scope.")]
-    approve_scope: Annotated[str, OneOf(Scope)]
+    approve_scope: Annotated[
+        str, OneOf(Scope), Shown("Scope that may approve requests, unless approvers are named.")
+    ]
     approvers: Annotated[tuple[str, ...], Shown("Allowed approvers; empty: all callers with the scope.")]
-    self_approval: bool
-    requires_verified: bool
+    self_approval: Annotated[bool, Shown("Requesters may approve their own requests.")]
+    requires_verified: Annotated[bool, Shown("The last verification of the checkpoint must be good.")]
     requires_previous: Annotated[bool, Shown("Only from the stage before.")]
     may_request: Annotated[bool, Shown("Right of the caller.")]
     may_approve: Annotated[bool, Shown("Right of the caller; own requests may be excluded.")]
@@ -51,9 +55,9 @@ class StageHolder:
 
     stage: str
     checkpoint_id: int
-    checkpoint_key: str
+    checkpoint_key: Annotated[str, Shown("Key of the checkpoint.")]
     step: int | None
-    request_id: int
+    request_id: Annotated[int, Shown("The request by which the checkpoint was promoted.")]
     promoted_by: str
     promoted_at: datetime
     is_changed: Annotated[bool, Shown("The content has changed since the promotion.")]
@@ -68,15 +72,17 @@ class StageRequest:
     id: int
     root: str
     run_id: int
-    run: str
+    run: Annotated[str, Shown("Key of the run.")]
     checkpoint_id: int
-    checkpoint_key: str
+    checkpoint_key: Annotated[str, Shown("Key of the checkpoint.")]
     step: int | None
     stage: str
-    state: Annotated[str, OneOf(RequestState)]
-    reason: str | None
+    state: Annotated[
+        str, OneOf(RequestState), Shown("outdated: the checkpoint was changed or deleted. expired: too old.")
+    ]
+    reason: Annotated[str | None, Shown("Text of the requester.")]
     requested_by: str
-    approved_by: tuple[str, ...]
+    approved_by: Annotated[tuple[str, ...], Shown("Accounts and keys that approved.")]
     is_changed: Annotated[bool, Shown("The content has changed since the request.")]
     created_at: datetime
     updated_at: datetime
@@ -91,10 +97,14 @@ class StageEntry:
     id: int
     stage: str
     checkpoint_id: int
-    checkpoint_key: str
+    checkpoint_key: Annotated[str, Shown("Key of the checkpoint.")]
     step: int | None
-    request_id: int | None
-    action: Annotated[str, OneOf(StageAction)]
-    by: str
-    reason: str | None
+    request_id: Annotated[int | None, Shown("The request of this entry; null: none.")]
+    action: Annotated[
+        str,
+        OneOf(StageAction),
+        Shown("replaced: another checkpoint took the stage. moved: the checkpoint went to another stage."),
+    ]
+    by: Annotated[str, Shown("Account or key.")]
+    reason: Annotated[str | None, Shown("Text given with the action.")]
     at: datetime

@@ -34,14 +34,14 @@ _CHANGE: Final[dict[str, Any]] = {"tag": "stages", "scope": "write", "errors": (
 class PromotionRequest(Request):
     """Stage to promote the checkpoint to, and the reason, for approvers and the history."""
 
-    stage: Name
-    reason: Reason | None = None
+    stage: Name = Field(description="Name of the stage.")
+    reason: Reason | None = Field(default=None, description="Text for approvers and the history.")
 
 
 class Decision(Request):
     """A remark for the history."""
 
-    reason: Reason | None = None
+    reason: Reason | None = Field(default=None, description="Text for the history.")
 
 
 class Rejection(Request):

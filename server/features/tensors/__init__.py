@@ -42,10 +42,12 @@ class Statistics:
     is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
     created_at: datetime
     job_id: int | None
-    total: Any
+    total: Annotated[Any, Shown("Statistics of all tensors together.")]
     tensor_count: int
-    tensors: tuple[Any, ...] = ()
-    next_cursor: str | None = None
+    tensors: Annotated[tuple[Any, ...], Shown("Statistics of the tensors of this page.")] = ()
+    next_cursor: Annotated[
+        str | None, Shown("`cursor` of the request for the next page; null: this is the last page.")
+    ] = None
     document_id: Annotated[int, Hidden()] = 0  # for individual tensors
 
 
@@ -76,24 +78,26 @@ class TensorGrid:
     fqn: str
     dtype: str
     shape: Annotated[tuple[int, ...], Shown("Of the slice, as a matrix.")]
-    rows: int
-    columns: int
+    rows: Annotated[int, Shown("Number of rows of cells.")]
+    columns: Annotated[int, Shown("Number of columns of cells.")]
     is_sampled: Annotated[bool, Shown("Only a part of each cell was read, because the tensor is large.")]
-    read_elements: int
-    mean: tuple[float | None, ...]
+    read_elements: Annotated[int, Shown("Number of elements read.")]
+    mean: Annotated[tuple[float | None, ...], Shown("By cell, row by row; null: no finite value.")]
     min: tuple[float | None, ...]
     max: tuple[float | None, ...]
-    abs_max: tuple[float | None, ...]
-    nonfinite: tuple[int, ...]
+    abs_max: Annotated[tuple[float | None, ...], Shown("By cell: maximum absolute value.")]
+    nonfinite: Annotated[tuple[int, ...], Shown("By cell: number of NaN or infinite elements.")]
 
 
 class StatsParams(Parameters):
     """Checkpoint, selected tensors, and the maximum number of bins of each histogram."""
 
     checkpoint_id: CheckpointId
-    only: Globs | None = None
-    exclude: Globs | None = None
-    bins: Annotated[int, Field(ge=8, le=256)] = 32
+    only: Globs | None = Field(default=None, description="Globs of names; default: all.")
+    exclude: Globs | None = Field(default=None, description="Globs of names to leave out.")
+    bins: Annotated[int, Field(ge=8, le=256)] = Field(
+        default=32, description="Maximum number of bins of a histogram."
+    )
 
 
 class StatsKind(SimpleKind[StatsParams]):

@@ -32,6 +32,7 @@ from dcp.server.features.tensors import (
     stored_statistics,
     tensors_of,
 )
+from dcp.server.records.declaring import Shown
 from dcp.server.records.jobs import Job
 from dcp.server.records.lists import Page
 
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
 class TreePage:
     """Level of the tree of names in order."""
 
-    prefix: str
+    prefix: Annotated[str, Shown("Name of the node; empty: the top.")]
     items: tuple[TreeNode, ...]
-    next_cursor: str | None
+    next_cursor: Annotated[
+        str | None, Shown("`cursor` of the request for the next page; null: this is the last page.")
+    ]
 
 
 router = api_router("/checkpoints/{checkpoint_id}/tensors", tags=["data"], dependencies=[requires("read")])

@@ -45,10 +45,10 @@ class Verification:
 
     id: int
     outcome: Annotated[str, Shown("good or damaged.")]
-    mode: str
+    mode: Annotated[str, Shown("full: all bytes were read.")]
     is_current: Annotated[bool, Shown("The content has not changed since.")]
-    findings: Any
-    checked_bytes: int
+    findings: Annotated[Any, Shown("Findings with file, position and tensor; notes last.")]
+    checked_bytes: Annotated[int, Shown("Bytes read.")]
     seconds: float
     created_at: datetime
     job_id: int | None

@@ -63,15 +63,15 @@ class Delivery:
     id: int
     webhook_id: int
     message_id: Annotated[str, Shown("The header `webhook-id`: the same in each attempt.")]
-    event: str
+    event: Annotated[str, Shown("Kind of the event.")]
     state: Annotated[str, OneOf(DeliveryState)]
-    attempts: int
+    attempts: Annotated[int, Shown("Number of attempts.")]
     max_attempts: Annotated[int, Shown(may_be_absent=True)] = 10
     status_code: Annotated[int | None, Shown("Of the receiver's last answer.")]
-    error: str | None
+    error: Annotated[str | None, Shown("Failure of the last attempt.")]
     created_at: datetime
-    next_attempt_at: datetime | None
-    delivered_at: datetime | None
+    next_attempt_at: Annotated[datetime | None, Shown("null: none is left, or delivered.")]
+    delivered_at: Annotated[datetime | None, Shown("null: not delivered yet.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,28 +56,39 @@ class WebhookRequest(Request):
     url: Url = Field(
         description="https and a public address; http and private addresses only if allowed by the operator."
     )
-    events: Events = Field(default_factory=lambda: list(event_kinds()))
+    events: Events = Field(
+        default_factory=lambda: list(event_kinds()), description="Kinds of events to post; default: all."
+    )
     roots: RootNames | None = Field(default=None, description="Names of roots; null: all.")
-    description: Text = ""
-    is_enabled: bool = True
-    secret: Secret | None = Field(default=None, repr=False)
+    description: Text = Field(default="", description="Text for admins.")
+    is_enabled: bool = Field(default=True, description="False: events are not posted.")
+    secret: Secret | None = Field(
+        default=None, repr=False, description="Secret for signatures: whsec_ and base64; default: a new one."
+    )
 
 
 class WebhookChange(Request):
     """The fields to change. Only `roots` may be null."""
 
     url: Url | SkipJsonSchema[None] = None
-    events: Events | SkipJsonSchema[None] = None
+    events: Events | SkipJsonSchema[None] = Field(default=None, description="Kinds of events to post.")
     roots: RootNames | None = Field(default=None, description="Names of roots; null: all.")
     description: Text | SkipJsonSchema[None] = None
-    is_enabled: bool | SkipJsonSchema[None] = None
+    is_enabled: bool | SkipJsonSchema[None] = Field(default=None, description="False: events are not posted.")
 
 
 class RotateSecret(Request):
     """Rotation of the secret; deliveries carry signatures of both secrets for a while."""
 
-    secret: Secret | None = Field(default=None, repr=False)
-    overlap_seconds: float = Field(default=86_400.0, ge=0, le=30 * 86_400)
+    secret: Secret | None = Field(
+        default=None, repr=False, description="Secret for signatures: whsec_ and base64; default: a new one."
+    )
+    overlap_seconds: float = Field(
+        default=86_400.0,
+        ge=0,
+        le=30 * 86_400,
+        description="Time in which deliveries also carry a signature of the old secret.",
+    )
 
 
 # -- webhooks ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from dcp.server.catalog.inputs import Plain
 from dcp.server.catalog.structures import TensorType
@@ -39,7 +39,11 @@ loaded."""
 class LoadProblem:
     """Name that differs between a state and the checkpoint. ``stored_fqn``: its name in the checkpoint."""
 
-    kind: Annotated[str, OneOf(LoadProblemKind)]
+    kind: Annotated[
+        str,
+        OneOf(LoadProblemKind),
+        Shown("kind: a tensor on one side, another value on the other. unexpected: only in the checkpoint."),
+    ]
     fqn: Annotated[str, Shown("Name in the state; for an unexpected entry, name in the checkpoint.")]
     stored_fqn: Annotated[str | None, Shown("In the checkpoint; null if missing.")]
     wanted: Annotated[TensorType | None, Shown("In the state; null for values and unknown facts.")]
@@ -64,7 +68,11 @@ class LoadCheck:
     """
 
     checkpoint_id: int
-    answer: Annotated[str, OneOf(LoadAnswer)]
+    answer: Annotated[
+        str,
+        OneOf(LoadAnswer),
+        Shown("yes; rename: with `rename`; cast: with dtype=cast and `rename`, if any; no."),
+    ]
     wanted: Annotated[int, Shown("Names in the state.")]
     plain: Annotated[LoadFindings, Shown("Without a renaming.")]
     rename: Annotated[Mapping[str, str], Shown("For dcp.load; {} without any.")]
@@ -90,7 +98,9 @@ class ShapesParams(Parameters):
     """The config of a model into which the checkpoint is to be loaded."""
 
     checkpoint_id: CheckpointId
-    config: Annotated[Plain, AfterValidator(_bounded)]
+    config: Annotated[Plain, AfterValidator(_bounded)] = Field(
+        description="Content of the model's `config.json`, with a `model_type`."
+    )
 
 
 class ShapesKind(SimpleKind[ShapesParams]):

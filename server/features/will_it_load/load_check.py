@@ -50,16 +50,24 @@ _Fqn = Annotated[str, StringConstraints(max_length=4096)]
 class StateTensorRequest(Request):
     """Tensor of a state; a null shape or dtype is not compared."""
 
-    fqn: _Fqn
-    shape: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 53)]], Field(max_length=64)] | None = None
-    dtype: Annotated[str, Field(max_length=32, examples=["bfloat16"])] | None = None
+    fqn: _Fqn = Field(description="Name in the state.")
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 53)]], Field(max_length=64)] | None = Field(
+        default=None, description="Expected shape; null: not compared."
+    )
+    dtype: Annotated[str, Field(max_length=32, examples=["bfloat16"])] | None = Field(
+        default=None, description="Expected dtype; null: not compared."
+    )
 
 
 class StateRequest(Request):
     """State to fill. Without `objects`, values other than tensors are not checked."""
 
-    tensors: Annotated[list[StateTensorRequest], Field(max_length=_MOST)]
-    objects: Annotated[list[_Fqn], Field(max_length=_MOST)] | None = None
+    tensors: Annotated[list[StateTensorRequest], Field(max_length=_MOST)] = Field(
+        description="Tensors of the state."
+    )
+    objects: Annotated[list[_Fqn], Field(max_length=_MOST)] | None = Field(
+        default=None, description="Names of other values; null: not checked."
+    )
 
 
 class MapQuery(QueryModel):
