@@ -70,8 +70,6 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         flatten_state_dict: As in torch, like the other positional parameters.
         dtype: "exact" raises DtypeMismatchError for another stored dtype; "cast" converts.
         weights_only: False unpickles any object, which can run code. Use False for trusted files only.
-        rank: Rank of this process, for `PerRank` values.
-        world_size: Number of ranks, for `PerRank` values.
         only: Patterns of the entries to load (`dcp.planners.load.selection`).
         exclude: Patterns of the entries to leave unchanged.
         rename: Regular expressions from keys of the state dict to keys of the checkpoint.
@@ -81,6 +79,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             in the state dict.
 
     Attributes:
+        rank: Rank of this process, for `PerRank` values.
+        world_size: Number of ranks, for `PerRank` values.
         call: The current load, set by `set_up_planner`.
     """
 

@@ -141,10 +141,9 @@ class DcpStrategyMixin:
     Values outside of model and optimizers are rank 0's.
 
     Args:
-        mode: As for `DcpCheckpointIO`.
-        storage_options: As for `DcpCheckpointIO`.
-        catalog: As for `DcpCheckpointIO`.
-        **kwargs: Arguments of the strategy.
+        *args: Arguments of the strategy.
+        **kwargs: Arguments of the strategy, and ``mode``, ``storage_options`` and ``catalog`` of
+            `DcpCheckpointIO`.
 
     Raises:
         OptionError: For ``save_distributed_checkpoint=False``, which requests a single file.

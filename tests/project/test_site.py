@@ -12,8 +12,10 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import dcp
 import dcp.errors
@@ -55,6 +57,22 @@ def build() -> None:
     if not index.exists() or index.stat().st_mtime < max(path.stat().st_mtime for path in sources):
         command = [str(Path(sys.executable).parent / "zensical"), "build", "--strict", "--clean"]
         subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_COLOR": "1"})
+
+
+def test_links_of_docstrings_have_targets() -> None:
+    """The strict build checks links of pages, but not those in the docstrings that pages show."""
+    build()
+    pages = {page: page.read_text() for page in SITE.rglob("*.html") if page.name != "404.html"}
+    anchors = {page: {*re.findall(r'\bid="([^"]+)"', text)} for page, text in pages.items()}
+    wrong = []
+    for page, text in pages.items():
+        for link in re.findall(r'<a [^>]*href="([^"]*)"', text):
+            place, _, anchor = unquote(unescape(link)).partition("#")
+            target = (page.parent / place).resolve() if place else page
+            target = target / "index.html" if target.is_dir() else target
+            is_known = ":" in link or (target.exists() and (not anchor or anchor in anchors.get(target, ())))
+            wrong += [] if is_known else [(str(page.relative_to(SITE)), link)]
+    assert not wrong
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

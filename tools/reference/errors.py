@@ -45,7 +45,7 @@ def _section(error: type) -> str:
     ]
     return "\n".join(
         [
-            f"## {error.__name__}\n",
+            f"## {error.__name__} {{ #dcp.errors.{error.__name__} }}\n",
             f"{paragraphs(error.__doc__ or '')}\n",
             *about,
             table(["attribute", "default", ""], rows),

@@ -15,6 +15,7 @@ class Account:
 
     id: int
     kind: str
+    """person: signs in. service: uses only keys."""
     name: str
     """Unique among accounts of the kind, and never changed."""
     actor: str
@@ -42,11 +43,15 @@ class Alias:
 
     run_id: int
     name: str
+    """Name of the alias, such as best."""
     checkpoint_id: int
     is_protected: bool
+    """Only admins move the alias."""
     updated_at: datetime
     updated_by: str | None = None
+    """Account or key of the last change."""
     etag: str
+    """For If-Match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +64,11 @@ class AuditEntry:
     action: str
     target: str
     detail: Mapping[str, Any] | None = None
+    """Members that depend on the action, such as old and new values."""
     request_id: str | None = None
+    """X-Request-Id of the request; null: the change was made by a job or the command line."""
     address: str | None = None
+    """IP address of the client."""
     root: str | None = None
     """The root of the target; null: none or several."""
 
@@ -72,10 +80,12 @@ class BinValues:
     name: str
     """bytes, save_seconds, or the name of a metric."""
     count: int
+    """Checkpoints with this value."""
     min: float
     max: float
     mean: float
     last: float
+    """Value of the highest step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,43 +93,67 @@ class Checkpoint:
     """A checkpoint with its labels. ``run`` is the key of the run, ``key`` the key of the checkpoint."""
 
     id: int
+    """Number of the checkpoint in the catalog."""
     root: str
+    """Name of the root."""
     run_id: int
+    """The `id` of the run."""
     run: str
     """Key of the folder of the checkpoint; empty: the root."""
     key: str
+    """Path of the checkpoint in the root."""
     name: str
+    """Last part of the key."""
     step: int | None = None
+    """Training step; null: not recorded and not in the name."""
     format: str
+    """Format of the files."""
     state: str
+    """incomplete: data without a commit. unreadable: the index is damaged or refused. vanished:
+    missing in storage without a deletion. deleted: can be restored until `purge_after`. purged:
+    removed from storage."""
     committed_at: datetime
+    """Time of the commit."""
     discovered_at: datetime
+    """Time of the registration or of the first scan that found it."""
     updated_at: datetime
+    """Time of the last change in the catalog."""
     deleted_at: datetime | None = None
+    """Time of the deletion in the catalog."""
     purge_after: datetime | None = None
     """A deleted checkpoint can be restored until this time."""
     bytes: int
+    """Size of all files."""
     file_count: int
     world_size: int | None = None
+    """Number of ranks that saved it; null: unknown."""
     structure_id: int | None = None
+    """Checkpoints with equal names, shapes and dtypes have the same id."""
     dtypes: Mapping[str, int] | None = None
     """Bytes by dtype."""
     verification: str
+    """Result of the last verification of this content."""
     verified_at: datetime | None = None
+    """Time of the last verification."""
     problem: str | None = None
     """The reason why the checkpoint is unreadable, or the findings of the verification."""
     is_pinned: bool
+    """A pinned checkpoint cannot be deleted, by hand or by retention."""
     registered_by: str | None = None
     """The key or person that registered the checkpoint; null: found by a scan."""
     tags: tuple[str, ...]
     aliases: tuple[str, ...]
+    """Names that point to this checkpoint in its run, such as best."""
     metrics: Mapping[str, float]
+    """Finite metrics by name."""
     nonfinite_metrics: Mapping[str, str]
     """Metrics with the values "nan", "inf" or "-inf", which JSON cannot express as numbers."""
     partial: tuple[str, ...]
     """The saved parts of a partial save; empty: complete."""
     version: int
+    """Number that increases with each change."""
     etag: str
+    """For If-Match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +161,7 @@ class CheckpointFacets:
     """The number of listed checkpoints (``count``), and the numbers for other values of each filter."""
 
     count: int
+    """Number of listed checkpoints."""
     is_cut: bool
     """Always false: all checkpoints are counted."""
     facets: tuple[Facet, ...]
@@ -137,9 +172,12 @@ class Chunk:
     """Box of a tensor, and the file with its bytes."""
 
     rank: int | None = None
+    """Rank in the name of the file; null: none."""
     file: str
     offsets: tuple[int, ...]
+    """Start of the box in the tensor, by dimension."""
     sizes: tuple[int, ...]
+    """Lengths of the box, by dimension."""
     bytes: int
     file_offset: int | None = None
     """Position of the first byte in the file; null: unknown."""
@@ -151,7 +189,9 @@ class ComparedFact:
 
     name: str
     is_metadata: bool
+    """True: a member of the metadata. False: a fact of the catalog."""
     values: tuple[str | None, ...]
+    """By run, in their order; null: none."""
     differs: bool
     """The runs have different values."""
 
@@ -164,7 +204,9 @@ class ComparedRun:
     newest_id: int | None = None
     """Newest committed checkpoint, the source of the facts."""
     metric: RunMetric | None = None
+    """null: the run has no such metric."""
     series: Series | None = None
+    """null: the run has no such metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +218,20 @@ class Delivery:
     message_id: str
     """The header `webhook-id`: the same in each attempt."""
     event: str
+    """Kind of the event."""
     state: str
     attempts: int
+    """Number of attempts."""
     max_attempts: int = 10
     status_code: int | None = None
     """Of the receiver's last answer."""
     error: str | None = None
+    """Failure of the last attempt."""
     created_at: datetime
     next_attempt_at: datetime | None = None
+    """null: none is left, or delivered."""
     delivered_at: datetime | None = None
+    """null: not delivered yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,15 +240,23 @@ class Diff:
     has the first 500 of ``object_count``."""
 
     a: int
+    """The `id` of the earlier checkpoint."""
     b: int
+    """The `id` of the later checkpoint."""
     basis: str
+    """values: compared by a job. checksums: by the manifests. structure: by names, shapes and dtypes."""
     counts: Mapping[str, int]
+    """Differing tensors by kind."""
     equal_tensors: int
+    """Number of equal tensors."""
     equal_objects: int
+    """Number of equal values."""
     object_count: int
     """Number of differing values."""
     tensors: tuple[DifferingTensor, ...]
+    """Differing tensors of this page."""
     objects: tuple[DifferingObject, ...]
+    """The first 500 differing values."""
     matching: int | None = None
     """Requested tensors that differ."""
     job_id: int | None = None
@@ -229,8 +284,11 @@ class DifferingTensor:
 
     fqn: str
     kind: str
+    """undecided: checksums cannot decide; a job diff compares the values."""
     before: TensorType | None = None
+    """In the earlier checkpoint; null: added."""
     after: TensorType | None = None
+    """In the later checkpoint; null: removed."""
     values: ValueDistance | None = None
     """Differences found by the job."""
 
@@ -240,9 +298,13 @@ class DriftLayer:
     """Tensors of one layer, or of ``layers`` adjacent layers, by step."""
 
     name: str
+    """Name of the layer, or of the first of several."""
     relative_l2: tuple[float | None, ...]
+    """By step: relative L2 change; null: no finite elements."""
     changed: tuple[float | None, ...]
+    """By step: share of changed elements, from 0 to 1."""
     nonfinite: tuple[int | None, ...]
+    """By step: number of NaN or infinite elements."""
     layers: int = 1
     """Adjacent layers merged into this row."""
 
@@ -253,13 +315,21 @@ class DriftStep:
     ``removed`` count tensors. ``problem``: the reason why they could not be compared."""
 
     a: int
+    """The `id` of the earlier checkpoint."""
     b: int
+    """The `id` of the later checkpoint."""
     from_step: int | None = None
+    """Step of `a`."""
     step: int | None = None
+    """Step of `b`."""
     problem: str | None = None
+    """Reason why the steps could not be compared; null: none."""
     added: int
+    """Tensors only in `b`."""
     removed: int
+    """Tensors only in `a`."""
     bytes_read: int
+    """Bytes read for the comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,9 +347,13 @@ class FacetValue:
     """A value of a filter with its number of checkpoints. ``root`` and ``run_id`` describe a run."""
 
     value: str
+    """Value of the filter."""
     count: int
+    """Checkpoints with this value."""
     root: str | None = None
+    """Of a run: name of its root."""
     run_id: int | None = None
+    """Of a run: its `id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,9 +379,11 @@ class Grant:
     group: str | None = None
     """null: the grant is for an account."""
     role: str
+    """viewer: read. contributor: also write. operator: also convert and delete. admin: all scopes."""
     root: str | None = None
     """null: all."""
     created_by: str
+    """Account or key that granted the role."""
     created_at: datetime
     updated_at: datetime
     etag: str
@@ -328,12 +404,15 @@ class Handover:
     link: str | None = None
     """Page at the target."""
     handed_over_at: datetime | None = None
+    """null: not handed over yet."""
     is_marked_deleted: bool
     """The target marks the checkpoint as deleted."""
     job_id: int | None = None
+    """The last job."""
     error: str | None = None
     """Error of the last job, if failed or waiting for a retry."""
     next_attempt_at: datetime | None = None
+    """Time of the retry; null: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,14 +421,22 @@ class Job:
 
     id: int
     kind: str
+    """Kind of the job, such as convert."""
     state: str
+    """planning: tasks are being made. publishing: the result is being put in place."""
     params: Mapping[str, Any]
+    """Parameters of the kind."""
     created_by: str
+    """Account or key, such as key:ci."""
     created_at: datetime
     is_ending: bool
+    """True if the job was cancelled or failed, and tasks are still stopping."""
     priority: int
+    """Jobs with a higher priority run first."""
     root: str | None = None
+    """Root in which the job reads or writes; null: none or several."""
     checkpoint_id: int | None = None
+    """Checkpoint of the job; null: none or several."""
     started_at: datetime | None = None
     finished_at: datetime | None = None
     not_before: datetime | None = None
@@ -358,12 +445,17 @@ class Job:
     attempt: int
     """Failed attempts of the present phase."""
     max_attempts: int
+    """Number of failed attempts after which the job fails."""
     progress: JobProgress | None = None
+    """null before the tasks are known."""
     result: Mapping[str, Any] | None = None
+    """Result of a job that succeeded; members depend on the kind."""
     is_result_whole: bool = True
     """False in lists for a large result, reduced to its short members. Get the job for all of it."""
     error: JobFailure | None = None
+    """Failure of a job that failed."""
     waiting: JobWaiting | None = None
+    """Failure after which the job waits for its next attempt."""
     is_unserved: bool = False
     """True if the job has not ended and no running worker supports its kind."""
 
@@ -378,7 +470,9 @@ class JobFailure:
     """The failure of a job or task: the ``type`` of the exception, and a text for the user."""
 
     type: str
+    """Class of the exception."""
     detail: str
+    """Message for the user, with the remedy."""
     is_retryable: bool
     """True if a repetition may succeed."""
     is_environment: bool = False
@@ -392,10 +486,14 @@ class JobLogLine:
     """An event of a job as a sentence."""
 
     id: int
+    """Increases with time."""
     at: datetime
     kind: str
+    """Kind of the event, such as state."""
     text: str
+    """The event as a sentence."""
     data: Mapping[str, Any]
+    """Members that depend on the kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,12 +511,18 @@ class JobTask:
     """One task of a job."""
 
     number: int
+    """Number of the task in its job."""
     state: str
     attempt: int
+    """Failed attempts."""
     done_bytes: int
+    """Bytes read or written so far."""
     weight_bytes: int
+    """Bytes that the whole task reads or writes."""
     not_before: datetime | None = None
+    """Time of the next attempt."""
     error: JobFailure | None = None
+    """Last failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,6 +537,7 @@ class JobThroughput:
     seconds: float | None = None
     """Time from the start of the tasks to now or to the end of the job."""
     bytes_per_second: float | None = None
+    """Mean rate since the start of the tasks."""
     seconds_left: float | None = None
     """Estimate at this rate; null once the job has ended."""
 
@@ -442,7 +547,9 @@ class JobWaiting:
     """The last failure of a job that runs again at ``next_attempt_at`` or on a manual retry."""
 
     type: str
+    """Class of the exception."""
     detail: str
+    """Message for the user, with the remedy."""
     since: datetime
     """The time of the first consecutive failure."""
     next_attempt_at: datetime
@@ -464,11 +571,16 @@ class Key:
     id: int
     name: str
     prefix: str
+    """Beginning of the secret, to recognize the key in logs."""
     scopes: tuple[str, ...]
+    """Granted scopes, without implied ones."""
     roots: tuple[str, ...] | None = None
+    """Roots in which the key works; null: all."""
     created_at: datetime
     expires_at: datetime | None = None
+    """null: never."""
     revoked_at: datetime | None = None
+    """null: not revoked."""
     used_at: datetime | None = None
     """Exact to about a minute."""
     account_id: int | None = None
@@ -494,6 +606,7 @@ class LimitUse:
     is_of_process: bool
     """Each process of the API counts its own requests; `used` is the count of the answering process."""
     level: str
+    """State of the use: within the limit, near it, or above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,6 +615,7 @@ class Lineage:
     the same tensors under the same names, by digest."""
 
     nodes: tuple[LineageNode, ...]
+    """Ancestors, the checkpoint itself, and descendants; nearest first."""
     edges: tuple[LineageEdge, ...]
     is_cut: bool
     """More exist than shown."""
@@ -514,9 +628,12 @@ class LineageEdge:
     """``child_id`` was made of ``parent_id``."""
 
     child_id: int
+    """The result."""
     parent_id: int
+    """The source."""
     kind: str
     job_id: int | None = None
+    """Job that made the result; null: training."""
     created_at: datetime
     map: str | None = None
     """Weight map of the job."""
@@ -543,6 +660,7 @@ class LoadCheck:
 
     checkpoint_id: int
     answer: str
+    """yes; rename: with `rename`; cast: with dtype=cast and `rename`, if any; no."""
     wanted: int
     """Names in the state."""
     plain: LoadFindings
@@ -576,6 +694,7 @@ class LoadProblem:
     checkpoint."""
 
     kind: str
+    """kind: a tensor on one side, another value on the other. unexpected: only in the checkpoint."""
     fqn: str
     """Name in the state; for an unexpected entry, name in the checkpoint."""
     stored_fqn: str | None = None
@@ -619,9 +738,11 @@ class Note:
     root: str
     run_id: int
     run: str
+    """Key of the run."""
     checkpoint_id: int | None = None
     """null: the note is on the run as a whole."""
     checkpoint_key: str | None = None
+    """null: the note is on the run."""
     text: str
     """Markdown: CommonMark with tables and strikethrough."""
     author: str
@@ -629,6 +750,7 @@ class Note:
     edited_at: datetime | None = None
     """null: never edited."""
     edited_by: str | None = None
+    """null: never edited."""
     version: int
     etag: str
     """For If-Match."""
@@ -671,6 +793,7 @@ class Quota:
     limits: Mapping[str, Any]
     """By name; null: no limit; absent: the default."""
     note: str
+    """Text for admins."""
     created_at: datetime
     updated_at: datetime
     etag: str
@@ -684,10 +807,15 @@ class RankShare:
     rank: int | None = None
     """null: files without a rank in their names."""
     files: int
+    """Number of files."""
     file_bytes: int | None = None
+    """Size of the files; null: unknown."""
     chunks: int
+    """Number of boxes of tensors."""
     tensors: int
+    """Number of tensors with a box here."""
     tensor_bytes: int
+    """Bytes of the boxes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -695,11 +823,15 @@ class Registered:
     """The result of a registration."""
 
     id: int | None = None
+    """null: an unknown checkpoint was reported as deleted."""
     root: str
     key: str
     is_new: bool
+    """True if the catalog did not have the checkpoint."""
     is_present: bool
+    """True if storage has the checkpoint."""
     save_id: str | None = None
+    """Unique id that the writer gave the save."""
     warnings: tuple[str, ...] = ()
     """Warnings about byte limits of the account or root."""
 
@@ -714,6 +846,7 @@ class RetentionDecision:
     step: int | None = None
     bytes: int
     reasons: tuple[str, ...]
+    """Reasons to keep the checkpoint; empty: it is deleted."""
     drops: tuple[str, ...] = ()
     """Parts to drop, for example optimizer."""
     dropped_bytes: int = 0
@@ -728,9 +861,13 @@ class RetentionPolicy:
     name: str
     root: str
     run_glob: str
+    """Glob for the keys of the runs."""
     keep: Mapping[str, Any]
+    """As in the request."""
     grace_seconds: float
+    """Time in which a deleted checkpoint can be restored."""
     interval_seconds: float
+    """Time between two applications of the policy."""
     is_enabled: bool
     version: int
     created: datetime
@@ -745,9 +882,13 @@ class RetentionPreview:
 
     run_id: int
     run: str
+    """Key of the run."""
     kept: int
+    """Number of kept checkpoints."""
     deleted: int
+    """Number of checkpoints to delete."""
     deleted_bytes: int
+    """Size of the checkpoints to delete."""
     checkpoints: tuple[RetentionDecision, ...]
     """Up to 1,000; deletions first."""
     unjudged: tuple[str, ...]
@@ -763,9 +904,13 @@ class RetentionTotals:
     """A preview of a policy for all runs together."""
 
     runs: int
+    """Number of matching runs."""
     kept: int
+    """Number of kept checkpoints."""
     kept_bytes: int
+    """Size of the kept checkpoints."""
     deleted: int
+    """Number of checkpoints to delete."""
     deleted_bytes: int
     """Freed once the grace is over."""
     unjudged_runs: int
@@ -784,15 +929,19 @@ class Root:
 
     name: str
     description: str
+    """Text of the settings."""
     url: str | None = None
     """The place of the root; only for keys with the scope admin."""
     is_configured: bool
     """False: removed from the settings; its rows stay."""
     readonly: bool
+    """True: checkpoints cannot be deleted or converted into this root."""
     scan_every_seconds: float | None = None
     """None: only on request."""
     scanned_at: datetime | None = None
+    """End of the last scan."""
     scan_error: str | None = None
+    """Failure of the last scan; null: none."""
     lost: int = 0
     """Checkpoints that the last scan missed but kept, because too many were missing at once. Confirm a
     real loss with a scan job and accept_lost."""
@@ -806,6 +955,7 @@ class RootCheck:
 
     root: str
     is_ok: bool
+    """The storage is reachable and is the known one."""
     detail: str | None = None
     """Problem, or null."""
 
@@ -817,8 +967,11 @@ class Rule:
     id: int
     name: str
     event: str
+    """Event that starts the jobs."""
     condition: Mapping[str, Any]
+    """As in the request."""
     actions: tuple[Mapping[str, Any], ...]
+    """As in the request."""
     is_enabled: bool
     version: int
     created: datetime
@@ -836,9 +989,13 @@ class Run:
     key: str
     """Relative to the root; empty: the root."""
     checkpoint_count: int
+    """Number of committed checkpoints."""
     latest_step: int | None = None
+    """Highest step of a committed checkpoint."""
     latest_at: datetime | None = None
+    """Commit time of the newest checkpoint."""
     bytes: int
+    """Bytes of committed checkpoints."""
     created_at: datetime
     updated_at: datetime
 
@@ -849,6 +1006,8 @@ class RunActivity:
 
     run_id: int
     state: str
+    """training: the next checkpoint is expected. stalled: overdue. ended: long overdue. unknown: fewer
+    than three checkpoints."""
     last_at: datetime | None = None
     """When the newest checkpoint was committed."""
     interval_seconds: float | None = None
@@ -880,8 +1039,11 @@ class RunDrift:
     job_id: int
     created_at: datetime
     steps: tuple[DriftStep, ...]
+    """Neighbouring steps, the columns of `layers`."""
     layers: tuple[DriftLayer, ...]
+    """At most 512 rows."""
     layer_count: int
+    """Number of layers in all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -892,8 +1054,11 @@ class RunMetric:
     count: int
     """Checkpoints with a finite value."""
     last: MetricPlace
+    """Value of the highest step."""
     min: MetricPlace
+    """Lowest value."""
     max: MetricPlace
+    """Highest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -902,6 +1067,7 @@ class RunSummary:
 
     run: Run
     metric: RunMetric | None = None
+    """The requested metric; null: the run has no such metric."""
     metadata: Mapping[str, str]
     """Members in `show`, of the newest checkpoint; nested names joined by dots."""
 
@@ -930,8 +1096,10 @@ class SavePhase:
     ranks: int
     """That recorded it."""
     min_seconds: float
+    """Time of the fastest rank."""
     median_seconds: float
     max_seconds: float
+    """Time of the slowest rank."""
     slowest_rank: int
 
 
@@ -940,10 +1108,13 @@ class SavePhases:
     """Seconds of the phases of a save, by rank; none where the writer recorded none."""
 
     rank_count: int
+    """Ranks with recorded timings."""
     phases: tuple[SavePhase, ...]
     rows: tuple[PhaseRow, ...]
     blocking_seconds: float
+    """Sum of the slowest ranks in phases that training waited for."""
     background_seconds: float
+    """Sum of the slowest ranks in the other phases."""
     assemble_seconds: float | None = None
     """Of the coordinator, for the index."""
 
@@ -960,11 +1131,15 @@ class SearchHit:
     """0: equal; 1: prefix; 2: start of a word; 3: elsewhere."""
     root: str | None = None
     run: str | None = None
+    """Key of the run."""
     run_id: int | None = None
     checkpoint_id: int | None = None
+    """The matching checkpoint, or the newest with the tensor."""
     key: str | None = None
+    """Key of the checkpoint."""
     step: int | None = None
     count: int
+    """Checkpoints with the tag, or tensors whose names differ only by numbers."""
     href: str | None = None
     """The page of the object."""
 
@@ -997,6 +1172,7 @@ class SeriesPoint:
     last_at: datetime
     """Commit time of the newest checkpoint."""
     count: int
+    """Number of neighbouring checkpoints."""
     min: float
     max: float
     mean: float
@@ -1007,17 +1183,25 @@ class ShardMap:
     """Map of shards: rows of files by rank, with bins of ``bin_bytes`` from ``begin``."""
 
     rank_count: int
+    """Number of ranks with files."""
     file_count: int
     begin: int
+    """First byte of the range in each file."""
     end: int
+    """End of the range, exclusive."""
     bin_bytes: int
+    """Bytes of a bin."""
     bins: int
+    """Number of bins."""
     largest_rank: int | None = None
     """Rank with the most bytes of tensors."""
     largest_rank_bytes: int
+    """Bytes of tensors of the largest rank."""
     mean_rank_bytes: float
+    """Mean bytes of tensors of a rank."""
     rows: tuple[ShardMapRow, ...]
     names: tuple[str, ...]
+    """Names of tensors, for `cell_names`."""
     name_bytes: tuple[int, ...]
     """By name: bytes stored by all ranks."""
     name_layers: tuple[int | None, ...]
@@ -1025,10 +1209,15 @@ class ShardMap:
     is_replicated: tuple[bool, ...]
     """By name: stored more than once."""
     dtypes: tuple[str, ...]
+    """Dtypes, for `cell_dtypes`."""
     cell_rows: tuple[int, ...]
+    """By cell that has bytes: index in `rows`."""
     cell_bins: tuple[int, ...]
+    """By cell: number of the bin."""
     cell_bytes: tuple[int, ...]
+    """By cell: bytes of tensors."""
     cell_chunks: tuple[int, ...]
+    """By cell: number of boxes."""
     cell_names: tuple[int, ...]
     """Places in names: the tensor with the most bytes."""
     cell_dtypes: tuple[int, ...]
@@ -1040,13 +1229,17 @@ class ShardMapRow:
     """Files of adjacent ranks. ``rank`` None: files without a rank in their names."""
 
     first_rank: int | None = None
+    """null: files without a rank in their names."""
     last_rank: int | None = None
+    """null: files without a rank in their names."""
     file: str
     """The first of them."""
     files: int
+    """Number of files."""
     file_bytes: int | None = None
     """null: not known."""
     tensor_bytes: int
+    """Bytes of tensors."""
     largest_rank_bytes: int
     """Largest bytes of a rank."""
     replicated_bytes: int
@@ -1063,6 +1256,7 @@ class ShardedTensor:
     dtype: str
     shape: tuple[int, ...]
     chunk_count: int
+    """Number of boxes."""
     chunks: tuple[Chunk, ...]
     """The first 4,096 of them."""
 
@@ -1075,13 +1269,17 @@ class Stage:
     approvals: int
     """Approvals required for a promotion."""
     request_scope: str
+    """Scope that may request a promotion, unless requesters are named."""
     requesters: tuple[str, ...]
     """Allowed requesters; empty: all callers with the scope."""
     approve_scope: str
+    """Scope that may approve requests, unless approvers are named."""
     approvers: tuple[str, ...]
     """Allowed approvers; empty: all callers with the scope."""
     self_approval: bool
+    """Requesters may approve their own requests."""
     requires_verified: bool
+    """The last verification of the checkpoint must be good."""
     requires_previous: bool
     """Only from the stage before."""
     may_request: bool
@@ -1098,11 +1296,16 @@ class StageEntry:
     stage: str
     checkpoint_id: int
     checkpoint_key: str
+    """Key of the checkpoint."""
     step: int | None = None
     request_id: int | None = None
+    """The request of this entry; null: none."""
     action: str
+    """replaced: another checkpoint took the stage. moved: the checkpoint went to another stage."""
     by: str
+    """Account or key."""
     reason: str | None = None
+    """Text given with the action."""
     at: datetime
 
 
@@ -1113,8 +1316,10 @@ class StageHolder:
     stage: str
     checkpoint_id: int
     checkpoint_key: str
+    """Key of the checkpoint."""
     step: int | None = None
     request_id: int
+    """The request by which the checkpoint was promoted."""
     promoted_by: str
     promoted_at: datetime
     is_changed: bool
@@ -1131,14 +1336,19 @@ class StageRequest:
     root: str
     run_id: int
     run: str
+    """Key of the run."""
     checkpoint_id: int
     checkpoint_key: str
+    """Key of the checkpoint."""
     step: int | None = None
     stage: str
     state: str
+    """outdated: the checkpoint was changed or deleted. expired: too old."""
     reason: str | None = None
+    """Text of the requester."""
     requested_by: str
     approved_by: tuple[str, ...]
+    """Accounts and keys that approved."""
     is_changed: bool
     """The content has changed since the request."""
     created_at: datetime
@@ -1157,8 +1367,10 @@ class Statistics:
     created_at: datetime
     job_id: int | None = None
     total: Any = None
+    """Statistics of all tensors together."""
     tensor_count: int
     tensors: tuple[Any, ...]
+    """Statistics of the tensors of this page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1168,12 +1380,15 @@ class StoredChunk:
     fqn: str
     dtype: str
     rank: int | None = None
+    """Rank in the name of the file; null: none."""
     file: str
     file_offset: int
     """Position of the first byte in the file."""
     bytes: int
     offsets: tuple[int, ...]
+    """Start of the box in the tensor, by dimension."""
     sizes: tuple[int, ...]
+    """Lengths of the box, by dimension."""
     copies: int | None = None
     """Copies of this box; null: too many chunks to compare."""
 
@@ -1189,8 +1404,10 @@ class SubjectUse:
     label: str
     """The name of the account or key."""
     quota_id: int | None = None
+    """Stored limits, in place of the defaults; null: none."""
     limits: tuple[LimitUse, ...]
     warnings: tuple[str, ...]
+    """Sentences about limits that are nearly or fully used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1198,9 +1415,13 @@ class Tensor:
     """A tensor, or another value (``kind`` "object", without dtype and shape)."""
 
     fqn: str
+    """Name of the entry; nested keys are joined by dots."""
     kind: str
+    """object: a value other than a tensor."""
     dtype: str | None = None
+    """null: a value other than a tensor."""
     shape: tuple[int, ...] | None = None
+    """null: a value other than a tensor."""
     bytes: int
 
 
@@ -1210,6 +1431,7 @@ class TensorBytes:
 
     run_id: int
     checkpoints: int
+    """Number of committed checkpoints."""
     held: int
     """Of them, pinned or named by an alias; their bytes are not counted."""
     tensors: int
@@ -1229,15 +1451,21 @@ class TensorGrid:
     shape: tuple[int, ...]
     """Of the slice, as a matrix."""
     rows: int
+    """Number of rows of cells."""
     columns: int
+    """Number of columns of cells."""
     is_sampled: bool
     """Only a part of each cell was read, because the tensor is large."""
     read_elements: int
+    """Number of elements read."""
     mean: tuple[float | None, ...]
+    """By cell, row by row; null: no finite value."""
     min: tuple[float | None, ...]
     max: tuple[float | None, ...]
     abs_max: tuple[float | None, ...]
+    """By cell: maximum absolute value."""
     nonfinite: tuple[int, ...]
+    """By cell: number of NaN or infinite elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1257,18 +1485,25 @@ class TimelineBin:
     first_step: int
     last_step: int
     first_at: datetime
+    """Commit time of the oldest checkpoint."""
     last_at: datetime
     """Commit time of the newest checkpoint."""
     count: int
+    """Checkpoints in all states."""
     states: Mapping[str, int]
     """Checkpoints by state."""
     verifications: Mapping[str, int]
     """Committed checkpoints by verification."""
     pinned: int
+    """Number of pinned checkpoints."""
     aliases: tuple[str, ...]
+    """Aliases of the checkpoints."""
     bytes: BinValues | None = None
+    """Sizes of committed checkpoints."""
     save_seconds: BinValues | None = None
+    """Seconds of saves with timings: the slowest rank of each phase."""
     metrics: tuple[BinValues, ...]
+    """Values of committed checkpoints, by metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1276,9 +1511,13 @@ class TreeNode:
     """Sums of all entries below one name; ``entry`` if the name itself is an entry."""
 
     name: str
+    """Prefix of the names below this node."""
     tensors: int
+    """Number of tensors below."""
     objects: int
+    """Number of other values below."""
     bytes: int
+    """Size of all entries below."""
     entry: Tensor | None = None
     """Set if the name itself is a tensor or a value."""
 
@@ -1299,6 +1538,7 @@ class ValueDistance:
     by the norm of the earlier tensor."""
 
     elements: int
+    """Elements of the tensor."""
     differing: int
     """Changed elements."""
     nonfinite: int
@@ -1320,10 +1560,13 @@ class Verification:
     outcome: str
     """good or damaged."""
     mode: str
+    """full: all bytes were read."""
     is_current: bool
     """The content has not changed since."""
     findings: Any = None
+    """Findings with file, position and tensor; notes last."""
     checked_bytes: int
+    """Bytes read."""
     seconds: float
     created_at: datetime
     job_id: int | None = None
@@ -1377,6 +1620,7 @@ class CheckpointDetail(Checkpoint):
     unknown."""
 
     save_id: str | None = None
+    """Unique id that the writer gave the save; null: none recorded."""
     resumed_from: str | None = None
     """The save id of the checkpoint from which training resumed."""
     fingerprint: str | None = None
@@ -1384,11 +1628,16 @@ class CheckpointDetail(Checkpoint):
     content_digest: str | None = None
     """Digest of the names and digests of all tensors; null without a manifest or a verification."""
     user_metadata: Any = None
+    """Metadata that the trainer passed to the save."""
     provenance: Any = None
+    """Records of the writer: versions, ranks, and timings."""
     structure_digest: str | None = None
+    """Digest of names, shapes and dtypes."""
     tensor_count: int | None = None
     object_count: int | None = None
+    """Number of values other than tensors."""
     element_count: int | None = None
+    """Elements of all tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1459,12 +1708,19 @@ class RegistrationOptions(TypedDict, total=False):
     """Options of POST /checkpoints."""
 
     root: str | None
+    """Name of the root."""
     root_url: str | None
+    """URL of the folder that contains the key, instead of `root`."""
     step: int | None
+    """Training step."""
     save_id: str | None
+    """Unique id of the save, to detect a replaced checkpoint."""
     tags: str | Sequence[str] | None
+    """Tags to add."""
     metrics: Mapping[str, Any] | None
+    """Metrics by name, to set."""
     deleted: bool | None
+    """True: the trainer has deleted the checkpoint."""
 
 
 class FacetQuery(TypedDict, total=False):
@@ -1662,6 +1918,7 @@ class PolicyOptions(TypedDict, total=False):
     interval_seconds: float | None
     """Interval of the job."""
     is_enabled: bool | None
+    """False: stored, but not applied."""
 
 
 class PolicyChanges(TypedDict, total=False):
@@ -1671,7 +1928,9 @@ class PolicyChanges(TypedDict, total=False):
     run_glob: str | None
     keep: Mapping[str, Any] | None
     grace_seconds: float | None
+    """Time in which a deleted checkpoint can be restored."""
     interval_seconds: float | None
+    """Time between two applications."""
     is_enabled: bool | None
 
 
@@ -1755,11 +2014,15 @@ class WebhookOptions(TypedDict, total=False):
     """Options of POST /webhooks."""
 
     events: str | Sequence[str] | None
+    """Kinds of events to post; default: all."""
     roots: str | Sequence[str] | None
     """Names of roots; null: all."""
     description: str | None
+    """Text for admins."""
     is_enabled: bool | None
+    """False: events are not posted."""
     secret: str | None
+    """Secret for signatures: whsec_ and base64; default: a new one."""
 
 
 class WebhookChanges(TypedDict, total=False):
@@ -1767,7 +2030,9 @@ class WebhookChanges(TypedDict, total=False):
 
     url: str
     events: str | Sequence[str]
+    """Kinds of events to post."""
     roots: str | Sequence[str] | None
     """Names of roots; null: all."""
     description: str
     is_enabled: bool
+    """False: events are not posted."""
