@@ -141,11 +141,19 @@ def fingerprint_at(place: SourcePlace) -> str:
 
 @contextmanager
 def unchanged(place: SourcePlace) -> Iterator[str]:
-    """Yield the fingerprint of the content read in the block. Raises TransientJobError after a change."""
-    fingerprint = fingerprint_at(place)
-    yield fingerprint
+    """Yield the fingerprint of the content read in the block. Raises TransientJobError after a change, also
+    if the block fails because of the change."""
+    fingerprint, failure = fingerprint_at(place), None
+    try:
+        yield fingerprint
+    except CheckpointError as error:
+        if isinstance(error, OSError):  # of the storage: repeated anyway
+            raise
+        failure = error
     if fingerprint_at(place) != fingerprint:
-        raise TransientJobError("the checkpoint was replaced during the read")
+        raise TransientJobError("the checkpoint was replaced during the read") from failure
+    if failure is not None:
+        raise failure
 
 
 @contextmanager
