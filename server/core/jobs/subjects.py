@@ -143,7 +143,8 @@ def fingerprint_at(place: SourcePlace) -> str:
 def unchanged(place: SourcePlace) -> Iterator[str]:
     """Yield the fingerprint of the content read in the block. Raises TransientJobError after a change, also
     if the block fails because of the change."""
-    fingerprint, failure = fingerprint_at(place), None
+    fingerprint = fingerprint_at(place)
+    failure: CheckpointError | None = None
     try:
         yield fingerprint
     except CheckpointError as error:
