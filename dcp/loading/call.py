@@ -160,7 +160,9 @@ class LoadCall:
                 lost=self._also_lost,
             )
             self._note(plan.missing, plan.cast, plan.unexpected)
-            self._refuse_stale(plan.missing)
+            must_fill = self._must_fill
+            if stale := sorted(must_fill.intersection(plan.missing) | (must_fill - self.values.keys())):
+                raise _stale(stale)
             self._waiting = set()
             if self._defers_values:
                 later = map(attrgetter("later"), self.features.all)
@@ -192,18 +194,6 @@ class LoadCall:
         if names is not None:
             found = self.values.keys() - missing
             self.renamed_names = {fqn: name for fqn, name in names.items() if name != fqn and fqn in found}
-
-    def _refuse_stale(self, missing: Sequence[str]) -> None:
-        """Raise PlanError for entries that a failed load may have changed and this one does not fill."""
-        must_fill = self._must_fill
-        stale = sorted(must_fill.intersection(missing) | (must_fill - self.values.keys()))
-        if stale:
-            raise PlanError(
-                f"a failed load may have filled {listed(stale, most=_MAX_LISTED)} from another checkpoint, "
-                "and this checkpoint lacks these entries, so the state would mix two checkpoints; build the "
-                "state again and load this checkpoint only",
-                fqns=stale[:_MAX_LISTED],
-            )
 
     # -- values ----------------------------------------------------------------------------------------------
 
@@ -287,6 +277,16 @@ class LoadCall:
             return  # the reader increments versions of plain tensors
         touched = map(values.get, self.touched)
         increment_version([value for value in touched if isinstance(value, torch.Tensor)])
+
+
+def _stale(names: Sequence[str]) -> PlanError:
+    """Return the error for entries that a failed load may have changed and this load does not fill."""
+    return PlanError(
+        f"a failed load may have filled {listed(names, most=_MAX_LISTED)} from another checkpoint, "
+        "and this checkpoint lacks these entries, so the state would mix two checkpoints; build the "
+        "state again and load this checkpoint only",
+        fqns=names[:_MAX_LISTED],
+    )
 
 
 # -- values from their torch.save bytes ----------------------------------------------------------------------

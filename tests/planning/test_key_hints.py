@@ -53,7 +53,7 @@ def test_the_suggested_rename_works_as_pasted(wanted: str, stored: str, tmp_path
     """For wrappers on one side and for other prefixes the suggested rename= works when pasted."""
     missing, unused = ([form.format(name) for name in LAYERS] for form in (wanted, stored))
     message = hint(tmp_path, missing, unused)
-    rules = re.search(r"The checkpoint has them all under other names: pass rename=(\{.*\})", message)
+    rules = re.search(r"The checkpoint has all of them under other names: pass rename=(\{.*\})", message)
     assert rules is not None, message
     state = {name: torch.ones(1) for name in missing}
     dcp.load(state, checkpoint_id=tmp_path, rename=eval(rules[1]), no_dist=True)
