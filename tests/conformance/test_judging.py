@@ -78,7 +78,7 @@ _FAULTS: dict[str, tuple[Callable[[torch.dtype], torch.Tensor], str, str, str]] 
     ),
     "half earlier": (
         lambda dtype: _half(dtype, 0, moment="earlier"),
-        *("stale", "[0:4]", "an earlier save's"),
+        *("stale", "[0:4]", "the values of an earlier save"),
     ),
     "half zero": (_half_zero, "lost", "[4:8]", "zeros"),
 }

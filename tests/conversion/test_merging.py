@@ -133,7 +133,7 @@ def test_entries_that_a_source_lacks_may_be_excluded(three: list[Path], tmp_path
     state = {"net": _state(1), "optimizer": {"m": torch.ones(4)}}
     dcp.save(state, checkpoint_id=tmp_path / "t", no_dist=True)
     sources, rename = [three[0], tmp_path / "t"], {"^(model|net)\\.": ""}
-    with pytest.raises(PlanError, match=r"'optimizer\.m' is not in 1"):
+    with pytest.raises(PlanError, match=r"'optimizer\.m' is missing from 1"):
         dcp.merge(sources, tmp_path / "out", rename=rename)
     dcp.merge(sources, tmp_path / "out", exclude=["optimizer", "lr"], rename=rename)
     made = dcp.read(tmp_path / "out")
@@ -220,7 +220,7 @@ def test_sources_and_target_on_s3(tmp_path: Path, s3_server: Any, s3_root: str) 
     _check_three(tmp_path / "here.pt", elements)
     with raw_s3(s3_server) as raw:
         before = sorted(raw.list(s3_root))
-        with pytest.raises(PlanError, match="6 of the sums"):
+        with pytest.raises(PlanError, match="6 merged tensors have NaN"):
             dcp.merge(sources, f"{s3_root}/bad.safetensors", weights=[3e38, 3e38, 1], **both)
         assert sorted(raw.list(s3_root)) == before and not raw.uploads(s3_root)
 
