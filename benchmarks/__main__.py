@@ -51,6 +51,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tmp", type=Path, default=None, help="folder for temporary checkpoints, removed at the end"
     )
+    parser.add_argument(
+        "--mergekit", default="", metavar="PYTHON", help="a Python with mergekit, for the last row of convert"
+    )
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")
     there_are = (*_WORKLOADS, *_BY_NAME_ONLY)
@@ -283,6 +286,7 @@ class _Suite:
     def _convert(self) -> None:
         from benchmarks.converting.conversion import (
             CASES,
+            MERGEKIT,
             SAVING_RANKS,
             conversion_rows,
             measure_conversion,
@@ -294,8 +298,11 @@ class _Suite:
             arguments = (options.scale, Path(name))
             say = self._say("convert")
             run_ranks(SAVING_RANKS, save_for_conversion, *arguments, progress=say, folder=self._folder)
-            for case in CASES:
-                measured, peaks = measure_conversion(case, Path(name), options.rounds, say)
+            for case, (_, contender) in CASES.items():
+                if contender == MERGEKIT and not options.mergekit:
+                    self._left_out.append("mergekit (give --mergekit)")
+                    continue
+                measured, peaks = measure_conversion(case, Path(name), options.rounds, say, options.mergekit)
                 self.measured.append(measured)
                 self.rows += conversion_rows(measured, peaks)
 
@@ -364,7 +371,7 @@ def _needed_bytes(options: argparse.Namespace) -> int:
         if workload == "s3":
             return _OBJECT_SAVES * STATE_BYTES["W1"]
         if workload == "convert":
-            return 8.5 * STATE_BYTES["W1"]
+            return 12.5 * STATE_BYTES["W1"]
         if workload in PEER_WORKLOADS:
             return (3.2 + len(PEERS)) * STATE_BYTES[workload]
         return 3.2 * STATE_BYTES.get(workload.removeprefix("async-"), STATE_BYTES["W3"])

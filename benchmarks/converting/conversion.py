@@ -1,6 +1,7 @@
 """C1: convert 2 GiB sharded by four ranks; each conversion runs in its own process for its peak memory.
 
-Also: stack and fuse 2 GiB of experts by a weight map, and add up eight files of 1 GiB.
+Also: stack and fuse 2 GiB of experts by a weight map, add up eight files of 1 GiB, and average four models
+of 1 GiB as mergekit does.
 
 Seconds are those of the call and the fsync of its output, without imports. Peaks include child processes. The
 limit is a loop that reads 16 MiB, writes them, and syncs at the end.
@@ -17,19 +18,27 @@ import time
 from pathlib import Path
 
 from benchmarks.converting.mixture import save_mixture
-from benchmarks.converting.soup import save_soup
+from benchmarks.converting.soup import save_models, save_soup
 from benchmarks.machine import page_cache
 from benchmarks.machine.process_tree import descendants
 from benchmarks.processes import BenchmarkError, Progress
 from benchmarks.rounds import Measurement, rotated
 from benchmarks.targets import Promise, Row, Spread, ratios
 
-__all__ = ["CASES", "SAVING_RANKS", "conversion_rows", "measure_conversion", "save_for_conversion"]
+__all__ = [
+    "CASES",
+    "MERGEKIT",
+    "SAVING_RANKS",
+    "conversion_rows",
+    "measure_conversion",
+    "save_for_conversion",
+]
 
 SAVING_RANKS = 4
 WORKLOAD = "C1"
 _SCALE = 2.0
 _SETTLE_SECONDS = 600
+MERGEKIT = "mergekit"
 
 CASES: dict[str, tuple[str, str]] = {
     "dcp to torch": ("dcp", "dcp_to_torch_save"),
@@ -37,10 +46,11 @@ CASES: dict[str, tuple[str, str]] = {
     "dcp to safetensors": ("dcp", "consolidate_safetensors_files"),
     "experts stacked to safetensors": ("mixture", "save_pretrained"),
     "eight merged to safetensors": ("soup", "state dicts added"),
+    "four averaged to safetensors": ("models", MERGEKIT),
 }
-"""The source of each conversion, and the contender of torch or transformers."""
+"""The source of each conversion, and the contender of torch, transformers or mergekit."""
 
-_SOURCES = {"torch": "torch.pt", "dcp": "dcp", "mixture": "mixture", "soup": "soup"}
+_SOURCES = {"torch": "torch.pt", "dcp": "dcp", "mixture": "mixture", "soup": "soup", "models": "models"}
 
 
 def save_for_conversion(rank: int, world_size: int, progress: Progress, scale: float, folder: Path) -> None:
@@ -65,6 +75,8 @@ def save_for_conversion(rank: int, world_size: int, progress: Progress, scale: f
         save_mixture(folder / "mixture", scale * (2 << 30))
         progress("saving eight to be added up")
         save_soup(folder / "soup", scale * (1 << 30))
+        progress("saving four models to be averaged")
+        save_models(folder / "models", scale * (1 << 30))
         progress("making the torch.save file")
         convert(folder / "dcp", folder / "torch.pt", to="torch")
 
@@ -81,10 +93,10 @@ def _flat(value: object, name: str = "") -> list[tuple[str, object]]:
 
 
 def measure_conversion(
-    case: str, folder: Path, rounds: int, progress: Progress
+    case: str, folder: Path, rounds: int, progress: Progress, mergekit: str = ""
 ) -> tuple[Measurement, dict[str, float]]:
     """Run the rounds of all contenders of a case from the page cache; return the largest peak of each in
-    MiB."""
+    MiB. ``mergekit`` is the Python of an environment with mergekit."""
     kind, stock = CASES[case]
     source = folder / _SOURCES[kind]
     to = case.rpartition(" ")[2]
@@ -95,7 +107,7 @@ def measure_conversion(
         for contender in rotated(["ours", stock, "loop"], number):
             inputs = page_cache.data_files(folder / "shards") if contender.startswith("consolidate") else []
             page_cache.warm(inputs or ([source] if source.is_file() else page_cache.data_files(source)))
-            seconds, peak = _run(contender, to, source, folder / "out")
+            seconds, peak = _run(contender, to, source, folder / "out", mergekit)
             result.samples.setdefault("stock" if contender == stock else contender, []).append(seconds)
             name = "stock" if contender == stock else contender
             peaks[name] = max(peaks.get(name, 0.0), peak)
@@ -103,12 +115,15 @@ def measure_conversion(
     return result, peaks
 
 
-def _run(contender: str, to: str, source: Path, folder: Path) -> tuple[float, float]:
+def _run(contender: str, to: str, source: Path, folder: Path, mergekit: str) -> tuple[float, float]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     os.sync()
     target = folder / {"torch": "model.pt", "dcp": "copy", "safetensors": "model"}[to]
     command = [sys.executable, "-m", "benchmarks.converting.side", contender, to, str(source), str(target)]
+    if contender == MERGEKIT:
+        script = Path(__file__).with_name("mergekit_side.py")
+        command = [mergekit, str(script), str(source), str(target)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peak = _watch(process)
     output = process.communicate(timeout=_SETTLE_SECONDS)[0]

@@ -24,15 +24,15 @@ def _sync(path: Path) -> None:
 
 
 def _ours(source: Path, target: Path, to: str) -> Callable[[], None]:
-    if source.name == "soup":
+    if weights := WEIGHTS.get(source.name):
         from dcp.conversion.run import merge
 
         sources = sorted(source.iterdir())
-        return lambda: print(merge(sources, target, to=to, weights=WEIGHTS).seconds, file=sys.stderr)
+        return lambda: print(merge(sources, target, to=to, weights=weights).seconds, file=sys.stderr)
     from dcp.conversion.run import convert
 
-    weights = source.with_suffix(".json")
-    options = {"map": str(weights)} if weights.exists() else {}
+    weight_map = source.with_suffix(".json")
+    options = {"map": str(weight_map)} if weight_map.exists() else {}
     return lambda: print(
         convert(source, target, to=to, files=4 if to == "dcp" else 1, **options).seconds, file=sys.stderr
     )  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def _add(sources: Sequence[Path], target: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     total: dict[str, torch.Tensor] = {}
-    for path, weight in zip(sources, WEIGHTS, strict=True):
+    for path, weight in zip(sources, WEIGHTS["soup"], strict=True):
         for name, tensor in load_file(path).items():
             if name in total:
                 total[name].add_(tensor.float(), alpha=weight)
@@ -104,7 +104,7 @@ def _loop(source: Path, target: Path) -> Callable[[], None]:
         else [f for f in page_cache.data_files(source) if f.suffix in (".distcp", ".safetensors")]
     )
 
-    written = set(files[:1] if source.name == "soup" else files)
+    written = set(files[:1] if source.name in WEIGHTS else files)
 
     def copy() -> None:
         buffer = memoryview(bytearray(_PIECE_BYTES))

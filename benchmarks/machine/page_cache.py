@@ -16,8 +16,8 @@ _STEP_BYTES = 4 << 20
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Return all files of a checkpoint, including small files."""
-    return sorted(path for path in folder.iterdir() if path.is_file())
+    """Return all files of a checkpoint, including small files, or of a folder of checkpoints."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def warm(files: Iterable[Path]) -> None:
