@@ -206,7 +206,6 @@ class PlanError(CheckpointError, ValueError):
     arguments on every rank; from a planner of your own, return plans that cover each tensor once.
     """
 
-    depth: int | None = None
     expected: int | None = None
     """Size of the payload in the plan, in bytes."""
     got: int | None = None
@@ -219,7 +218,6 @@ class PlanError(CheckpointError, ValueError):
     """Ranks that differ from the others."""
     saving: bool = False
     """True if some ranks have begun a save while others called another operation."""
-    type_name: str = ""
 
 
 def check_flags(**flags: object) -> None:
@@ -349,7 +347,6 @@ class StagingError(CheckpointError):
 
     count: int | None = None
     """Number of tensors."""
-    kind: str = ""
 
 
 class SaveAbortedError(CheckpointError):
