@@ -63,7 +63,7 @@ def test_a_consumer_follows_a_run(s3_server: S3Server, s3_root: str, tmp_path: P
         for step in (4, 5, 6, 3):
             manager.save(step, small, force=True)
         assert manager.wait(120)
-        steps = manager.all_steps()
-    assert _given(s3_root, s3_server) == [step for step in steps if step != 2]
+        saved = manager.all_steps()
+    assert _given(s3_root, s3_server) == [step for step in saved if step != 2]
     assert _given(s3_root, s3_server) == []
-    assert _given(s3_root, s3_server, consumer="late", cursor=tmp_path) == steps
+    assert _given(s3_root, s3_server, consumer="late", cursor=tmp_path) == saved

@@ -134,10 +134,10 @@ class Program:
         """
         for name, pipe in (("stdin", self.stdin), ("stdout", self.stdout), ("stderr", self.stderr)):
             if pipe is not None and name not in self._talks:
-                output: list[str] = []
-                arguments = (pipe, text or "", output)
+                pieces: list[str] = []
+                arguments = (pipe, text or "", pieces)
                 thread = threading.Thread(target=_talk, args=arguments, daemon=True)
-                self._talks[name] = thread, output
+                self._talks[name] = thread, pieces
                 thread.start()
         self.wait(timeout)
         for thread, _ in self._talks.values():
