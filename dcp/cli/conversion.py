@@ -295,7 +295,8 @@ def _print_report(report: ConversionReport) -> None:
     wrote = f"{printing.size(report.bytes_written)} in {seconds:.1f} s{rate}"
     printing.line(f"{report.target}: {tensors} in {files}, {wrote}{resumed if report.tasks_resumed else ''}")
     if report.blocks_unverified:
-        print(f"{report.blocks_unverified} blocks of the source have no checksum and were not verified")
+        blocks = counted(report.blocks_unverified, "block")
+        print(f"{blocks} of the source without a checksum: not verified")
     if report.dropped_objects:
         names = ", ".join(report.dropped_objects[:_MAX_LISTED])
         more = len(report.dropped_objects) - _MAX_LISTED

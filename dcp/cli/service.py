@@ -184,7 +184,7 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
                 fail(f"database file {file} not found: create it with dcp serve or dcp db upgrade")
             if with_tables and migrations.is_pending(opened):
                 if opened.dialect != "sqlite" or not settings.migrate:
-                    fail("the database has an older schema: back it up, then run dcp db upgrade")
+                    fail("the database lacks the tables of this version: back it up and run dcp db upgrade")
                 migrations.upgrade(opened)
             with opened.read():
                 pass
@@ -423,7 +423,7 @@ def _accept(
             fail(f"root {name!r} not found: {known}")
         row = rows[name]
         if not row.lost:
-            print(f"root {name}: the last scan found all checkpoints; nothing to accept")
+            print(f"root {name}: no checkpoint is reported as missing; nothing to accept")
             return
         print(row.scan_error)
         if not yes:
@@ -438,7 +438,8 @@ def _accept(
         opened.transact(
             lambda connection: audit.record(connection, "cli", "root.accept", f"root:{name}", detail)
         )
-        print(f"{report.vanished} checkpoints marked as vanished; {report.found} found")
+        marked = printing.counted(report.vanished, "checkpoint")
+        print(f"{marked} marked as vanished; {report.found} found")
 
 
 ROOTS: Final[dict[str, Callable[..., Answer | None]]] = {"list": _list_roots, "accept": _accept}

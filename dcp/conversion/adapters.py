@@ -49,7 +49,7 @@ class ModulePattern:
 
     def __init__(self, text: str) -> None:
         if len(text) > _MAX_LENGTH:
-            raise OptionError(f"a pattern has more than {_MAX_LENGTH} characters")
+            raise OptionError(f"a pattern of more than {_MAX_LENGTH} characters")
         self._text, self._at, self._depth = text, 0, 0
         self._repeats = 0
         """The number of repetitions so far."""
@@ -67,7 +67,7 @@ class ModulePattern:
     def _refused(self, at: int | None = None) -> OptionError:
         """Return the error for the text at a position, by default the current one."""
         rest = self._text[self._at if at is None else at :]
-        return OptionError(f"unsupported {rest[:40]!r} in the pattern {self._text!r:.80}")
+        return OptionError(f"{rest[:40]!r} in the pattern {self._text!r:.80}")
 
     def _alternatives(self) -> _Matcher:
         """Parse up to ``)`` or the end."""

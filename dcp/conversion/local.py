@@ -434,8 +434,8 @@ def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
     for entry in _others(target, folder, layout):
         if entry.is_dir() or entry.is_symlink():
             raise PlanError(
-                f"{entry} is a subfolder of the target to be replaced, and would be lost; convert to another "
-                "target and merge the folders yourself",
+                f"{entry} is a folder or link in the target to be replaced, and would be lost; convert to "
+                "another target and merge the folders yourself",
                 path=str(entry),
             )
         _keep(entry, folder / entry.name)

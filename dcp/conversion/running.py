@@ -273,9 +273,9 @@ def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None
     ]
     names = sorted({name for name, _ in counts})
     raise FaultySumsError(
-        f"{len(names)} merged tensors have NaN or infinite elements, or elements out of the range of the "
-        f"target's dtype: {listed(shown, most=_MAX_LISTED, show=str)}. Nothing was published. Exclude these "
-        "tensors, or use a wider dtype",
+        f"{len(names)} of the merged tensors would get NaN or infinite elements, or elements out of the "
+        f"range of the target's dtype: {listed(shown, most=_MAX_LISTED, show=str)}. Nothing was published. "
+        "Exclude these tensors, or use a wider dtype",
         fqns=names,
         problems=shown,
     )

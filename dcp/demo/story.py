@@ -205,7 +205,7 @@ class Story:
         self._dcp("verify", *folders, status=0, claim="every byte of four checkpoints verifies")
         self.narrator.say(
             f"""The resumed job saved step {step} again, {place.about_clearing}. The save completed, and
-            removed these leftovers:"""
+            removed the leftovers of the killed save:"""
         )
         self._dcp("verify", place.shown(f"run/{checkpoint_name(step)}"))
         left = place.data_files("run", step) | place.leftovers("run", step)
@@ -491,9 +491,8 @@ def _tell(root: Path, is_kept: bool, save_every: int, on_s3: bool, serve: bool, 
         story.serve()
         return 1 if narrator.failed else 0
     if not is_kept:
-        narrator.say(
-            "The checkpoints are removed. dcp demo --root DIR keeps them; --serve shows them in a browser."
-        )
+        what = "logs" if on_s3 else "checkpoints"
+        narrator.say(f"The {what} are removed. dcp demo --root DIR keeps them; --serve shows a catalog.")
     elif not on_s3:
         narrator.say(f"To see the runs in a browser: cd {shlex.quote(str(root))} && dcp serve")
     return 0

@@ -205,7 +205,7 @@ def load_engine(
     given = [] if ours is not None else [name for name in OF_PLANNERS if getattr(options, name) is not None]
     if given:
         raise CheckpointError(
-            f"{', '.join(given)}: requires dcp.DefaultLoadPlanner or a subclass, not {type(planner).__name__}"
+            f"{', '.join(given)}: pass dcp.DefaultLoadPlanner or a subclass, not {type(planner).__name__}"
         )
     features = features_of(LoadFeature)
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):

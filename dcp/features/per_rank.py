@@ -133,7 +133,7 @@ class PerRankValues(LoadFeature):
                 logger.warning("the checkpoint has no %s of rank %d: the value is unchanged", kept, rank)
         elif is_coordinator and (kept or left):
             what = (
-                f"{kept} of every rank is unchanged (a data loader starts at its beginning)"
+                f"{kept} of every rank is unchanged (for example, a data loader starts at its beginning)"
                 if kept
                 else f"each rank loads its own state of {left}; the state of the other ranks is not loaded"
             )

@@ -60,7 +60,8 @@ class SavedMap(SaveFeature):
         missing = missing_sources(parts, self._map)
         if not missing:
             return None
-        text = f"tensors of the map are missing on all ranks: {listed(missing, most=_MAX_LISTED)}: {error}"
+        names = listed(missing, most=_MAX_LISTED)
+        text = f"all ranks together lack tensors, or parts of them: {names}: {error}"
         return PlanError(text, fqns=missing[:_MAX_LISTED])
 
     def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:

@@ -530,7 +530,7 @@ class PayloadChecks:
             if len(span) == 1:
                 self._found("unreadable", f"{size_bytes} bytes cannot be read: {error}", span[0])
                 return
-            for part in span:  # retries failed as well: the service is unavailable, not a single sector
+            for part in span:  # find the part that cannot be read
                 self._check(source, [part])
             return
         for part in span:

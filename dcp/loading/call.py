@@ -354,7 +354,7 @@ def _safe_object(blob: bytes) -> Any:
             data = torch.frombuffer(elements, dtype=dtype) if elements.size else torch.empty(0, dtype=dtype)
             return data.reshape(facts.sizes).requires_grad_(facts.requires_grad)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointFormatError(f"this version of torch cannot create the tensor {name}") from error
+            raise CheckpointFormatError(f"torch cannot create such a tensor of dtype {name}") from error
 
     special: dict[type, Callable[[Any], Any]] = {
         TensorPickle: tensor,

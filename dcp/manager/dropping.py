@@ -55,7 +55,7 @@ _ASIDE_SECONDS: Final = 900.0
 """Upper bound of the time to write and publish a file."""
 
 OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
-"""Prefixes of temporary files of dcp before their publication."""
+"""Names of temporary files of dcp before their publication."""
 
 _ALIGNED_BYTES: Final = 64
 """Alignment of payloads, kept in copies."""
@@ -439,7 +439,7 @@ def steps_of(root: ParentFolder) -> StepFolders:
     counts = sorted(((len(steps), before) for before, steps in found.items()), reverse=True)
     if len(counts) > 1 and counts[0][0] == counts[1][0]:
         names = ", ".join(f"{before}..." for _, before in counts)
-        raise OptionError(f"{root.url} contains several runs ({names}): pass the path of one run")
+        raise OptionError(f"{root.url} contains several runs ({names}): pass the paths of the checkpoints")
     before = counts[0][1] if counts else "step-"
     widths = {len(step) for step in found.get(before, ())}
     width = widths.pop() if len(widths) == 1 else 1  # zero-padded width, if equal

@@ -401,8 +401,8 @@ class StepSaver:
             error, self._unreported = self._unreported, None
         if error is not None and not self._has_committed:
             raise CheckpointError(
-                f"no checkpoint was saved: all {self.failures} saves of this manager failed. The last error: "
-                f"{error}"
+                f"no checkpoint was saved: no save of this manager was committed, and {self.failures} "
+                f"failed. The last error: {error}"
             ) from error
 
     def wait(self, timeout_seconds: float | None) -> bool:

@@ -42,7 +42,7 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[st
                 found[name] = foreign
     if found:
         logger.warning(
-            "%d saved values will load only with weights_only=False, or with their classes in "
+            "%d of the saved values will load only with weights_only=False, or with their classes in "
             "torch.serialization.add_safe_globals: %s. Save plain data instead to avoid this",
             len(found),
             _listed(found),

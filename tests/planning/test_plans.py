@@ -85,7 +85,9 @@ def test_elements_that_are_not_stored_are_refused(tmp_path: Path) -> None:
     tensors are listed."""
     for name, boxes in (("hole", [((0,), (3,)), ((4,), (1,))]), ("overlap", [((0,), (3,)), ((1,), (3,))])):
         save_sharded(tmp_path / name, {"t": torch.arange(6.0)}, {"t": boxes})
-        with pytest.raises(PlanError, match=r"'t': of the box at \[0\] of sizes \[6\].*stores 4 of 6"):
+        with pytest.raises(
+            PlanError, match=r"'t': the checkpoint stores 4 of 6 elements of the box at \[0\]"
+        ):
             dcp.load({"t": torch.zeros(6)}, checkpoint_id=tmp_path / name, no_dist=True)
     names = [f"t{number}" for number in range(40)]
     dcp.save({name: part(0, 1) for name in names}, checkpoint_id=tmp_path / "part", no_dist=True)

@@ -115,7 +115,7 @@ def test_missing_and_differing_experts_are_errors(tmp_path: Path) -> None:
     """Missing experts, an unknown number of them, and differing shapes are errors before any write."""
     gone = [f"'model.layers.0.mlp.experts.3.{part}.weight'" for part in ("gate_proj", "up_proj")]
     for missing, more, unknown, wide in run_ranks(2, save_wrong, str(tmp_path / "c")):
-        assert f"PlanError: tensors of the map are missing on all ranks: {', '.join(gone)}: " in missing
+        assert f"PlanError: all ranks together lack tensors, or parts of them: {', '.join(gone)}: " in missing
         assert "the highest expert is" in more
         assert "the number of expert (num_experts or num_local_experts) is not" in unknown
         assert "float32 [6, 8, 4] on rank 0, but float32 [6, 8, 5] on rank 1" in wide

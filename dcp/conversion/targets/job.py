@@ -164,8 +164,8 @@ class LayoutJob:
         if not self.options.drop_objects:
             shown = listed([f"{fqn!r} ({why})" for fqn, why in refused.items()], most=_MAX_LISTED, show=str)
             raise PlanError(
-                f"{len(refused)} values cannot be converted to {self.options.to}: {shown}. Exclude these "
-                "values",
+                f"{len(refused)} of the values cannot be converted to {self.options.to}: {shown}. Exclude "
+                "these values",
                 alternative="drop all unsupported values",
                 argument="drop_objects=True",
                 fqns=list(refused)[:_MAX_LISTED],

@@ -93,7 +93,7 @@ def _check_names(entries: Entries, hf: HfFolder) -> None:
     odd = [name for name in names if not _ADAPTER_TENSOR.fullmatch(name)] if hf.is_adapter else []
     if odd:
         raise PlanError(
-            f"{len(odd)} tensors, such as {odd[0]!r}, have names that PEFT cannot load: names of an adapter "
+            f"PEFT would not find {len(odd)} of the tensors, such as {odd[0]!r}: names in an adapter "
             "begin with base_model.model. and omit the adapter's name, such as '.default'. Select the "
             "adapter's tensors (only=), and rename them (rename=)",
             fqns=odd[:_MAX_LISTED],

@@ -492,7 +492,7 @@ def _compare_objects(
 
 
 def _are_same(a: _Values, b: _Values, first: str, second: str, *, values: bool) -> bool | None:
-    """Compare two values; return None if the indexes do not decide and reading is not allowed."""
+    """Compare two values; return None if the indexes do not decide, and no values were read or decoded."""
     (value, stamp), (other_value, other_stamp) = a.noted(first), b.noted(second)
     if value is not None and other_value is not None:
         return value == other_value
