@@ -257,7 +257,9 @@ def set_state(
     if row["state"] == state:
         return get_checkpoint(connection, checkpoint_id)
     if state not in _NEXT[row["state"]]:
-        raise StateError(f"checkpoint {checkpoint_id} is {row['state']}, not {state}", state=row["state"])
+        raise StateError(
+            f"checkpoint {checkpoint_id} is {row['state']} and cannot become {state}", state=row["state"]
+        )
     if state == "deleted" and row["is_pinned"]:
         raise StateError(f"checkpoint {checkpoint_id} is pinned: unpin it first", state=row["state"])
     bump(

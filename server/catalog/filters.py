@@ -193,7 +193,7 @@ _c: Final = checkpoints.c
 
 
 def _where(test: ColumnElement[bool]) -> Select[Any]:
-    # an alias, so that the subquery is not correlated with an outer query on the same table
+    # not correlated with an outer query on the same table
     return select(_c.id).where(test).correlate(None)
 
 

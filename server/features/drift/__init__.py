@@ -142,7 +142,9 @@ def _chosen(connection: Connection, params: DriftParams) -> list[int]:
         format=params.format,
     )
     if len(found) < 2:
-        raise StateError(f"run {params.run_id} has fewer than two committed steps", state="too few steps")
+        raise StateError(
+            f"run {params.run_id} has fewer than two committed steps to compare", state="too few steps"
+        )
     count = min(params.points, len(found))
     return [found[place * (len(found) - 1) // (count - 1)] for place in range(count)]
 

@@ -90,7 +90,8 @@ def come_back(
     if flow is None:
         return _failed(ask, "state is unknown, already used, or from another browser", _EXPIRED, 400, "/")
     if error or not code or (iss and iss != options.issuer):
-        return _failed(ask, f"the provider returned the error {error[:100]!r}", _REFUSED, 403, flow.target)
+        why = f"the error {error[:100]!r}" if error else "another issuer" if code else "no code"
+        return _failed(ask, f"the provider returned {why}", _REFUSED, 403, flow.target)
     try:
         claims = ask.service.own(_provider).claims_of(code, flow)
     except ProviderError as fault:

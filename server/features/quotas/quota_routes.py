@@ -268,8 +268,8 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
 
 def _check_exists(connection: Connection, subject: LimitSubject) -> None:
     if subject not in labels_of(connection, [subject]):
-        known = {"account": "an account like account#3 or key#3", "key": "key of this id", "root": "root"}
-        raise UnprocessableError(f"subject not found; expected {known[subject.kind]}", field="subject")
+        known = {"account": "account, such as account#3 or key#3", "key": "key of this id", "root": "root"}
+        raise UnprocessableError(f"subject: no such {known[subject.kind]}", field="subject")
 
 
 def _expire(ask: Ask) -> None:

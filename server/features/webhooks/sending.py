@@ -43,7 +43,7 @@ from dcp.server.features.webhooks.hooks import Sealer, SealError, headers_for
 from dcp.version import __version__
 
 _SENDERS: Final = 8
-_LEASE_MARGIN_SECONDS: Final = 60.0  # threads for name resolution, which has the system's time limit
+_LEASE_MARGIN_SECONDS: Final = 60.0  # for the name resolution, which has the time limit of the system
 _ROUND_FACTOR: Final = 2.0
 _MAX_RETRY_AFTER_SECONDS: Final = 86_400.0
 

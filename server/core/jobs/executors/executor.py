@@ -178,7 +178,7 @@ class WorkFolders:
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
-        if self._lock_fd >= 0:  # not removed earlier because of a full disk or too many open files
+        if self._lock_fd >= 0:  # -1 if a full disk or too many open files prevented the lock
             os.close(self._lock_fd)
             self._lock_fd = -1
 

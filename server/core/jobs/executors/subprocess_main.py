@@ -296,7 +296,7 @@ def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
     if isinstance(error, ProblemError | CheckpointError | OSError):
         detail = storage_problem(error).detail  # without places and secrets
     elif isinstance(error, ValidationError):
-        detail = f"{error.error_count()} parameters are invalid"
+        detail = f"invalid parameters: {error.error_count()}"
     elif isinstance(error, SQLAlchemyError):
         detail = f"database error: {type(error).__name__}"  # without the statement's parameters
     else:

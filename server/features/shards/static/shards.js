@@ -659,7 +659,7 @@
       return;
     }
     view = viewOf(given());
-    state.textContent = whole.cell_rows.length ? "" : "No tensor data in this part";
+    state.textContent = whole.cell_rows.length ? "" : "No tensor data";
     paint();
     draw();
     if (!isWhole()) settle(false);
