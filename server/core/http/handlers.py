@@ -61,7 +61,7 @@ def _of_role(problem: ProblemError, request: Request) -> ProblemError:
     caller = getattr(request.state, "principal", None)
     is_narrow = isinstance(caller, Principal) and caller.rights is not None and caller.roots is not None
     if isinstance(problem, NotFoundError) and is_narrow:
-        problem.detail += ", or your role does not allow this operation in its root"
+        problem.detail += "; or your role does not allow this operation in its root"
     return problem
 
 
