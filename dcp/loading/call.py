@@ -23,7 +23,13 @@ from dcp.planners.layout.local_tensor import OBJECT, PLAIN, flatten_sharded, ten
 from dcp.planners.load.plan import LoadPlan, plan_load
 from dcp.planners.load.selection import LoadOptions, Matches, Selection, renamer
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.errors import CheckpointFormatError, PlanError, UnexpectedKeyError, UnsafeObjectError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    PlanError,
+    UnexpectedKeyError,
+    UnsafeObjectError,
+)
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import CheckpointIndex
@@ -179,6 +185,8 @@ class LoadCall:
         except UnexpectedKeyError as error:
             unless = "unless other ranks take them, " if self.world_size > 1 else ""
             return f"Also, {unless}{error}."
+        except CheckpointError:  # of a feature: the other problems come first
+            return ""
         return ""
 
     def _note(self, missing: Sequence[str], cast: Sequence[str], unexpected: tuple[str, ...]) -> None:

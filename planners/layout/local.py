@@ -275,7 +275,7 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
             )
         return f"{fqn!r}: dtype {tensor.dtype} cannot be stored; convert it to a supported dtype first"
     if facts.pointers[0] and facts.is_cut[0]:
-        return f"{fqn!r}: its memory was partly freed (resized storage); reshard or clone it first"
+        return f"{fqn!r}: its memory was partly freed (resized storage); reshard it first, or clone it before"
     if facts.pointers[0] or not tensor.numel():
         return None
     if tensor.is_meta:
@@ -285,7 +285,7 @@ def _fault(fqn: str, tensor: torch.Tensor) -> str | None:
             f"{fqn!r}: a {type(tensor).__name__} has no memory of its own and no __tensor_flatten__; "
             "dequantize it, or store its parts under their own names"
         )
-    return f"{fqn!r}: its memory was freed (resized storage), or it is a fake tensor; reshard it first"
+    return f"{fqn!r}: its memory was freed (resized storage); reshard it first (a fake tensor has none)"
 
 
 def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:

@@ -308,7 +308,8 @@ def check_volumes(tensors: CheckpointIndex) -> list[str]:
     sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
     if (sizes > MAX_VOLUME_LOG2).any():
         return [
-            f"{tensors.fqns[row]!r} of shape {list(tensors.shape(row))} has more than 2**62 elements"
+            f"{tensors.fqns[row]!r} of shape {list(tensors.shape(row))} has more than 2**{MAX_VOLUME_LOG2} "
+            "elements"
             for row in np.flatnonzero(sizes > MAX_VOLUME_LOG2).tolist()
         ]
     is_too_much = float(np.exp2(sizes).sum()) > 2.0**62

@@ -336,7 +336,7 @@ def config_at(path: Path) -> Mapping[str, Any]:
         with path.open(encoding="utf-8") as file:
             return config_of(file.read(MAX_CONFIG_BYTES), str(path))
     except OSError as error:
-        raise OptionError(f"config= {path} cannot be read: {error.strerror}") from error
+        raise OptionError(f"the configuration {path} (config=) cannot be read: {error.strerror}") from error
 
 
 def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:

@@ -299,7 +299,10 @@ class WeightMap:
         if not self.config and any("not known" in problem for problem in problems):
             return ". Pass the model's configuration by config=, a config.json beside the weights, or sizes"
         if unknown and all(map(self.inverse.knows, unknown)):
-            return ". The inverse map has rules for these names: pass inverse=True (--inverse)"
+            return (
+                ". The inverse map has rules for these names: pass inverse=True to weight_map() (--inverse), "
+                "or omit it if given"
+            )
         for key in dict.fromkeys(name.partition(".")[0] for name in unknown):
             if any(
                 self.knows(name.removeprefix(f"{key}.")) for name in unknown if name.startswith(f"{key}.")

@@ -393,6 +393,6 @@ def _target(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
 
 def _filled(engine: ReadEngine, chunk: int, item: ReadItem, target: torch.Tensor) -> Filled:
     if len(item.storage_offsets) != len(item.lengths):
-        raise PlanError("a read item of the load plan has offsets and lengths of different lengths")
+        raise PlanError("a read item of the load plan has offsets and lengths of different dimensions")
     elements, order = engine.elements(chunk, item.storage_offsets, item.lengths)
     return elements, target.permute(order)

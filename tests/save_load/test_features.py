@@ -58,6 +58,28 @@ def test_a_misspelled_method_is_warned_of(monkeypatch: Any, caplog: pytest.LogCa
     assert caplog.messages == ["feature 'odd': no step calls manifst(). Did you mean 'manifest'?"]
 
 
+class FailsInFindings(registry.LoadFeature):
+    """A load feature whose findings raise an error."""
+
+    name = "fails_in_findings"
+
+    def findings(self, *, is_shared: bool) -> Any:
+        """Raise."""
+        raise ValueError("in findings")
+
+
+def test_a_failing_feature_does_not_replace_the_error_of_missing_keys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Findings for the note on unexpected keys may fail: the error of missing keys is still raised."""
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    monkeypatch.setattr(registry, "LOAD_FEATURES", [*registry.LOAD_FEATURES, FailsInFindings])
+    with pytest.raises(dcp.errors.CheckpointError, match="in findings"):
+        dcp.load({"a": torch.zeros(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(dcp.errors.MissingKeyError, match="'b'"):
+        dcp.load({"b": torch.zeros(2)}, checkpoint_id=tmp_path)
+
+
 class Fails(registry.LoadFeature):
     """A load feature that raises a foreign error on one rank."""
 

@@ -101,7 +101,7 @@ def test_sizes_are_given_as_in_the_settings(catalog: Catalog) -> None:
     url = f"{API}/quotas/{made['id']}"
     changed = catalog.http.patch(url, json={"limits": {"download_bytes_per_second": "1.5 MB"}})
     assert changed.json()["limits"] == {"download_bytes_per_second": 1_500_000}
-    for wrong in ("1 KB", "400 XB", "many", True):
+    for wrong in ("1 KB", "400 XB", "many", "20,5 MB", "1.5.5 MB", f"{'9' * 400} TB", True):
         refused = catalog.http.patch(url, json={"limits": {"download_bytes_per_second": wrong}})
         assert refused.status_code == 422
     assert "20 TB" in catalog.http.patch(url, json={"limits": {"bytes_kept": "many"}}).json()["detail"]

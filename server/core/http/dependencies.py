@@ -84,7 +84,7 @@ async def _place_of(request: Request) -> str:
     """Return the end of a sentence with the root that the request names; "" without one."""
     root: object = request.path_params.get("root") or request.query_params.get("root")
     if root is None and request.scope["route"].body_field is not None:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):  # invalid JSON of another media type
             body = await request.json()
             root = body.get("root") if isinstance(body, dict) else None
     return f" in root {root[:100]!r}" if isinstance(root, str) and root else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -52,15 +53,19 @@ _Count = Annotated[int, Field(ge=0, le=1_000_000)]
 _Bytes = Annotated[ByteSize, Field(ge=0, le=MOST)]
 _Speed = Annotated[ByteSize, Field(ge=16 << 10, le=MOST)]
 _SIZE: Final[TypeAdapter[ByteSize]] = TypeAdapter(ByteSize)
+_SIZE_TEXT: Final = re.compile(r"\s*(\d{1,20}|\d{0,20}\.\d{1,20})\s*[A-Za-z]*\s*", re.ASCII)
+"""The whole text, because pydantic ignores the rest of ``20,5 TB`` behind the first number."""
 
 
 def size_of(text: str) -> int:
     """Parse a size as in the settings: ``20 TB``, ``500 GiB``, or a number of bytes. Raises ValueError."""
     try:
-        return int(_SIZE.validate_python(text))
-    except ValidationError:
-        problem = "Input should be a size such as 20 TB or 500 GiB, or a number of bytes"
-        raise PydanticCustomError("size", problem) from None
+        if _SIZE_TEXT.fullmatch(text):
+            return int(_SIZE.validate_python(text))
+    except ValidationError:  # an unknown unit
+        pass
+    problem = "Input should be a size such as 20 TB or 500 GiB, or a number of bytes"
+    raise PydanticCustomError("size", problem)
 
 
 _REQUESTS: Final = "Rate of requests in each API process, such as `1200/minute`."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -405,7 +406,7 @@ def _typed(kind: SubjectKind, ask: Ask) -> dict[str, Any]:
 def _value(name: LimitName, text: str) -> Any:
     if name == "requests":
         return text
-    plain = text.replace(",", "")
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # 1,000, but not 20,5
     try:
         return size_of(plain) if name in _BYTES else int(plain)
     except ValueError:

@@ -401,7 +401,10 @@ def _submit(connection: Connection, context: ScheduleContext) -> None:
 
 def _disable(connection: Connection, policy: Policy, now: float) -> None:
     values = {"is_enabled": False, "version": policy.version + 1, "updated_seconds": now}
-    connection.execute(update(POLICIES.table).where(POLICIES.table.c.id == policy.id).values(values))
+    table = POLICIES.table.c
+    unchanged = update(POLICIES.table).where(table.id == policy.id, table.version == policy.version)
+    if not connection.execute(unchanged.values(values)).rowcount:  # changed meanwhile, by another maker
+        return
     detail = {"name": policy.name, "reason": _NO_SCOPE}
     about = "retention.disable", f"retention:{policy.id}", detail
     audit.record(connection, SYSTEM.name, *about, now=now, root=policy.root)

@@ -216,7 +216,8 @@ def check_names(entries: dict[bytes, ZipEntry]) -> None:
     needed = {folder + b"/data.pkl", folder + b"/version"}
     if not folder or not needed <= entries.keys() or not all(name.isascii() for name in entries):
         raise CheckpointFormatError(
-            "the record's zip lacks data.pkl or version, which torch.save writes: its directory is damaged"
+            "the record's zip is not a folder with data.pkl and version, as torch.save writes it: its "
+            "directory is damaged"
         )
 
 
