@@ -152,7 +152,7 @@ def formula_weights(formula: str, names: Sequence[str]) -> tuple[float, ...]:
         raise OptionError(f"formula: unknown sources {', '.join(strange)}; sources are {', '.join(names)}")
     unused = [name for name in names if name not in found]
     if unused:
-        raise OptionError(f"formula does not use the sources {', '.join(unused)}: remove these sources")
+        raise OptionError(f"formula: unused sources {', '.join(unused)}; remove these sources")
     return tuple(weights[name] for name in names)
 
 
