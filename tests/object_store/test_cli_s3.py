@@ -125,16 +125,20 @@ def test_failures_are_one_line(s3_server: S3Server, s3_root: str) -> None:
     place and without secrets."""
     secret, no_server = s3_server.storage_options["secret"], "http://127.0.0.1:9"
     wanted: list[tuple[str, tuple[str, str], str]] = [
-        ("s3://no-such-bucket/run", _given(s3_server), "there is no bucket 'no-such-bucket'"),
+        ("s3://no-such-bucket/run", _given(s3_server), "the bucket 'no-such-bucket' does not exist"),
         (s3_root, _given(s3_server, secret="hush-hush"), "SignatureDoesNotMatch"),
         (s3_root, _given(s3_server, key="unknown"), "InvalidAccessKeyId"),
         (s3_root, _given(s3_server, key=None, secret=None, anon=True), "AccessDenied"),
         (s3_root, _given(s3_server, endpoint_url=no_server, retry_seconds=0.3), f"connect to .*{no_server}/"),
         (s3_root, _given(s3_server, no_such_option="hush-hush"), "no_such_option"),
         (s3_root, _given(s3_server, concurrency="hush-hush"), "concurrency must be a whole number"),
-        (s3_root, ("--storage-options", '{"secret": "hush-hush"'), "--storage-options is not a JSON object"),
-        (s3_root, ("--storage-options", '["hush-hush"]'), "--storage-options is not a JSON object"),
-        ("/tmp", _given(s3_server), "takes no storage options, and was given client_kwargs, endpoint_url"),
+        (
+            s3_root,
+            ("--storage-options", '{"secret": "hush-hush"'),
+            "--storage-options: expected a JSON object",
+        ),
+        (s3_root, ("--storage-options", '["hush-hush"]'), "--storage-options: expected a JSON object"),
+        ("/tmp", _given(s3_server), "takes no storage options: remove client_kwargs, endpoint_url"),
         ("s3:/bucket/run", ("--json", "--json"), "pass 's3://bucket/run'"),
     ]
     for uri, options, message in wanted:

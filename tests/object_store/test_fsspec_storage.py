@@ -99,5 +99,5 @@ def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="dcp format"):
         dcp.FsspecWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     writer = dcp.FsspecWriter(tmp_path, key="k")
-    with pytest.raises(dcp.errors.StorageError, match="takes no storage options, and was given key"):
+    with pytest.raises(dcp.errors.StorageError, match="takes no storage options: remove key"):
         dcp.save({"n": 1}, storage_writer=writer, no_dist=True)
