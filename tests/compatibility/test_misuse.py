@@ -19,7 +19,7 @@ import dcp
 def test_a_module_as_state_dict_is_refused(tmp_path: Path) -> None:
     """save, async_save and load refuse a module, and say what to pass."""
     module = torch.nn.Linear(2, 2)
-    with pytest.raises(dcp.errors.PlanError, match='not a Linear: pass {"model": ...} with the Linear'):
+    with pytest.raises(dcp.errors.PlanError, match=r"not a Linear: pass .* with the Linear as a value"):
         dcp.save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     future = dcp.async_save(module, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     with pytest.raises(dcp.errors.PlanError, match="not a Linear"):
@@ -27,7 +27,7 @@ def test_a_module_as_state_dict_is_refused(tmp_path: Path) -> None:
     with pytest.raises(dcp.errors.PlanError, match="not a list: pass a dict"):
         dcp.save([torch.ones(2)], checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[arg-type]
     dcp.save({"model": module}, checkpoint_id=tmp_path / "b", no_dist=True)
-    with pytest.raises(dcp.errors.PlanError, match='not a Linear: pass {"model": ...} with the Linear'):
+    with pytest.raises(dcp.errors.PlanError, match=r"not a Linear: pass .* with the Linear as a value"):
         dcp.load(module, checkpoint_id=tmp_path / "b", no_dist=True)  # type: ignore[arg-type]
     assert not (tmp_path / "a" / ".metadata").exists()
 
