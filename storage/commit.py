@@ -497,7 +497,7 @@ def _delete_all(store: Store, names: Iterable[str]) -> None:
     except Exception as error:  # noqa: BLE001 - the save has ended already
         failed = {"unneeded files": error}
     for name, reason in failed.items():
-        logger.warning("%s: could not delete %s, remove it by `dcp gc`: %s", store.url, name, reason)
+        logger.warning("%s: could not delete %s, which `dcp gc` removes: %s", store.url, name, reason)
 
 
 def abort_uploads(store: Store, belongs: Callable[[str], bool]) -> None:

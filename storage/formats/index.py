@@ -351,7 +351,7 @@ def _tensor_rules(index: CheckpointIndex) -> _Rules:
 def _chunk_rules(index: CheckpointIndex) -> _Rules:
     for name in index.files:
         is_wrong = name in ("", ".", "..") or "/" in name or "\\" in name or "\x00" in name
-        yield is_wrong, f"file name {name!r} has a path separator, or is empty or reserved"
+        yield is_wrong, f"file name {name!r} has a path separator or NUL, or is empty or reserved"
     yield len(set(index.files)) != len(index.files), "two files have the same name"
     box_start, sizes, files = index.box_start, index.chunk_sizes, index.chunk_files
     is_wrong = not len(index.chunk_offsets) == len(sizes) == box_start[-1]

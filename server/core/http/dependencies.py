@@ -59,10 +59,9 @@ class Requires:
         _check_query(request)
         if self.scope is None:
             return
-        if not caller.may(self.scope):
-            raise ForbiddenError(_needed(caller, self.scope, await _place_of(request)), scope=self.scope)
-        if self.all_roots and not caller.may_everywhere(self.scope):
-            raise ForbiddenError(_needed(caller, self.scope, _ALL_ROOTS), scope=self.scope)
+        if not (caller.may_everywhere(self.scope) if self.all_roots else caller.may(self.scope)):
+            where = _ALL_ROOTS if self.all_roots else await _place_of(request)
+            raise ForbiddenError(_needed(caller, self.scope, where), scope=self.scope)
         request.state.principal = caller.having(self.scope)
 
 
@@ -84,7 +83,7 @@ async def _place_of(request: Request) -> str:
     """Return the end of a sentence with the root that the request names; "" without one."""
     root: object = request.path_params.get("root") or request.query_params.get("root")
     if root is None and request.scope["route"].body_field is not None:
-        with suppress(ValueError, RecursionError):  # invalid JSON of another media type
+        with suppress(ValueError):
             body = await request.json()
             root = body.get("root") if isinstance(body, dict) else None
     return f" in root {root[:100]!r}" if isinstance(root, str) and root else ""

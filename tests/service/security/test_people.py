@@ -455,6 +455,8 @@ def test_keys_of_accounts(catalog: Catalog, provider: Provider) -> None:
     refused = client.post(f"{API}/checkpoints", json=new).json()["detail"]
     assert "service-account:ci needs a role with the scope 'write' in root 'main'" in refused
     assert "An admin" in refused and f"/people/{ci['id']}" in refused
+    everywhere = client.post(f"{API}/quotas", json={"root": "main"}).json()["detail"]
+    assert "the scope 'admin' for all roots" in everywhere and "An admin of all roots" in everywhere
     role = grant(catalog, "viewer", "main", account_id=ci["id"])
     assert seen(catalog, client) == {"run/step-1"}
     assert "read in main" in client.post(f"{API}/checkpoints", json=new).json()["detail"]
