@@ -113,6 +113,8 @@ def plan_load(
     every = [*index.fqns, *index.objects.fqns]
     unexpected = tuple(map(every.__getitem__, np.flatnonzero(unwanted).tolist()))
     if problems.texts:
+        asked = {*stored}  # values of another kind are reported above
+        unexpected = tuple(name for name in unexpected if name not in asked)
         hint = Hint("")
         if MissingKeyError in problems.texts:
             hint = _hint(index, wanted, stored, unexpected, is_renamed=names is not None)

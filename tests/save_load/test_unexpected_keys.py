@@ -67,6 +67,10 @@ def test_one_error_names_missing_and_unexpected_keys(tmp_path: Path, code_path: 
         with pytest.raises(PlanError) as caught:
             load(state, tmp_path, code_path, **allowed)
         assert "Also" not in str(caught.value)
+    other = {"model": encoder()["model"] | {"head": {"w": 5, "n": 0}}}
+    with pytest.raises(PlanError, match=r"'model\.head\.w' is a tensor in the checkpoint") as caught:
+        load(other, tmp_path, code_path)
+    assert "Also" not in str(caught.value)
     head = {"n": 0, "weight": torch.zeros(3)}
     with pytest.raises(MissingKeyError) as caught:
         load({"model": encoder()["model"] | {"head": head}}, tmp_path, code_path)
