@@ -67,6 +67,9 @@ def test_one_error_names_missing_and_unexpected_keys(tmp_path: Path, code_path: 
         with pytest.raises(PlanError) as caught:
             load(state, tmp_path, code_path, **allowed)
         assert "Also" not in str(caught.value)
+    renamed = {"model": encoder()["model"] | {"head": {"other": torch.zeros(9)}}}
+    with pytest.raises(MissingKeyError, match=r"exclude=\['model\.head\.w', 'model\.head\.n'\]"):
+        load(renamed, tmp_path, code_path)
     other = {"model": encoder()["model"] | {"head": {"w": 5, "n": 0}}}
     with pytest.raises(PlanError, match=r"'model\.head\.w' is a tensor in the checkpoint") as caught:
         load(other, tmp_path, code_path)
