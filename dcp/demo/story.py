@@ -132,9 +132,9 @@ class Story:
         killed = self.place.shown(f"run/{half}")
         self._dcp("verify", killed, status=3, claim=f"dcp verify refuses {half}")
         found = self.place.newest("run")
-        states = {
-            line.split()[0]: line.split()[-1] for line in listing.splitlines() if line.startswith("step-")
-        }
+        words = [line.split() for line in listing.splitlines() if line.startswith("step-")]
+        known = {"committed", "incomplete"}
+        states = {name: next(iter(known.intersection(row)), "") for name, *row in words}
         wanted = self.place.state_of_killed
         self.narrator.check(
             f"dcp ls lists {name} as committed, {half} {f'as {wanted}' if wanted else 'not at all'}",

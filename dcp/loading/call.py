@@ -41,6 +41,7 @@ from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.reader import FileSystemReader
 
 _MAX_LISTED = 10
+_MAX_ALSO = 3
 
 
 class LoadCall:
@@ -177,14 +178,21 @@ class LoadCall:
             return plan, held, memory
 
     def _also_lost(self, unexpected: tuple[str, ...]) -> str:
-        """Return what a strict load says of ``unexpected`` names, for an error about other problems; ""
-        without an error."""
+        """Return a sentence on ``unexpected`` names, for an error about other problems; "" if the load allows
+        these names."""
         try:
             self._note((), (), unexpected)
             self.features.packed("findings", is_shared=False)
         except UnexpectedKeyError as error:
+            lost = error.lost
             unless = "unless other ranks take them, " if self.world_size > 1 else ""
-            return f"Also, {unless}{error}."
+            number = "1 stored entry has" if len(lost) == 1 else f"{len(lost)} stored entries have"
+            some = "" if len(lost) <= _MAX_ALSO else f" ({listed(lost, most=_MAX_ALSO)})"
+            patterns = "[...]" if some else list(lost)
+            return (
+                f"Also, {unless}{number} no place in the state dict{some}: add the entries to the state dict, "
+                f'or pass exclude={patterns} or unexpected="ignore".'
+            )
         except CheckpointError:  # of a feature: the other problems come first
             return ""
         return ""

@@ -466,9 +466,8 @@ class Ranks:
     def _note_given_up(self, ranks: list[int], what: str, operation: str | None = None) -> None:
         channel = self._channel
         if channel is not None and channel.world_size > 1 and channel.state.given_up is None:
-            earlier = f"since an earlier {operation or self.operation} failed: {what}"
-            text = f"the ranks of the process group are not in one step {earlier}"
-            channel.state.given_up = ranks, text
+            failed = f"after a failed {operation or self.operation}: {what}"
+            channel.state.given_up = ranks, f"the ranks of the process group are in different steps {failed}"
             channel.keep_for_ever()
 
     def _tell_given_up(self) -> None:

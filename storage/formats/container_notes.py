@@ -123,7 +123,7 @@ def notes_by_path(structure: Any) -> dict[Path, dict[str, Any]]:
             or not all(map(_is_plain, note.get("keys", ())))
             or not isinstance(note.get("metadata", {}), dict)
         ):
-            raise CheckpointFormatError("the checkpoint's notes on nested containers are malformed")
+            raise CheckpointFormatError("the stored structure of the state is malformed")
         notes[tuple(path)] = note
     return notes
 

@@ -243,7 +243,7 @@ def test_the_deadline_cancels_a_save_between_steps(tmp_path: Path, mode: Any) ->
         ({signal.SIGKILL: 3}, "SIGKILL"),
         ({4711: 3}, "not a signal"),
         *(({key: 3}, "neither") for key in (None, b"/x")),
-        *(({key: 3}, "not the path") for key in ("", "/")),
+        *(({key: 3}, "not a file path") for key in ("", "/")),
         ({"/x": "soon"}, "above 0"),
     ],
 )

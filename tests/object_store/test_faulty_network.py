@@ -236,7 +236,7 @@ def test_refusals_are_not_repeated(s3_proxy: FaultProxy, s3_root: str, saved: st
         assert_loads(saved, small_state("saved"), {**options, "secret": "wrong"})
     with pytest.raises(CheckpointNotFoundError):
         assert_loads(s3_root, small_state("absent"), options)
-    with pytest.raises(StorageError, match="no bucket 'no-such-bucket'"):
+    with pytest.raises(StorageError, match="bucket 'no-such-bucket' does not exist"):
         assert_loads("s3://no-such-bucket/run", small_state("absent"), options)
     assert {request.status for request in s3_proxy.log} <= {200, 403, 404}
     keyed = Counter((r.operation, r.key, r.headers["authorization"][:60]) for r in s3_proxy.log if r.key)

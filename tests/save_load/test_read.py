@@ -173,12 +173,12 @@ def test_invalid_structure_notes_are_refused(tmp_path: Path, notes: dict[str, An
         fields["provenance"] = [len(packed), zero, packed]
 
     rewrite_manifest(tmp_path, change)
-    with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on nested containers"):
+    with pytest.raises(dcp.errors.CheckpointFormatError, match="stored structure of the state"):
         dcp.read(tmp_path)
     if has_parts:
         assert torch.equal(dcp.read(tmp_path, only="a")["a"]["0"], torch.ones(2))
     else:
-        with pytest.raises(dcp.errors.CheckpointFormatError, match="notes on nested containers"):
+        with pytest.raises(dcp.errors.CheckpointFormatError, match="stored structure of the state"):
             dcp.read(tmp_path, only="a")
 
 

@@ -160,7 +160,7 @@ def test_read_only_memory_is_named(tmp_path: Path, rows: int) -> None:
         mapped = np.memmap(tmp_path / "map", np.float32, mode, shape=(rows, 100))
         state["w"] = torch.from_numpy(mapped)
         if mode == "r":
-            with pytest.raises(PlanError, match=r"cannot be loaded into: 'w': its memory is read-only"):
+            with pytest.raises(PlanError, match=r"cannot be loaded into: 'w': the memory is read-only"):
                 dcp.load(state, checkpoint_id=tmp_path / "c")
         else:
             dcp.load(state, checkpoint_id=tmp_path / "c")

@@ -73,7 +73,7 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
         shown = wait_until(
             lambda: (one := handover(api, first, "mlflow"))["error"] and one, "the job waits for MLflow"
         )
-        assert (shown["state"], shown["job_id"], "127.0.0.1 cannot be reached" in shown["error"]) == (
+        assert (shown["state"], shown["job_id"], "127.0.0.1 is unreachable" in shown["error"]) == (
             *("waiting", job),
             True,
         )
@@ -251,7 +251,7 @@ def test_errors_and_redirects_of_a_target(
         ({"wandb": {"project": "p"}}, "set api_key, or folder"),
         ({"mlflow": {"url": "https://m.example.org", "token": {"a": TOKEN}}}, "valid string"),
         ({"mlflow": {"url": "https://m.example.org", "token": f"{TOKEN}\n"}}, "visible ASCII"),
-        ({"when": [{"event": "checkpoint.aliased "}]}, "there are checkpoint.aliased, checkpoint.committed"),
+        ({"when": [{"event": "checkpoint.aliased "}]}, "kinds are checkpoint.aliased, checkpoint.committed"),
         ({"when": [{"targets": ["wandb"]}]}, "features.handover.wandb is not configured"),
     ],
 )

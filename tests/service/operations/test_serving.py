@@ -246,7 +246,7 @@ def test_a_taken_port_is_reported(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         done = run_program("-m", "dcp", "serve", "--port", str(port), cwd=tmp_path)
     assert done.returncode == 3
-    assert re.fullmatch(rf"dcp: port {port} of 127.0.0.1 is taken.*--port\n", done.stderr)
+    assert re.fullmatch(rf"dcp: port {port} of 127.0.0.1 is already in use.*--port\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 

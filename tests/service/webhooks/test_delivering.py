@@ -123,7 +123,7 @@ def test_redirects_are_failures(bench: Bench, receiver: Receiver) -> None:
         receiver.answers = [(307, {"Location": inner.url})]
         bench.round()
         (delivery,) = bench.deliveries(hook)
-        assert delivery.error == "answered 307: redirects are not followed"
+        assert delivery.error == "status 307: redirects are not followed"
         assert inner.requests == []
 
 
@@ -198,7 +198,7 @@ def test_a_dead_receiver_delays_no_other(bench: Bench, receiver: Receiver) -> No
         bench.round(NOW + 1)  # on a busy machine some may be left for the next round
     assert len(receiver.requests) == len(bench.deliveries(alive)) == 5
     assert [delivery.attempt for delivery in bench.deliveries(dead)] == [1, 0, 0, 0, 0]
-    assert bench.deliveries(dead)[0].error == "no answer within 0.5 s"
+    assert bench.deliveries(dead)[0].error == "no response within 0.5 s"
 
 
 @pytest.mark.parametrize("later", [["169.254.169.254"], ["127.0.0.1", "127.0.0.2"]])
