@@ -190,8 +190,8 @@ class LoadCall:
             some = "" if len(lost) <= _MAX_ALSO else f" ({listed(lost, most=_MAX_ALSO)})"
             patterns = "[...]" if some else list(lost)
             return (
-                f"Also, {unless}{number} no place in the state dict{some}: add the entries to the state dict, "
-                f'or pass exclude={patterns} or unexpected="ignore".'
+                f"Also, {unless}{number} no place in the state dict{some}: add the entries to it, or "
+                f'pass exclude={patterns} or unexpected="ignore".'
             )
         except CheckpointError:  # of a feature: the other problems come first
             return ""

@@ -63,7 +63,7 @@ def test_one_error_names_missing_and_unexpected_keys(tmp_path: Path, code_path: 
     ):
         load(state, tmp_path, code_path)
     state["model"]["encoder"]["w"] = torch.zeros(5)
-    with pytest.raises(PlanError, match=r"'model\.new'(.|\n)*Size mismatch(.|\n)*'model\.head'"):
+    with pytest.raises(PlanError, match=r"'model\.new'(.|\n)*Size mismatch(.|\n)*'model\.head"):
         load(state, tmp_path, code_path)
     for allowed in ({"unexpected": "ignore"}, {"exclude": "model.head"}):
         with pytest.raises(PlanError) as caught:
