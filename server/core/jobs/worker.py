@@ -180,13 +180,15 @@ class Worker:
         self._note_problem(problem)
 
     def _has_tables(self) -> bool:
-        """Return whether the database has the tables of this version, which an operator may create later."""
+        """Return True if the database has the tables of this version, which an operator may create later."""
         problem = None
         try:
             if migrations.is_pending(self._database):
                 problem = "the database lacks the tables of this version: back it up and run dcp db upgrade"
         except (DatabaseUnavailableError, migrations.UnknownRevisionError) as error:
             problem = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the worker waits, as in its steps
+            problem = f"the tables cannot be checked: {type(error).__name__}: {error}"
         self._note_problem(problem)
         return problem is None
 
