@@ -200,15 +200,11 @@ class Strictness(LoadFeature):
         found = [*(_packed(names, set(those)) for those in (call.unexpected, lost)), mark]
         if is_shared:
             return found
-        self._judge([found], map(call.stored, call.values))  # this rank has a separate index
+        self.judge([found])  # this rank has a separate index
         return None
 
     def judge(self, found: Sequence[Any]) -> None:
         """Raise UnexpectedKeyError for names that no rank takes but some rank should."""
-        self._judge(found)
-
-    def _judge(self, found: Sequence[Any], wanted: Iterable[str] = ()) -> None:
-        """Raise the error of `judge`; its patterns spare ``wanted`` names where possible."""
         lost = [column for own in found if own is not None and len(column := own[1])]
         if not lost or any(own is None for own in found):
             return
@@ -222,8 +218,7 @@ class Strictness(LoadFeature):
             unmapped = view.unmapped if view is not None else ()
             ordered = sorted(names)
             gone = {ordered[row] for row in rows.tolist()}
-            lost_names = [name for name in names if name in gone]
-            raise _unexpected_keys([*names, *wanted], lost_names, unmapped)
+            raise _unexpected_keys(names, [name for name in names if name in gone], unmapped)
 
 
 def _may_be_dict(index: CheckpointIndex, name: str) -> bool:
