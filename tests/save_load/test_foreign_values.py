@@ -111,4 +111,4 @@ def test_a_save_by_another_planner_warns(
     with caplog.at_level(logging.WARNING):
         dcp.save(state, checkpoint_id=tmp_path / "c", planner=planner())
     (warning,) = warnings_of(caplog)
-    assert "'mode.now'" in warning and "'a'" not in warning and "1 saved values" in warning
+    assert "'mode.now'" in warning and "'a'" not in warning and "1 of the saved values" in warning
