@@ -259,6 +259,7 @@ def test_settings_of_quotas_are_checked(tmp_path: Path) -> None:
         metrics = app.client("read", name="prometheus").get("/metrics").text
         assert 'dcp_quota_subjects{kind="account",level="full"} 0.0' in metrics
     mistakes: list[Any] = [{"account": {"requests": "many"}}, {"key": {"bytes_kept": 5}}, {"team": {}}]
+    mistakes.append({"root": {"bytes_kept": "20,5 TB"}})
     for wrong in mistakes:
         with pytest.raises(Exception, match=r"features\.quotas"):
             running_app(url, tmp_path, features={"quotas": wrong}).__enter__()

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, get_args
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 from sqlalchemy import Column, Connection, String, Text, select
 
@@ -21,7 +30,17 @@ from dcp.server.database.engine import Database
 from dcp.server.database.mapping import JSON_DOCUMENT
 from dcp.server.database.tables import resource_table
 
-__all__ = ["LIMITS", "LIMITS_OF", "MOST", "QuotaAllowances", "RateText", "feature", "quotas", "size_of"]
+__all__ = [
+    "LIMITS",
+    "LIMITS_OF",
+    "MOST",
+    "QuotaAllowances",
+    "RateText",
+    "feature",
+    "given_size",
+    "quotas",
+    "size_of",
+]
 
 MOST: Final = 2**53 - 1
 """Largest integer that every JSON parser reads exactly."""
@@ -50,8 +69,6 @@ def _checked_rate(text: str) -> str:
 
 RateText = Annotated[str, Field(max_length=64), AfterValidator(_checked_rate)]
 _Count = Annotated[int, Field(ge=0, le=1_000_000)]
-_Bytes = Annotated[ByteSize, Field(ge=0, le=MOST)]
-_Speed = Annotated[ByteSize, Field(ge=16 << 10, le=MOST)]
 _SIZE: Final[TypeAdapter[ByteSize]] = TypeAdapter(ByteSize)
 _SIZE_TEXT: Final = re.compile(r"\s*(\d{1,20}|\d{0,20}\.\d{1,20})\s*[A-Za-z]*\s*", re.ASCII)
 """The whole text, because pydantic ignores the rest of ``20,5 TB`` behind the first number."""
@@ -67,6 +84,14 @@ def size_of(text: str) -> int:
     problem = "Input should be a size such as 20 TB or 500 GiB, or a number of bytes"
     raise PydanticCustomError("size", problem)
 
+
+def given_size(value: object) -> object:
+    """Return a text as bytes by `size_of`, and any other value as it is."""
+    return size_of(value) if isinstance(value, str) else value
+
+
+_Bytes = Annotated[ByteSize, BeforeValidator(given_size), Field(ge=0, le=MOST)]
+_Speed = Annotated[ByteSize, BeforeValidator(given_size), Field(ge=16 << 10, le=MOST)]
 
 _REQUESTS: Final = "Rate of requests in each API process, such as `1200/minute`."
 _WARNING: Final = "Bytes of committed checkpoints above which registrations return a warning."

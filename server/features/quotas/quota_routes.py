@@ -34,7 +34,16 @@ from dcp.server.core.pages.formatting import bytes_text, count_text
 from dcp.server.core.problems import ConflictError, UnprocessableError
 from dcp.server.core.resource import Resource
 from dcp.server.database.mapping import record_of_row
-from dcp.server.features.quotas import LIMITS_OF, MOST, QuotaAllowances, RateText, feature, quotas, size_of
+from dcp.server.features.quotas import (
+    LIMITS_OF,
+    MOST,
+    QuotaAllowances,
+    RateText,
+    feature,
+    given_size,
+    quotas,
+    size_of,
+)
 from dcp.server.features.quotas.usage import (
     TITLES,
     SubjectUse,
@@ -57,18 +66,14 @@ _Count = Annotated[int, Field(ge=0, le=1_000_000)]
 _SLOWEST: Final = 16 << 10
 
 
-def _given_size(value: object) -> object:
-    return size_of(value) if isinstance(value, str) else value
-
-
 def _size_schema(least: int) -> WithJsonSchema:
     number = {"type": "integer", "minimum": least, "maximum": MOST}
     return WithJsonSchema({"anyOf": [number, {"type": "string", "maxLength": 64}, {"type": "null"}]})
 
 
-_Bytes = Annotated[Annotated[int, Field(ge=0, le=MOST)] | None, BeforeValidator(_given_size), _size_schema(0)]
+_Bytes = Annotated[Annotated[int, Field(ge=0, le=MOST)] | None, BeforeValidator(given_size), _size_schema(0)]
 _Speed = Annotated[
-    Annotated[int, Field(ge=_SLOWEST, le=MOST)] | None, BeforeValidator(_given_size), _size_schema(_SLOWEST)
+    Annotated[int, Field(ge=_SLOWEST, le=MOST)] | None, BeforeValidator(given_size), _size_schema(_SLOWEST)
 ]
 
 
