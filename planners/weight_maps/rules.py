@@ -250,7 +250,7 @@ class MapRule:
                 highest = max(set().union(*by_pattern.values()), default=-1)
                 if highest >= count:  # missing items may be on other ranks
                     raise PlanError(
-                        f"the highest number of {name} is {highest}, but the size of {name} is {count}"
+                        f"{{{name}}} is {highest} in a source tensor, but the size of {name} is {count}"
                     )
             else:
                 _check_gaps(name, list(by_pattern.values()), may_be_elsewhere=name in counts)

@@ -116,7 +116,7 @@ def test_missing_and_differing_experts_are_errors(tmp_path: Path) -> None:
     gone = [f"'model.layers.0.mlp.experts.3.{part}.weight'" for part in ("gate_proj", "up_proj")]
     for missing, more, unknown, wide in run_ranks(2, save_wrong, str(tmp_path / "c")):
         assert f"PlanError: all ranks together lack tensors, or parts of them: {', '.join(gone)}: " in missing
-        assert "the highest number of expert is 5" in more
+        assert "{expert} is 5 in a source tensor" in more
         assert "the number of expert (num_experts or num_local_experts) is not" in unknown
         assert "float32 [6, 8, 4] on rank 0, but float32 [6, 8, 5] on rank 1" in wide
         assert "all ranks together" not in wide
