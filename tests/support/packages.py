@@ -28,7 +28,7 @@ COPYLEFT = re.compile(
     r"\bA?GPL(?!\S* WITH GCC-exception)|\b(SSPL|BUSL|EUPL)|(?<!Lesser )General Public License", re.IGNORECASE
 )
 """Licences refused in any extra. LGPL and MPL are allowed: dcphub imports such packages and changes none."""
-READ = {"torchao": "BSD-3-Clause", "nvidia-": "LicenseRef-NVIDIA"}
+READ = {"torchao": "BSD-3-Clause", "nvidia-": "LicenseRef-NVIDIA", "cuda-toolkit": "LicenseRef-NVIDIA"}
 """Packages, or prefixes of names, without a licence in their metadata; read by hand."""
 VENDORED = re.compile(r"^(\S+) (\d+\.\S+) +(\S+)", re.MULTILINE)
 """Lines of NOTICE: name, version, licence."""
