@@ -102,7 +102,7 @@ def own_client(store: Any) -> Any:
     """Return another connection to the store if its class supports it; otherwise the store."""
     try:
         return store.clone()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # also NotImplementedError, of a class with one connection only
         return store
 
 
