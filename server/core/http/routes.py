@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -214,9 +215,12 @@ router = APIRouter(dependencies=[public], include_in_schema=False)
 
 
 @router.get(OPENAPI_PATH)
-async def get_openapi_document(request: Request) -> JSONResponse:
-    """Return the OpenAPI document."""
-    return JSONResponse(request.app.openapi())
+async def get_openapi_document(request: Request) -> Response:
+    """Return the OpenAPI document; it is kept as bytes, which take less memory than its objects."""
+    kept = request.app.state
+    if not hasattr(kept, "openapi"):
+        kept.openapi = bytes(JSONResponse(request.app.openapi()).body)
+    return Response(kept.openapi, media_type="application/json")
 
 
 @router.get("/docs")
@@ -272,12 +276,7 @@ def _guarded(page: HTMLResponse) -> HTMLResponse:
 def install_documentation(app: FastAPI) -> None:
     """Extend ``app.openapi()`` with access and common errors."""
 
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = partial(_document, app)  # type: ignore[method-assign]
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
